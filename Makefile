@@ -1,0 +1,62 @@
+# Everything a person does with this repository. Each target sets up what it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One variable prevents an illegal instruction where the CPU advertises AMX but cannot run it.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install quickstart test test-all lint format check bench config clean
+
+help:  ## Show this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
+
+install: $(STAMP)  ## Create .venv and install the package with everything the tests need
+
+$(STAMP): pyproject.toml requirements/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "verl needs Python 3.10 or newer; set PYTHON=/path/to/python3")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -c requirements/constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: $(STAMP)  ## Train a small model (see README for what this version can do)
+	@$(BIN)/python -m verl.trainer.main_ppo trainer.dry_run=True trainer.n_gpus_per_node=1 \
+	    data.train_batch_size=64 actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo \
+	    actor_rollout_ref.actor.ppo_mini_batch_size=64
+	@echo
+	@echo "Still missing for a quickstart that trains: the training engine, the built-in rollout"
+	@echo "engine and the loop. What you see above is the plan that such a run would follow."
+
+test: $(STAMP)  ## Run the tests (CPU; under fifteen minutes on two cores)
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP)  ## Run the slow tests too
+	$(BIN)/python -m pytest -m 'not gpu'
+
+lint: $(STAMP)  ## Formatting, lint rules, types, import order
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## Rewrite the files the way the linter wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: lint test  ## What a reviewer would run
+
+config: $(STAMP)  ## Regenerate the YAML files and docs/config.md from the dataclasses
+	$(BIN)/python -m verl.config.generate
+
+bench: $(STAMP)  ## Measure; results go to benchmarks/results
+	$(BIN)/python benchmarks/protocol.py
+	$(BIN)/python benchmarks/controller.py
+
+clean:  ## Remove what the targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,126 @@
+"""Every environment variable the package reads, in one place.
+
+Each is a function rather than a constant, so that a test or a launcher may set the variable after
+the import. Torch-style rank variables (`RANK`, `WORLD_SIZE`, ...) are read here too.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def external_modules() -> list[str]:
+    """`VERL_USE_EXTERNAL_MODULES=a,b`: modules that `import verl` loads, to register extensions."""
+    return [
+        name.strip() for name in variable("VERL_USE_EXTERNAL_MODULES").split(",") if name.strip()
+    ]
+
+
+def logging_level() -> str:
+    """`VERL_LOGGING_LEVEL`, default WARN."""
+    return variable("VERL_LOGGING_LEVEL", "WARN")
+
+
+def auto_padding() -> bool:
+    """`VERL_AUTO_PADDING=TRUE|1`: batches are padded to a divisible length where they are split."""
+    return variable("VERL_AUTO_PADDING").upper() in ("TRUE", "1")
+
+
+def forced_device() -> str:
+    """`VERL_FORCE_DEVICE=cuda|npu|cpu`: the device type to use, whatever the machine has."""
+    return variable("VERL_FORCE_DEVICE").lower()
+
+
+def use_modelscope() -> bool:
+    """`VERL_USE_MODELSCOPE=True|1`: model names are looked up on ModelScope, not on the HF hub."""
+    return variable("VERL_USE_MODELSCOPE").upper() in ("TRUE", "1")
+
+
+def dist_init_method() -> str | None:
+    """`DIST_INIT_METHOD=tcp://host:port`: where process groups meet; unset means `env://`."""
+    return variable("DIST_INIT_METHOD") or None
+
+
+def rank() -> int:
+    return int(variable("RANK", "0"))
+
+
+def local_rank() -> int:
+    return int(variable("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    return int(variable("WORLD_SIZE", "1"))
+
+
+def is_ray_worker() -> bool:
+    """`WG_BACKEND=ray`: this process is a rank of a worker group on Ray."""
+    return variable("WG_BACKEND") == "ray"
+
+
+def is_inside_colocated_worker() -> bool:
+    """`DISABLE_WORKER_INIT=1`: the outer worker of this process has set up its environment."""
+    return variable("DISABLE_WORKER_INIT") == "1"
+
+
+def ray_leaves_devices_visible() -> bool:
+    """`RAY_EXPERIMENTAL_NOSET_*_VISIBLE_DEVICES=1`: workers see all devices, not only their own."""
+    return any(
+        name.startswith("RAY_EXPERIMENTAL_NOSET_") and value not in ("", "0")
+        for name, value in os.environ.items()
+    )
+
+
+def is_set(name: str) -> bool:
+    return name in os.environ
+
+
+def file_logger_path() -> str | None:
+    """`VERL_FILE_LOGGER_PATH`: the file of the `file` tracker; unset means one under the root."""
+    return variable("VERL_FILE_LOGGER_PATH") or None
+
+
+def file_logger_root() -> str:
+    """`VERL_FILE_LOGGER_ROOT`, default `.`: `<root>/<project>/<experiment>.jsonl`."""
+    return variable("VERL_FILE_LOGGER_ROOT") or "."
+
+
+def tensorboard_dir() -> str | None:
+    """`TENSORBOARD_DIR`: where the `tensorboard` tracker writes its event files."""
+    return variable("TENSORBOARD_DIR") or None
+
+
+def mlflow_tracking_uri() -> str:
+    """`MLFLOW_TRACKING_URI`, default a SQLite file."""
+    return variable("MLFLOW_TRACKING_URI") or "sqlite:////tmp/mlruns.db"
+
+
+def ray_job_config() -> str:
+    """`RAY_JOB_CONFIG_JSON_ENV_VAR`: what `ray job submit` was given, as JSON; "" outside a job."""
+    return variable("RAY_JOB_CONFIG_JSON_ENV_VAR")
+
+
+def variable(name: str, default: str = "") -> str:
+    return os.environ.get(name, default)
+
+
+def set_variable(name: str, value: str) -> None:
+    os.environ[name] = value
+
+
+def remove_variable(name: str) -> None:
+    os.environ.pop(name, None)
+
+
+@contextmanager
+def temp_env_var(key: str, value: str) -> Iterator[None]:
+    """Set a variable for the length of a `with` block, then restore or remove it."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before

@@ -1,0 +1,63 @@
+"""Names that users may write in a config, and the objects they stand for.
+
+One class serves every extension point: advantage estimators, policy losses, reward managers,
+rollouts, agent loops, tools. A value may be the object itself or "module:attribute", which is
+imported on first use so that optional dependencies stay optional.
+"""
+
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+Entry = TypeVar("Entry")
+
+
+class Registry(Generic[T]):
+    """From name to object; an unknown name is refused with the closest one and the whole list."""
+
+    def __init__(self, kind: str, **entries: T | str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T | str] = entries
+        self._built_in: set[str] = set(entries)
+
+    def register(self, name: str, *, built_in: bool = False) -> Callable[[Entry], Entry]:
+        """Use as a decorator. A user's entry replaces a built-in of the same name (and keeps it
+        when the built-in is loaded later); two users' entries of one name are an error."""
+
+        def add(entry: Entry) -> Entry:
+            holder = self._entries.get(name)
+            if built_in and holder is not None and name not in self._built_in:
+                return entry
+            if holder is not None and name not in self._built_in and holder is not entry:
+                raise ValueError(f"{self.kind} {name!r} is already registered as {holder}")
+            self._entries[name] = entry  # pyright: ignore[reportArgumentType]
+            if built_in:
+                self._built_in.add(name)
+            else:
+                self._built_in.discard(name)
+            return entry
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._entries:
+            close = get_close_matches(name, self._entries, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            known = ", ".join(sorted(self._entries))
+            raise ValueError(f"unknown {self.kind} {name!r}.{hint} Known: {known}")
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            module, _, attribute = entry.partition(":")
+            entry = self._entries[name] = getattr(import_module(module), attribute)
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
