@@ -1,0 +1,81 @@
+"""How users add estimators and losses, and what happens when a name is taken."""
+
+import pytest
+
+from verl.algos.registry import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    AdvantageEstimator,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    register_adv_est,
+    register_policy_loss,
+)
+
+
+@pytest.fixture
+def own_names():
+    """Names under which a test may register; they are free again afterwards."""
+    tables = (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY)
+    before = [(dict(table._entries), set(table._built_in)) for table in tables]
+    yield
+    for table, (entries, built_in) in zip(tables, before, strict=True):
+        table._entries, table._built_in = entries, built_in
+
+
+def test_every_member_of_the_enum_is_registered_under_its_value():
+    for estimator in AdvantageEstimator:
+        assert get_adv_estimator_fn(estimator) is get_adv_estimator_fn(estimator.value)
+        assert estimator.value in ADV_ESTIMATOR_REGISTRY
+    assert set(ADV_ESTIMATOR_REGISTRY) == {estimator.value for estimator in AdvantageEstimator}
+
+
+def test_the_functions_have_the_names_of_the_table():
+    assert get_adv_estimator_fn("gae").__name__ == "compute_gae_advantage_return"
+    tir = get_adv_estimator_fn(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
+    assert tir.__name__ == "compute_multi_turn_optimal_token_baseline_advantage"
+
+
+def test_a_user_adds_an_estimator_and_finds_it(own_names):
+    @register_adv_est("mine")
+    def mine():
+        return "mine"
+
+    assert mine() == "mine"  # the decorator gives the function back
+    assert get_adv_estimator_fn("mine") is mine
+
+
+def test_a_users_function_replaces_a_built_in_of_the_same_name(own_names):
+    @register_adv_est(AdvantageEstimator.GRPO)
+    def mine():
+        pass
+
+    assert get_adv_estimator_fn("grpo") is mine
+
+
+def test_registering_the_same_function_again_is_allowed_but_another_is_not(own_names):
+    def first():
+        pass
+
+    register_adv_est("mine")(first)
+    register_adv_est("mine")(first)
+    with pytest.raises(ValueError, match="'mine' is already registered"):
+        register_adv_est("mine")(lambda: None)
+
+
+def test_an_unknown_name_is_refused_with_a_suggestion():
+    with pytest.raises(
+        ValueError, match=r"unknown advantage estimator 'gpro'\. Did you mean 'grpo'"
+    ):
+        get_adv_estimator_fn("gpro")
+    with pytest.raises(ValueError, match="unknown policy loss 'nothing-like-it'"):
+        get_policy_loss_fn("nothing-like-it")
+
+
+def test_a_policy_loss_is_found_with_dashes_or_underscores(own_names):
+    @register_policy_loss("my_loss")
+    def my_loss():
+        pass
+
+    assert get_policy_loss_fn("my_loss") is my_loss
+    assert get_policy_loss_fn("my-loss") is my_loss

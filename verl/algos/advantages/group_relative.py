@@ -1,0 +1,122 @@
+"""Each response against the other responses to its prompt: GRPO and its relatives.
+
+`index` (B,) holds one label per response, equal for responses to the same prompt *instance* (the
+uid of the row, never its text: a prompt drawn twice makes two groups). A group whose rewards are
+all equal gets an advantage of exactly 0. A group of one has mean 0 and std 1, so that its reward
+passes through.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algos.advantages.rewards import outcome_reward, spread_over_tokens
+from verl.algos.registry import AdvantageEstimator, register_adv_est
+from verl.utils.groupwise import as_torch_index, group_mean_std, group_top_two
+
+if TYPE_CHECKING:
+    from verl.config.algorithm import AlgoConfig
+
+
+@register_adv_est(AdvantageEstimator.GRPO, built_in=True)
+@torch.no_grad()
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: "AlgoConfig | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """Group-relative advantage (arXiv:2402.03300, section 4.1).
+
+        A_i = (r_i - mean_g) / (std_g + epsilon)        r_i = sum_t r_it, std over n - 1
+
+    Rewards and mask are (B, T), `index` (B,). Without `norm_adv_by_std_in_grpo` nothing is divided
+    (Dr. GRPO, arXiv:2503.20783), so that easy and hard prompts weigh alike.
+    """
+    reward = outcome_reward(token_level_rewards)  # (B,)
+    gidx = as_torch_index(index, reward.device)
+    mean, std, _ = group_mean_std(reward, gidx, eps=0.0)  # (G,)
+    advantage = reward - mean[gidx]
+    if norm_adv_by_std_in_grpo:
+        advantage = advantage / (std[gidx] + epsilon)
+    return spread_over_tokens(advantage, response_mask)
+
+
+# GRPO is computed without loops under either name; both exist in users' configurations.
+@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED, built_in=True)
+def compute_grpo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: "AlgoConfig | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """The same as `compute_grpo_outcome_advantage`."""
+    return compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config
+    )
+
+
+@register_adv_est(AdvantageEstimator.GRPO_PASSK, built_in=True)
+@torch.no_grad()
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: "AlgoConfig | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """Credit only the best response of each group, for pass@k (arXiv:2503.19595).
+
+        A_best = (r_best - r_second) / (std_g + epsilon)        all others 0
+
+    The division is left out without `norm_adv_by_std_in_grpo`; where `config` is given, its value
+    of that option counts. Rewards and mask are (B, T), `index` (B,). A group of one is an error.
+    """
+    reward = outcome_reward(token_level_rewards)  # (B,)
+    gidx = as_torch_index(index, reward.device)
+    _, std, count = group_mean_std(reward, gidx, eps=0.0)
+    if (count < 2).any():
+        row = int((count[gidx] < 2).nonzero()[0])
+        raise ValueError(
+            f"grpo_passk compares the best response with the second best, but the prompt of row "
+            f"{row} (uid {index[row]!r}) has only one; set rollout.n to 2 or more"
+        )
+    best, second = group_top_two(reward, gidx)  # (G,) rows
+    gain = reward[best] - reward[second]
+    if norm_adv_by_std_in_grpo if config is None else config.norm_adv_by_std_in_grpo:
+        gain = gain / (std + epsilon)
+    advantage = torch.zeros_like(reward)
+    advantage[best] = gain
+    return spread_over_tokens(advantage, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.GPG, built_in=True)
+@torch.no_grad()
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    config: "AlgoConfig | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """Group policy gradient, for `policy_loss.loss_mode=gpg` (arXiv:2504.02546).
+
+        A_i = alpha B / count(r != 0) * (r_i - mean_g) / f_norm
+
+    The factor B / count(r != 0) makes up for responses without a signal. Rewards and mask are
+    (B, T), `index` (B,); there is no std, so `epsilon` plays no part.
+    """
+    reward = outcome_reward(token_level_rewards)  # (B,)
+    gidx = as_torch_index(index, reward.device)
+    mean, _, _ = group_mean_std(reward, gidx)
+    scale = alpha * len(reward) / reward.count_nonzero().clamp(min=1)
+    return spread_over_tokens(scale * (reward - mean[gidx]) / f_norm, response_mask)

@@ -1,0 +1,55 @@
+"""GSPO: the ratio, and its clip, belong to the sequence instead of the token."""
+
+import torch
+from torch import Tensor
+
+from verl.algos.policy_losses.terms import (
+    aggregate,
+    clip_range,
+    clipped_surrogate,
+    log_ratio,
+    options,
+    token_means,
+)
+from verl.algos.registry import register_policy_loss
+from verl.config.actor import ActorConfig
+from verl.utils.masked import masked_sum
+
+LOG_SEQUENCE_RATIO_LIMIT = 10.0
+
+
+@register_policy_loss("gspo", built_in=True)
+def compute_policy_loss_gspo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Group sequence policy optimization (arXiv:2507.18071).
+
+        s_i = exp(1/n_i sum_t log r_it)          one ratio per sequence, normalised by its length
+        L_it = max(-A s_it, -A clip(s_it, 1 - low, 1 + high))
+        s_it = sg(s_i) pi_it / sg(pi_it)         the value of s_i, the gradient of token t
+
+    sg stops the gradient; log s is at most 10. Sequences count alike whatever their length, so the
+    aggregation is seq-mean-token-mean whatever `loss_agg_mode` says.
+    """
+    config = options(config)
+    log_r = log_ratio(log_prob, old_log_prob, response_mask)
+    lengths = response_mask.sum(-1).clamp(min=1)
+    log_s = (masked_sum(log_r, response_mask, -1) / lengths).detach()  # (B,)
+    kept_log_prob = torch.where(response_mask.bool(), log_prob, 0)
+    log_s_token = kept_log_prob - kept_log_prob.detach() + log_s[:, None]  # (B, T)
+    log_s_token = log_s_token.clamp(max=LOG_SEQUENCE_RATIO_LIMIT)
+    loss, is_clipped = clipped_surrogate(log_s_token, advantages, *clip_range(config))
+    metrics = token_means(
+        response_mask,
+        pg_clipfrac=is_clipped,
+        ppo_kl=-log_r,
+        pg_clipfrac_lower=torch.zeros_like(is_clipped),
+    )
+    loss = aggregate(loss, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
+    return loss, metrics

@@ -1,0 +1,105 @@
+"""PPO's clipped surrogate, the default policy loss, with the dual clip for negative advantages."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from verl.algos.aggregate import agg_loss
+from verl.algos.policy_losses.terms import (
+    aggregate,
+    clip_range,
+    clipped_surrogate,
+    log_ratio,
+    options,
+    token_means,
+)
+from verl.algos.registry import register_policy_loss
+from verl.config.actor import ActorConfig
+
+
+@register_policy_loss("vanilla", built_in=True)
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """PPO-clip (arXiv:1707.06347) with separate bounds (clip-higher, arXiv:2503.14476).
+
+        L = max(-A r, -A clip(r, 1 - low, 1 + high)),   r = exp(log_prob - old_log_prob)
+        L = min(L, -A c)   where A < 0                  dual clip, arXiv:1912.09729
+
+    Without the second line a token with A < 0 whose ratio explodes has an unbounded loss. Each
+    token is multiplied by `rollout_is_weights`, if any. All tensors are (B, T).
+    """
+    config = options(config)
+    log_r = log_ratio(log_prob, old_log_prob, response_mask)
+    low, high = clip_range(config)
+    loss, is_clipped, is_clipped_below = dual_clip(
+        log_r, advantages, low, high, config.clip_ratio_c
+    )
+    metrics = token_means(
+        response_mask,
+        pg_clipfrac=is_clipped,
+        ppo_kl=-log_r,
+        pg_clipfrac_lower=is_clipped_below,
+    )
+    return aggregate(loss, response_mask, loss_agg_mode, config, rollout_is_weights), metrics
+
+
+def dual_clip(
+    log_r: Tensor, advantages: Tensor, low: float, high: float, c: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of each token, where the clip range took effect, and where the bound `c` did."""
+    if c <= 1:
+        raise ValueError(
+            f"clip_ratio_c is {c}; it bounds the ratio of tokens with negative advantage "
+            "and must be greater than 1 (3.0 is usual)"
+        )
+    loss, is_clipped = clipped_surrogate(log_r, advantages, low, high)
+    bound = -advantages * c
+    is_bounded = (advantages < 0) & (loss > bound)
+    return torch.where(is_bounded, bound, loss), is_clipped, is_bounded
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The older form of `compute_policy_loss_vanilla`, over rows that are the whole batch.
+
+    Returns (loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower). `cliprange` stands in for a bound that
+    is not given.
+    """
+    warnings.warn(
+        "compute_policy_loss is deprecated; use compute_policy_loss_vanilla with an ActorConfig",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
+    if low is None or high is None:
+        raise ValueError("compute_policy_loss needs cliprange, or cliprange_low and cliprange_high")
+    log_r = log_ratio(log_prob, old_log_prob, response_mask)
+    loss, is_clipped, is_clipped_below = dual_clip(log_r, advantages, low, high, clip_ratio_c)
+
+    def mean(value: Tensor) -> Tensor:
+        return agg_loss(value.detach().to(loss.dtype), response_mask, "token-mean")
+
+    return (
+        agg_loss(loss, response_mask, loss_agg_mode),
+        mean(is_clipped),
+        mean(-log_r),
+        mean(is_clipped_below),
+    )

@@ -1,0 +1,85 @@
+"""What policy losses are made of: the ratio, its clip range, the division, the metrics.
+
+A loss is a value per token, (B, T), then one call of `aggregate`, which divides by counts of the
+whole mini-batch. So a loss written from these parts does not depend on how the mini-batch is cut
+into micro-batches and ranks.
+"""
+
+import torch
+from torch import Tensor
+
+from verl.algos.aggregate import agg_loss
+from verl.config.actor import ActorConfig
+from verl.utils.masked import masked_sum
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
+    """log(pi / pi_old) of each token, (B, T), within +-20 so that its exponential stays finite.
+
+    0 outside the mask, whatever stands there.
+    """
+    difference = torch.where(response_mask.bool(), log_prob - old_log_prob, 0)
+    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def options(config: ActorConfig | None) -> ActorConfig:
+    """The options of a loss that cannot do without them."""
+    if config is None:
+        raise ValueError("this policy loss reads its options from `config`; pass an ActorConfig")
+    return config
+
+
+def clip_range(config: ActorConfig) -> tuple[float, float]:
+    """How far the ratio may fall below 1 and rise above it; both are `clip_ratio` unless set."""
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    return (
+        config.clip_ratio if low is None else low,
+        config.clip_ratio if high is None else high,
+    )
+
+
+def clipped_surrogate(
+    log_r: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), with r the ratio, and where the clip won.
+
+    The maximum of two losses is the pessimistic one: a step that already improved the objective
+    beyond the range gets no more gradient, a step in the wrong direction always does.
+    """
+    ratio = log_r.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+def aggregate(
+    loss: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig | None,
+    rollout_is_weights: Tensor | None = None,
+) -> Tensor:
+    """One number from `loss` (B, T), each token times its weight, divided by the global counts.
+
+    Without counts in `config.global_batch_info` the rows given are taken to be the whole batch.
+    """
+    if rollout_is_weights is not None:
+        loss = loss * rollout_is_weights.detach()
+    if config is None:
+        return agg_loss(loss, response_mask, loss_agg_mode)
+    counts = {"loss_scale_factor": config.loss_scale_factor, **config.global_batch_info}
+    return agg_loss(loss, response_mask, loss_agg_mode, **counts)
+
+
+def token_means(response_mask: Tensor, **values: Tensor) -> dict[str, float]:
+    """The mean of each (B, T) value over the response tokens, named `actor/<name>`.
+
+    Every metric of a built-in loss is such a mean, so the metric of a mini-batch is the average of
+    its micro-batches weighted by their number of response tokens. One read from the device.
+    """
+    count = response_mask.sum().clamp(min=1)
+    means = [masked_sum(value.detach(), response_mask) / count for value in values.values()]
+    names = [f"actor/{name}" for name in values]
+    return dict(zip(names, torch.stack(means).tolist(), strict=True))

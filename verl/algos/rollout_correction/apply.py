@@ -1,0 +1,92 @@
+"""Rollout correction on a batch: once before the update, or left to the loss (bypass mode).
+
+    decoupled   old_log_probs were computed by the trainer; the batch gets weights and a new mask
+    bypass      old_log_probs := rollout_log_probs, which saves a forward pass; the loss
+                `bypass_mode` compares the rollout policy with the current one
+
+The functions see the whole batch, so its means are means of the batch; no other process is asked.
+"""
+
+from omegaconf import DictConfig, open_dict
+from torch import Tensor
+
+from verl.algos.rollout_correction.correction import correct_rollout
+from verl.config.actor import PolicyLossConfig
+from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.protocol import DataProto
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: str | float | None = None,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """(`rollout_is_weights` as a DataProto, or None without `rollout_is`; the mask that is left;
+    metrics named `rollout_corr/*`). All tensors are (B, T)."""
+    weights, mask, metrics = correct_rollout(
+        old_log_prob,
+        rollout_log_prob,
+        response_mask,
+        rollout_is=rollout_is,
+        rollout_is_threshold=rollout_is_threshold,
+        rollout_is_batch_normalize=rollout_is_batch_normalize,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+    )
+    if weights is None:
+        return None, mask, metrics
+    return DataProto.from_dict(tensors={"rollout_is_weights": weights}), mask, metrics
+
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: DataProto, rollout_corr_config: RolloutCorrectionConfig
+) -> tuple[DataProto, dict[str, float]]:
+    """Decoupled mode: `rollout_is_weights` joins the batch, rejection replaces `response_mask`.
+
+    Count the tokens and sequences of the batch after this: the rejected ones are no longer in it.
+    """
+    weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=_column(batch, "old_log_probs"),
+        rollout_log_prob=_column(batch, "rollout_log_probs"),
+        response_mask=_column(batch, "response_mask"),
+        rollout_is=rollout_corr_config.rollout_is,
+        rollout_is_threshold=rollout_corr_config.rollout_is_threshold,
+        rollout_is_batch_normalize=rollout_corr_config.rollout_is_batch_normalize,
+        rollout_rs=rollout_corr_config.rollout_rs,
+        rollout_rs_threshold=rollout_corr_config.rollout_rs_threshold,
+    )
+    batch.batch["response_mask"] = mask
+    if weights is not None:
+        batch = batch.union(weights)
+    return batch, metrics
+
+
+def apply_bypass_mode(
+    batch: DataProto,
+    rollout_corr_config: RolloutCorrectionConfig,
+    policy_loss_config: PolicyLossConfig | DictConfig,
+) -> None:
+    """Bypass mode: take the rollout's log-probs for the old ones and choose the loss that knows."""
+    batch.batch["old_log_probs"] = _column(batch, "rollout_log_probs")
+    if isinstance(policy_loss_config, DictConfig):
+        with open_dict(policy_loss_config):
+            policy_loss_config.rollout_correction = rollout_corr_config
+            policy_loss_config.loss_mode = "bypass_mode"
+    else:
+        policy_loss_config.rollout_correction = rollout_corr_config
+        policy_loss_config.loss_mode = "bypass_mode"
+
+
+def _column(batch: DataProto, name: str) -> Tensor:
+    if name in batch.batch.keys():  # noqa: SIM118
+        return batch.batch[name]
+    hint = "; set actor_rollout_ref.rollout.calculate_log_probs=True"
+    raise ValueError(
+        f"rollout correction needs the column {name!r}, which the batch does not have"
+        f"{hint if name == 'rollout_log_probs' else ''}"
+    )

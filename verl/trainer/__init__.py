@@ -1,0 +1,1 @@
+"""Programs that train: the PPO family in `ppo`, supervised fine-tuning in `sft`."""

@@ -1,0 +1,1 @@
+"""The training loop of the PPO family and its stages."""
