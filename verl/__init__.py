@@ -4,9 +4,10 @@ Importing this package is cheap: `DataProto` (and torch with it) is loaded on fi
 reading a configuration or printing a help text does not wait for torch.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.environment import external_modules
+from verl.utils.environment import external_modules, logging_level
 from verl.utils.import_utils import import_external_libs, lazy_attribute
 
 if TYPE_CHECKING:
@@ -22,4 +23,5 @@ def __getattr__(name: str) -> Any:
     return lazy_attribute(__name__, _LAZY, name)
 
 
+logging.getLogger(__name__).setLevel(logging_level())
 import_external_libs(external_modules())

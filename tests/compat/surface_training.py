@@ -1,0 +1,262 @@
+"""Algorithms, the helpers of the training loop, rewards and configuration."""
+
+TRAINING = {
+    "verl.trainer.ppo.core_algos": """
+        register_adv_est(_)
+        get_adv_estimator_fn(_)
+        ADV_ESTIMATOR_REGISTRY
+        register_policy_loss(name)
+        get_policy_loss_fn(_)
+        POLICY_LOSS_REGISTRY
+        AdvantageEstimator
+        AdvantageEstimator.GAE
+        AdvantageEstimator.GRPO
+        compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam)
+        compute_grpo_outcome_advantage(
+            token_level_rewards, response_mask, index, epsilon=1e-6,
+            norm_adv_by_std_in_grpo=True, config=None
+        )
+        compute_grpo_vectorized_outcome_advantage(
+            token_level_rewards, response_mask, index, epsilon=1e-6,
+            norm_adv_by_std_in_grpo=True, config=None
+        )
+        compute_grpo_passk_outcome_advantage(token_level_rewards, response_mask, index)*
+        compute_reinforce_plus_plus_outcome_advantage(token_level_rewards, response_mask)*
+        compute_reinforce_plus_plus_baseline_outcome_advantage(
+            token_level_rewards, response_mask, index
+        )*
+        compute_remax_outcome_advantage(token_level_rewards, reward_baselines, response_mask)*
+        compute_rloo_outcome_advantage(token_level_rewards, response_mask, index)*
+        compute_rloo_vectorized_outcome_advantage(token_level_rewards, response_mask, index)*
+        compute_opo_outcome_advantage(token_level_rewards, response_mask, index)*
+        compute_gpg_outcome_advantage(token_level_rewards, response_mask, index)*
+        agg_loss(
+            loss_mat, loss_mask, loss_agg_mode, dp_size=1, batch_num_tokens=None,
+            global_batch_size=None, loss_scale_factor=None
+        )
+        compute_policy_loss(old_log_prob, log_prob, advantages, response_mask)*
+        compute_policy_loss_vanilla(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=..., config=...,
+            rollout_is_weights=None
+        )
+        compute_policy_loss_gspo(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=..., config=...,
+            rollout_is_weights=None
+        )
+        compute_policy_loss_sapo(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=..., config=...,
+            rollout_is_weights=None
+        )
+        compute_policy_loss_gpg(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=..., config=...,
+            rollout_is_weights=None
+        )
+        compute_policy_loss_clip_cov(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=..., config=...,
+            rollout_is_weights=None
+        )
+        compute_policy_loss_kl_cov(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=..., config=...,
+            rollout_is_weights=None
+        )
+        compute_policy_loss_geo_mean(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=..., config=...,
+            rollout_is_weights=None
+        )
+        compute_policy_loss_cispo(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=..., config=...,
+            rollout_is_weights=None
+        )
+        compute_policy_loss_reinforce(
+            rollout_log_prob, log_prob, advantages, response_mask,
+            loss_agg_mode="seq-mean-token-sum", config=..., rollout_is_weights=None
+        )
+        compute_value_loss(
+            vpreds, returns, values, response_mask, cliprange_value, loss_agg_mode="token-mean"
+        )
+        compute_entropy_loss(logits, response_mask, loss_agg_mode=...)
+        compute_rewards(_, _, _, kl_ratio)
+        kl_penalty(logprob, ref_logprob, kl_penalty)
+        kl_penalty_forward(logprob, ref_logprob, kl_penalty)
+        FixedKLController(kl_coef)
+        FixedKLController.update(current_kl, n_steps)
+        AdaptiveKLController(init_kl_coef, target_kl, horizon)
+        AdaptiveKLController.update(current_kl, n_steps)
+        get_kl_controller(kl_ctrl)
+        compute_pf_ppo_reweight_data(data, reweight_method="pow", weight_pow=2.0)
+    """,
+    "verl.trainer.ppo.rollout_corr_helper": """
+        SUPPORTED_ROLLOUT_RS_OPTIONS
+        compute_rollout_correction_and_rejection_mask(
+            old_log_prob, rollout_log_prob, response_mask, rollout_is=None,
+            rollout_is_threshold=2.0, rollout_is_batch_normalize=False, rollout_rs=None,
+            rollout_rs_threshold=None
+        )
+        compute_rollout_correction_weights
+        compute_rollout_rejection_mask
+        compute_offpolicy_metrics
+        compute_rollout_correction_and_add_to_batch(batch, _)
+        compute_rollout_corr_metrics_from_logprobs
+        apply_bypass_mode(batch, _, policy_loss_config)
+    """,
+    "verl.trainer.ppo.ray_trainer": """
+        compute_advantage(
+            data, adv_estimator, gamma=1.0, lam=1.0, num_repeat=1, norm_adv_by_std_in_grpo=True,
+            config=None
+        )
+        apply_kl_penalty(data, kl_ctrl, kl_penalty="kl")
+        compute_response_mask(data)
+        ResourcePoolManager
+        Role
+    """,
+    "verl.trainer.ppo.metric_utils": """
+        compute_data_metrics(batch, use_critic=True)
+        compute_timing_metrics(batch, timing_raw)
+        compute_throughout_metrics(batch, timing_raw, n_gpus)
+        compute_variance_proxy_metrics(batch)*
+        bootstrap_metric(data, subset_size, reduce_fns, n_bootstrap=1000, seed=42)
+        calc_maj_val(data, vote_key, val_key)
+        process_validation_metrics(data_sources, sample_uids, infos_dict, seed=42)
+        reduce_metrics(metrics)
+    """,
+    "verl.trainer.ppo.utils": """
+        Role
+        Role.Actor
+        Role.Rollout
+        Role.ActorRollout
+        Role.Critic
+        Role.RefPolicy
+        Role.RewardModel
+        Role.ActorRolloutRef
+        Role.Env
+        Role.from_string(name)
+        WorkerType
+        need_reference_policy(_)
+        need_reward_model(_)
+        need_critic(config)
+    """,
+    "verl.trainer.ppo.reward": """
+        get_custom_reward_fn(config)
+        load_reward_manager(config, tokenizer, num_examine)*
+        compute_reward(data, reward_fn)
+        compute_reward_async
+        compute_reward_async.remote
+    """,
+    "verl.trainer.main_ppo": """
+        main(config)
+        run_ppo(config, task_runner_class=None)
+    """,
+    "verl.trainer.constants_ppo": """
+        PPO_RAY_RUNTIME_ENV
+        get_ppo_ray_runtime_env()
+    """,
+    "verl.workers.fsdp_workers": """
+        ActorRolloutRefWorker(config, role)
+        ActorRolloutRefWorker.init_model()
+        ActorRolloutRefWorker.update_actor(data)
+        ActorRolloutRefWorker.compute_log_prob(data)
+        ActorRolloutRefWorker.compute_ref_log_prob(data)
+        CriticWorker(config)
+        CriticWorker.init_model()
+        CriticWorker.compute_values(data)
+        CriticWorker.update_critic(data)
+    """,
+    "verl.workers.reward_manager": """
+        register(name)
+        get_reward_manager_cls(name)
+    """,
+    "verl.workers.reward_manager.registry": """
+        REWARD_MANAGER_REGISTRY
+        register(name)
+        get_reward_manager_cls(name)
+    """,
+    "verl.workers.reward_manager.abstract": """
+        AbstractRewardManager(
+            tokenizer, num_examine, compute_score, reward_fn_key="data_source"
+        )*
+        AbstractRewardManager.__call__(data, return_dict=False)
+    """,
+    "verl.trainer.config": """
+        AlgoConfig
+        KLControlConfig
+        FilterGroupsConfig
+        RolloutCorrectionConfig
+        CheckpointConfig
+        ProfileConfig
+        BaseModelConfig
+    """,
+    "verl.trainer.config.config": """
+        ModuleConfig
+        RewardManagerConfig
+        CheckpointConfig
+        ProfileConfig
+        BaseModelConfig
+    """,
+    "verl.trainer.config.algorithm": """
+        AlgoConfig
+        KLControlConfig
+        FilterGroupsConfig
+        RolloutCorrectionConfig
+        RolloutCorrectionConfig.decoupled_token_is(threshold=2.0)
+        RolloutCorrectionConfig.decoupled_seq_is(threshold=2.0)
+        RolloutCorrectionConfig.decoupled_seq_is_rs
+        RolloutCorrectionConfig.decoupled_geo_rs
+        RolloutCorrectionConfig.decoupled_geo_rs_seq_tis
+        RolloutCorrectionConfig.decoupled_geo_rs_token_tis
+        RolloutCorrectionConfig.decoupled_k3_rs
+        RolloutCorrectionConfig.decoupled_k3_rs_seq_tis
+        RolloutCorrectionConfig.decoupled_k3_rs_token_tis
+        RolloutCorrectionConfig.bypass_ppo_clip()
+        RolloutCorrectionConfig.bypass_ppo_clip_geo_rs
+        RolloutCorrectionConfig.bypass_ppo_clip_k3_rs
+        RolloutCorrectionConfig.bypass_pg_is
+        RolloutCorrectionConfig.bypass_pg_geo_rs
+        RolloutCorrectionConfig.bypass_pg_geo_rs_seq_tis
+        RolloutCorrectionConfig.bypass_pg_geo_rs_token_tis
+        RolloutCorrectionConfig.disabled()
+    """,
+    "verl.workers.config": """
+        ActorConfig
+        FSDPActorConfig
+        McoreActorConfig
+        PolicyLossConfig
+        RouterReplayConfig
+        CriticConfig
+        FSDPCriticConfig
+        McoreCriticConfig
+        FSDPCriticModelCfg
+        EngineConfig
+        FSDPEngineConfig
+        McoreEngineConfig
+        VeOmniEngineConfig
+        TrainingWorkerConfig
+        HFModelConfig
+        MtpConfig
+        OptimizerConfig
+        FSDPOptimizerConfig
+        McoreOptimizerConfig
+        VeOmniOptimizerConfig
+        build_optimizer
+        RewardModelConfig
+        SandboxFusionConfig
+        RolloutConfig
+        SamplingConfig
+        MultiTurnConfig
+        AgentLoopConfig
+        CustomAsyncServerConfig
+        TraceConfig
+        ServerConfig
+        PrometheusConfig
+        CheckpointEngineConfig
+    """,
+    "verl.workers.config.actor": "ActorConfig",
+    "verl.workers.config.engine": """
+        FSDPEngineConfig
+        McoreEngineConfig
+    """,
+    "verl.workers.config.optimizer": "FSDPOptimizerConfig",
+    "verl.utils.config": """
+        omega_conf_to_dataclass(config, dataclass_type=None)
+        validate_config(config, use_reference_policy, use_critic)
+    """,
+}

@@ -1,0 +1,46 @@
+"""What an import must not load, seen from a fresh interpreter."""
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import importlib, json, sys
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """The top-level packages in memory after these imports."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *modules],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_the_configuration_loads_none_of_the_heavy_packages():
+    heavy = {"torch", "transformers", "tensordict", "numpy", "ray", "pandas", "pyarrow"}
+    assert not heavy & loaded_by("verl", "verl.config")
+
+
+def test_training_code_loads_no_cluster_and_no_foreign_engine():
+    loaded = loaded_by(
+        "verl",
+        "verl.config",
+        "verl.trainer.ppo.core_algos",
+        "verl.trainer.ppo.metric_utils",
+        "verl.trainer.ppo.reward",
+        "verl.trainer.ppo.utils",
+        "verl.utils.tracking",
+        "verl.utils.profiler",
+        "verl.utils.rollout_trace",
+    )
+    assert "torch" in loaded
+    assert not {"ray", "vllm", "sglang", "megatron", "wandb", "mlflow", "tensorboard"} & loaded

@@ -1,0 +1,120 @@
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+
+from verl.utils import flops_counter
+from verl.utils.flops_counter import FlopsCounter, get_device_flops
+
+SHAPE = {
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+VOCABULARY = 2 * 10 * 8
+ATTENTION = 8 * 2 * (4 + 4) + 8 * 2 * (2 + 2)  # query and output, key and value; d = 2
+FEED_FORWARD = 3 * 8 * 16
+
+
+def llama(**changes) -> SimpleNamespace:
+    return SimpleNamespace(model_type="llama", **{**SHAPE, **changes})
+
+
+def test_a_dense_model_by_hand():
+    weights = VOCABULARY + 2 * (ATTENTION + FEED_FORWARD)
+    linear = 6 * weights * (3 + 5)
+    attention = 6 * (3**2 + 5**2) * 4 * 2 * 2  # 6 s^2 (heads * d) per layer
+    assert FlopsCounter(llama()).step_flops([3, 5]) == linear + attention
+    achieved, _ = FlopsCounter(llama()).estimate_flops([3, 5], delta_time=2.0)
+    assert achieved == pytest.approx((linear + attention) / 2 / 1e12)
+
+
+def test_the_weights_are_those_of_the_model():
+    config = AutoConfig.for_model("llama", **SHAPE)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    long, short = (FlopsCounter(config).step_flops([1] * n) for n in (2, 1))
+    assert long - short == 6 * matrices + 6 * 4 * 2 * 2
+
+
+def test_only_the_experts_of_a_token_count():
+    config = llama(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=5)
+    experts = 3 * 8 * 5 * 2 + 8 * 6  # two experts and the router
+    weights = VOCABULARY + 2 * (ATTENTION + experts)
+    assert FlopsCounter(config).step_flops([1]) == 6 * weights + 6 * 4 * 2 * 2
+    config.mlp_only_layers = [0]
+    config.shared_expert_intermediate_size = 7
+    weights = VOCABULARY + 2 * ATTENTION + FEED_FORWARD + experts + 3 * 8 * 7
+    assert FlopsCounter(config).step_flops([1]) == 6 * weights + 6 * 4 * 2 * 2
+
+
+def test_latent_attention_reaches_the_published_number_of_active_weights():
+    config = AutoConfig.for_model("deepseek_v3")  # its defaults are the 671B model, 37B active
+    per_token = FlopsCounter(config).step_flops([1] * 1000) / 6000
+    assert per_token == pytest.approx(37.55e9, rel=0.001)
+
+
+def test_a_window_limits_what_attention_looks_at():
+    full = FlopsCounter(llama())
+    windowed = FlopsCounter(llama(sliding_window=4))
+    assert windowed.step_flops([3]) == full.step_flops([3])
+    pairs = 4 * 10 - 8
+    assert full.step_flops([10]) - windowed.step_flops([10]) == 2 * 3 * (50 - pairs) * 2 * 4 * 4
+    half = FlopsCounter(
+        llama(sliding_window=4, layer_types=["full_attention", "sliding_attention"])
+    )
+    assert full.step_flops([10]) - half.step_flops([10]) == 3 * (50 - pairs) * 2 * 4 * 4
+
+
+def test_the_text_part_of_a_multi_modal_model_counts(caplog):
+    config = SimpleNamespace(model_type="some_vl", text_config=llama())
+    with caplog.at_level(logging.WARNING):
+        achieved, _ = FlopsCounter(config).estimate_flops([3], 1.0, images_seqlens=[7])
+    assert achieved == FlopsCounter(llama()).estimate_flops([3], 1.0)[0]
+    assert "images_seqlens: only the language model" in caplog.text
+
+
+def test_an_unknown_shape_is_not_a_number_with_one_warning(caplog):
+    flops_counter._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert math.isnan(FlopsCounter(SimpleNamespace(d_model=3)).step_flops([3]))
+            linear = llama(layer_types=["linear_attention"] * 2)
+            assert math.isnan(FlopsCounter(linear).step_flops([3]))
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GB200", 2500),
+        ("Ascend910B3", 354),
+    ],
+)
+def test_peaks_of_known_devices(name, tera):
+    assert get_device_flops("T", name) == pytest.approx(tera)
+    assert get_device_flops("G", name) == pytest.approx(tera * 1000)
+
+
+def test_the_peak_of_an_unknown_device_is_infinite(caplog):
+    flops_counter._peak.cache_clear()
+    flops_counter._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert get_device_flops(device_name="NVIDIA RTX A4000") == math.inf
+        assert get_device_flops(device_name="NVIDIA RTX A4000") == math.inf
+    assert len(caplog.records) == 1
+    with pytest.raises(ValueError, match="unit is 'X'"):
+        get_device_flops("X")

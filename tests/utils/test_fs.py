@@ -1,0 +1,144 @@
+import logging
+import threading
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from verl.utils import fs
+from verl.utils.environment import temp_env_var
+from verl.utils.fs import (
+    copy_local_path_from_hdfs,
+    copy_to_local,
+    copy_to_shm,
+    is_non_local,
+    local_mkdir_safe,
+    verify_copy,
+)
+
+
+@pytest.fixture
+def remote():
+    """A directory of fsspec's in-memory file system, which stands for s3 and the like."""
+    memory = fsspec.filesystem("memory")
+    root = f"/{uuid.uuid4().hex}"
+    memory.pipe({f"{root}/model/config.json": b"{}", f"{root}/model/part/weights": b"12345"})
+    yield f"memory:/{root}/model"
+    memory.rm(root, recursive=True)
+
+
+def test_a_path_with_a_scheme_is_elsewhere():
+    assert is_non_local("hdfs://cluster/x")
+    assert is_non_local("s3://bucket/x")
+    assert not is_non_local("/data/x")
+    assert not is_non_local("Qwen/Qwen3-0.6B")
+    assert not is_non_local("file:///data/x")
+
+
+def test_local_paths_and_hub_names_pass_through(tmp_path):
+    assert copy_to_local(str(tmp_path)) == str(tmp_path)
+    assert copy_to_local("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert copy_to_local("file:///data/x") == "/data/x"
+
+
+def test_a_directory_is_copied_whole_and_only_once(remote, tmp_path):
+    local = Path(copy_to_local(remote, cache_dir=str(tmp_path)))
+    assert local.name == "model"
+    assert (local / "config.json").read_text() == "{}"
+    assert (local / "part" / "weights").read_bytes() == b"12345"
+    (local / "config.json").write_text("changed")
+    assert copy_to_local(remote + "/", cache_dir=str(tmp_path)) == str(local)
+    assert (local / "config.json").read_text() == "changed"
+    copy_local_path_from_hdfs(remote, cache_dir=str(tmp_path), always_recopy=True)
+    assert (local / "config.json").read_text() == "{}"
+
+
+def test_a_file_is_copied_too(remote, tmp_path):
+    local = Path(copy_to_local(f"{remote}/part/weights", cache_dir=str(tmp_path)))
+    assert local.read_bytes() == b"12345"
+
+
+def test_a_copy_that_fails_leaves_nothing_behind(tmp_path):
+    missing = f"memory://{uuid.uuid4().hex}/model"
+    with pytest.raises(FileNotFoundError):
+        copy_to_local(missing, cache_dir=str(tmp_path))
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in left] in ([], [".file.lock"])
+
+
+def test_a_copy_appears_only_when_it_is_complete(tmp_path):
+    target = tmp_path / "cache" / "model"
+    halfway, finish = threading.Event(), threading.Event()
+
+    def fetch(partial: Path) -> None:
+        partial.mkdir()
+        (partial / "a").write_text("a")
+        halfway.set()
+        assert finish.wait(20)
+        (partial / "b").write_text("b")
+
+    first = threading.Thread(target=fs._copy_once, args=(target, ".lock", False, fetch))
+    first.start()
+    assert halfway.wait(20)
+    assert not target.exists()
+    second = threading.Thread(
+        target=fs._copy_once, args=(target, ".lock", False, lambda _: pytest.fail("copied twice"))
+    )
+    second.start()
+    finish.set()
+    first.join(20)
+    second.join(20)
+    assert sorted(path.name for path in target.iterdir()) == ["a", "b"]
+    assert not list(target.parent.glob("*.partial"))
+
+
+def test_an_unknown_file_system_is_named(tmp_path):
+    with pytest.raises(ValueError, match="Protocol not known: nosuch"):
+        copy_to_local("nosuch://x/y", cache_dir=str(tmp_path))
+
+
+def test_shared_memory_serves_when_it_has_room(tmp_path, monkeypatch, caplog):
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr(fs, "SHARED_MEMORY", shm)
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "weights").write_bytes(b"12345")
+    staged = Path(copy_to_local(str(source), use_shm=True))
+    assert staged.is_relative_to(shm)
+    assert (staged / "weights").read_bytes() == b"12345"
+    assert copy_to_shm("org/hub-name") == "org/hub-name"
+
+    monkeypatch.setattr(fs.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 3}))
+    other = tmp_path / "other"
+    other.write_bytes(b"123456")
+    with caplog.at_level(logging.WARNING):
+        assert copy_to_shm(str(other)) == str(other)
+    assert "needs 6 bytes" in caplog.text
+
+
+def test_a_copy_with_a_missing_or_short_file_is_found(tmp_path):
+    for name, content in ("a", "123"), ("b", "45"):
+        for side in ("source", "copy"):
+            (tmp_path / side).mkdir(exist_ok=True)
+            (tmp_path / side / name).write_text(content)
+    verify_copy(str(tmp_path / "source"), str(tmp_path / "copy"))
+    (tmp_path / "copy" / "a").write_text("12")
+    (tmp_path / "copy" / "b").unlink()
+    with pytest.raises(OSError, match="not complete: a, b"):
+        verify_copy(str(tmp_path / "source"), str(tmp_path / "copy"))
+
+
+def test_modelscope_is_asked_for_by_name_when_it_is_missing():
+    with (
+        temp_env_var("VERL_USE_MODELSCOPE", "True"),
+        pytest.raises(ImportError, match="pip install modelscope"),
+    ):
+        copy_to_local("org/name")
+
+
+def test_directories_are_made_once_or_twice(tmp_path):
+    path = str(tmp_path / "a" / "b")
+    assert local_mkdir_safe(path) == local_mkdir_safe(path) == path
+    assert Path(path).is_dir()

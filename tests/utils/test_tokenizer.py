@@ -1,0 +1,70 @@
+import json
+import logging
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verl.utils import hf_processor, hf_tokenizer
+from verl.utils.tokenizer import set_pad_token_id
+
+WORDS = {"<unk>": 0, "<eos>": 1, "<end_of_turn>": 2, "<pad>": 3, "one": 4, "two": 5}
+
+
+def word_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", **special)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(name: str = "model", **special: str) -> str:
+        word_tokenizer(**special).save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    return save
+
+
+def test_a_missing_pad_token_is_replaced_and_reported(saved, caplog):
+    path = saved(eos_token="<eos>")
+    with caplog.at_level(logging.WARNING):
+        tokenizer = hf_tokenizer(path)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<eos>", 1)
+    assert "has no pad token; '<eos>' (id 1) is used" in caplog.text
+    assert tokenizer("two one").input_ids == [5, 4]
+    assert hf_tokenizer(path, correct_pad_token=False).pad_token is None
+
+
+def test_a_pad_token_stays(saved, caplog):
+    tokenizer = hf_tokenizer(saved(eos_token="<eos>", pad_token="<pad>"))
+    assert tokenizer.pad_token_id == 3
+    assert not caplog.records
+
+
+def test_a_tokenizer_with_nothing_to_pad_with_is_refused():
+    with pytest.raises(ValueError, match="neither a pad nor an end-of-sequence token"):
+        set_pad_token_id(word_tokenizer())
+
+
+def test_gemma_2_chat_models_stop_at_the_end_of_their_turn(saved):
+    path = saved("gemma-2-2b-it", eos_token="<eos>")
+    assert hf_tokenizer(path).eos_token_id == 2
+    assert hf_tokenizer(path, correct_gemma2=False).eos_token_id == 1
+    assert hf_tokenizer(saved("gemma-2-2b", eos_token="<eos>")).eos_token_id == 1
+
+
+def test_options_reach_transformers(saved):
+    assert hf_tokenizer(saved(eos_token="<eos>"), padding_side="left").padding_side == "left"
+
+
+def test_a_text_model_has_no_processor(saved):
+    assert hf_processor(saved(eos_token="<eos>")) is None
+
+
+def test_a_broken_processor_is_an_error_not_none(saved, tmp_path):
+    path = saved(eos_token="<eos>")
+    config = {"processor_class": "Qwen2VLProcessor", "image_processor_type": "NoSuchProcessor"}
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(config))
+    with pytest.raises((ValueError, OSError, TypeError, ImportError)):
+        hf_processor(path)

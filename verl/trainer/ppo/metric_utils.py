@@ -1,0 +1,181 @@
+"""What a training step reports about its batch, its time and its speed.
+
+Each metric says what it is a mean over:
+
+| metrics | one count per |
+|---|---|
+| critic/score, critic/rewards | response that is not empty (sequence-weighted) |
+| critic/advantages, critic/returns, critic/values, critic/vf_explained_var | trained token |
+| response_length, prompt_length, num_turns, tool_call_counts, response/aborted_ratio | response |
+
+An aborted response has no tokens; it says nothing about the policy, so it stays out of the scores
+and is counted in `response/aborted_ratio`. Where nothing is left to measure the value is 0, never
+NaN. Metrics of the update itself come from the workers; those of validation from
+`validation_metrics`, whose functions are importable from here too.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.validation_metrics import (
+    bootstrap_metric,
+    calc_maj_val,
+    pass_at_k,
+    process_validation_metrics,
+)
+from verl.utils.metric import reduce_metrics
+
+__all__ = [
+    "bootstrap_metric",
+    "calc_maj_val",
+    "compute_data_metrics",
+    "compute_throughout_metrics",
+    "compute_timing_metrics",
+    "compute_variance_proxy_metrics",
+    "pass_at_k",
+    "process_validation_metrics",
+    "reduce_metrics",
+]
+
+# Stages whose time is also given per token: generation over the tokens it made, others over all.
+_STAGES_PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """Scores, advantages and lengths of one training batch; see the table above."""
+    tensors = batch.batch
+    prompt_lengths, response_lengths = sequence_lengths(batch)  # (B,), (B,)
+    is_answered = response_lengths > 0  # (B,)
+    is_trained = tensors["response_mask"].bool()  # (B, T)
+    scores = tensors["token_level_scores"].sum(-1)[is_answered]
+    rewards = tensors["token_level_rewards"].sum(-1)[is_answered]
+    returns = tensors["returns"][is_trained]
+    metrics = {
+        **mean_max_min("critic/score", scores),
+        **mean_max_min("critic/rewards", rewards),
+        **mean_max_min("critic/advantages", tensors["advantages"][is_trained]),
+        **mean_max_min("critic/returns", returns),
+    }
+    if use_critic:
+        values = tensors["values"][is_trained]
+        metrics |= mean_max_min("critic/values", values)
+        metrics["critic/vf_explained_var"] = explained_variance(values, returns)
+    max_response_tokens = tensors["responses"].shape[-1]
+    max_prompt_tokens = tensors["attention_mask"].shape[-1] - max_response_tokens
+    answered = response_lengths[is_answered]
+    metrics |= length_metrics("response_length", response_lengths, max_response_tokens)
+    metrics |= length_metrics("response_length_non_aborted", answered, max_response_tokens)
+    metrics["response/aborted_ratio"] = mean(~is_answered)
+    metrics |= length_metrics("prompt_length", prompt_lengths, max_prompt_tokens)
+    for name, column in (("num_turns", "__num_turns__"), ("tool_call_counts", "tool_call_counts")):
+        if column in batch.non_tensor_batch:
+            counts = torch.as_tensor(batch.non_tensor_batch[column].astype(float))
+            metrics |= mean_max_min(name, counts)
+    return metrics
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """`timing_s/<stage>` for every stage; milliseconds per token where the time grows with them."""
+    prompt_lengths, response_lengths = sequence_lengths(batch)
+    num_response_tokens = int(response_lengths.sum())
+    num_tokens = num_response_tokens + int(prompt_lengths.sum())
+    metrics = {f"timing_s/{stage}": float(seconds) for stage, seconds in timing_raw.items()}
+    for stage in _STAGES_PER_TOKEN:
+        tokens = num_response_tokens if stage == "gen" else num_tokens
+        if stage in timing_raw and tokens:
+            metrics[f"timing_per_token_ms/{stage}"] = timing_raw[stage] * 1000 / tokens
+    return metrics
+
+
+def compute_throughout_metrics(
+    batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
+) -> dict[str, float]:
+    """Tokens of the step, its seconds, and tokens per second and GPU."""
+    num_tokens = int(sum(batch.meta_info["global_token_num"]))
+    seconds = timing_raw["step"]
+    return {
+        "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": num_tokens / (seconds * n_gpus),
+    }
+
+
+def compute_variance_proxy_metrics(
+    batch: DataProto, gradient_norm: float | None = None
+) -> dict[str, float]:
+    """How much of the policy gradient is signal, estimated without computing per-sample gradients.
+
+    The squared norm of the score function of a token, under a softmax over the vocabulary, is
+
+        w_t = 1 - 2 pi(y_t) + sum_v pi(v)^2         W_i = sum_t w_t  (times the square of the
+                                                    importance weights, where there are any)
+
+    so a response with mean advantage A_i has gradient power A_i^2 W_i. Over N responses:
+
+        signal  = |mean gradient|^2                 from `gradient_norm`
+        power   = mean_i(A_i^2 W_i)
+        noise   = (power - signal) / (N - 1)        the variance of the mean gradient
+
+    Sequence-weighted; empty where the batch lacks `sum_pi_squared`, `old_log_probs` or advantages.
+    """
+    tensors = batch.batch
+    if not {"sum_pi_squared", "old_log_probs", "advantages"} <= set(tensors.keys()):
+        return {}
+    mask = tensors["response_mask"].to(torch.float32)  # (B, T)
+    is_trained = mask.sum(-1) > 0
+    weights = 1 - 2 * tensors["old_log_probs"].exp() + tensors["sum_pi_squared"]  # (B, T)
+    if "rollout_is_weights" in tensors.keys():  # noqa: SIM118
+        weights = weights * tensors["rollout_is_weights"] ** 2
+    score_power = (weights * mask).sum(-1)[is_trained]
+    advantages = (tensors["advantages"] * mask).sum(-1)[is_trained] / mask.sum(-1)[is_trained]
+    power = mean(advantages**2 * score_power)
+    metrics = {
+        "variance_proxy/proxy2_total_power": power,
+        "variance_proxy/expected_a_squared": mean(advantages**2),
+        "variance_proxy/expected_w": mean(score_power),
+    }
+    if gradient_norm is not None:
+        signal = float(gradient_norm) ** 2
+        metrics["variance_proxy/proxy1_signal_strength"] = signal
+        if len(advantages) > 1:
+            noise = (power - signal) / (len(advantages) - 1)
+            metrics["variance_proxy/proxy3_pure_noise"] = noise
+    return metrics
+
+
+def sequence_lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Tokens of each prompt and each response, (B,) each; tool replies count as response."""
+    mask = batch.batch["attention_mask"]
+    num_response_positions = batch.batch["responses"].shape[-1]
+    split = mask.shape[-1] - num_response_positions
+    return mask[:, :split].sum(-1), mask[:, split:].sum(-1)
+
+
+def length_metrics(name: str, lengths: Tensor, max_tokens: int) -> dict[str, float]:
+    """Spread of the lengths, and the share that fills all positions and may have been cut."""
+    return {**mean_max_min(name, lengths), f"{name}/clip_ratio": mean(lengths == max_tokens)}
+
+
+def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
+    if values.numel() == 0:
+        return dict.fromkeys((f"{name}/mean", f"{name}/max", f"{name}/min"), 0.0)
+    return {
+        f"{name}/mean": mean(values),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - var(returns - values) / var(returns): 1 is perfect, 0 no better than the mean."""
+    if values.numel() == 0:
+        return 0.0
+    unexplained = torch.var(returns - values, correction=0)
+    return (1 - unexplained / (torch.var(returns, correction=0) + 1e-5)).item()
+
+
+def mean(values: Tensor) -> float:
+    return values.to(torch.float32).mean().item() if values.numel() else 0.0

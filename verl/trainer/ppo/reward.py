@@ -1,0 +1,194 @@
+"""From the configuration to a reward for every response.
+
+`load_reward_manager` builds what scores a batch, `compute_reward` calls it and checks the answer.
+An error in a reward function stops the step with the error as its cause: it is never a reward of
+0, and no batch is scored twice.
+"""
+
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward_functions import (
+    WholeBatchReward,
+    name_of,
+    takes_whole_batch,
+    with_fixed_kwargs,
+)
+from verl.utils.import_utils import load_class_from_fqn, load_extern_object, load_module, require
+from verl.workers.reward_manager.registry import get_reward_manager_cls
+
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[..., Any]
+
+
+class RewardError(RuntimeError):
+    """Scoring a batch failed; the cause is the error in the reward function or its manager."""
+
+
+def get_custom_reward_fn(config: Any) -> RewardFunction | None:
+    """The function that `custom_reward_function.path` and `.name` point at; None without a path.
+
+    `custom_reward_function.reward_kwargs` are passed to every call and win over what it passes.
+    """
+    section = config.custom_reward_function
+    if not section.path:
+        return None
+    try:
+        function = load_extern_object(section.path, section.name)
+    except (FileNotFoundError, AttributeError, RuntimeError) as error:
+        raise type(error)(f"custom_reward_function: {error}") from error
+    if not callable(function):
+        raise ValueError(
+            f"custom_reward_function.name ({section.name}) in {section.path} is "
+            f"{type(function).__name__}, not a function"
+        )
+    fixed = dict(section["reward_kwargs"] or {}) if "reward_kwargs" in section else {}
+    return with_fixed_kwargs(function, fixed)
+
+
+def load_reward_manager(
+    config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any
+) -> Callable[..., Any]:
+    """What scores a batch: `manager(data, return_dict=True)`.
+
+    A custom function of the form `(DataProto) -> Tensor` does it by itself. Every other function,
+    or the one that is built in for the data source, goes to the manager `reward_manager.name`.
+    """
+    function = get_custom_reward_fn(config)
+    if function is not None:
+        is_whole_batch, reason = takes_whole_batch(function)
+        manner = "once with the whole batch" if is_whole_batch else "once per response"
+        logger.info("reward function %s is called %s: %s", name_of(function), manner, reason)
+        if is_whole_batch:
+            return WholeBatchReward(function)
+    manager_class = _manager_class(config.reward_manager)
+    return manager_class(
+        tokenizer=tokenizer,
+        num_examine=num_examine,
+        compute_score=function if function is not None else default_reward_function(config),
+        reward_fn_key=config.data.reward_fn_key,
+        **reward_kwargs,
+    )
+
+
+def default_reward_function(config: Any) -> RewardFunction:
+    """The built-in function, which looks at the data source; code runs where the config says."""
+    compute_score = import_module("verl.utils.reward_score").default_compute_score
+    sandbox = config.reward_model.sandbox_fusion
+    if not sandbox.url:
+        return compute_score
+    return functools.partial(
+        compute_score,
+        sandbox_fusion_url=sandbox.url,
+        concurrent_semaphore=threading.Semaphore(sandbox.max_concurrent),
+        memory_limit_mb=sandbox.memory_limit_mb,
+    )
+
+
+def compute_reward(data: DataProto, reward_fn: RewardFunction) -> tuple[Tensor, dict[str, Any]]:
+    """Rewards per token, (B, T), and what was reported beside them, a list of B values per name."""
+    try:
+        if _accepts_return_dict(reward_fn):
+            result = reward_fn(data, return_dict=True)
+        else:
+            result = reward_fn(data)
+    except Exception as error:
+        raise RewardError(
+            f"{name_of(reward_fn)} failed on a batch of {len(data)} responses "
+            f"{_sources(data)}: {error!r}"
+        ) from error
+    if isinstance(result, Mapping):
+        rewards, extras = result["reward_tensor"], dict(result.get("reward_extra_info", {}))
+    else:
+        rewards, extras = result, {}
+    _check_rewards(rewards, data, reward_fn)
+    for key, values in extras.items():
+        if len(values) != len(data):
+            raise RewardError(
+                f"{name_of(reward_fn)} reported {len(values)} values of {key!r} for {len(data)} "
+                "responses; a response without one needs None in its place"
+            )
+    return rewards, extras
+
+
+class BackgroundReward:
+    """Scores a batch in a Ray task: `compute_reward_async.remote(data, config, tokenizer)`.
+
+    Without `reward_fn` the manager is built in the task from `config` and `tokenizer`. Called
+    without `.remote` it scores here and now.
+    """
+
+    def __call__(
+        self,
+        data: DataProto,
+        config: Any = None,
+        tokenizer: Any = None,
+        reward_fn: RewardFunction | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        if reward_fn is None:
+            if config is None or tokenizer is None:
+                raise ValueError("compute_reward_async needs reward_fn, or config and tokenizer")
+            kwargs = config.reward_model.reward_kwargs
+            reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **kwargs)
+        return compute_reward(data, reward_fn)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the task and return its reference."""
+        ray = require("ray", extra="ray")
+
+        def compute_reward_async(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+            return BackgroundReward()(*args, **kwargs)
+
+        return ray.remote(num_cpus=1)(compute_reward_async).remote(*args, **kwargs)
+
+
+compute_reward_async = BackgroundReward()
+
+
+def _manager_class(section: Any) -> Callable[..., Any]:
+    """`reward_manager.source` says whether the name is registered or a class in a file."""
+    if section.source == "register":
+        return get_reward_manager_cls(section.name)
+    if not section.module.path:
+        raise ValueError(
+            "reward_manager.source is 'importlib', so reward_manager.module.path must name the "
+            f"file that defines {section.name}"
+        )
+    load_module(section.module.path, section.module.name)
+    return load_class_from_fqn(f"{section.module.name}.{section.name}", "reward manager")
+
+
+def _accepts_return_dict(reward_fn: RewardFunction) -> bool:
+    parameters = inspect.signature(reward_fn).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return "return_dict" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _check_rewards(rewards: Any, data: DataProto, reward_fn: RewardFunction) -> None:
+    expected = tuple(data.batch["responses"].shape)
+    if not isinstance(rewards, Tensor) or tuple(rewards.shape) != expected:
+        got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise RewardError(
+            f"{name_of(reward_fn)} returned {got}; rewards are a tensor of shape {expected}, one "
+            "value per response token"
+        )
+    broken = torch.nonzero(~torch.isfinite(rewards).all(-1)).flatten().tolist()
+    if broken:
+        raise RewardError(
+            f"{name_of(reward_fn)} returned rewards that are not finite for responses {broken[:8]}"
+        )
+
+
+def _sources(data: DataProto) -> str:
+    sources = data.non_tensor_batch.get("data_source")
+    return "" if sources is None else f"from {sorted(set(map(str, sources)))}"

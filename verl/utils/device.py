@@ -1,0 +1,156 @@
+"""Which kind of device this process computes on, and what that device calls things.
+
+One name decides everything: `get_device_name()` is "cuda", "npu" or "cpu", found on the machine or
+forced with `VERL_FORCE_DEVICE`. The rest follows from it: the torch module, the collective
+back-end, the variable that hides devices. A device that was asked for and is not there is refused,
+never replaced by another.
+"""
+
+import importlib.util
+import logging
+import subprocess
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from verl.utils.environment import forced_device
+
+logger = logging.getLogger(__name__)
+
+DEVICES = ("cuda", "npu", "cpu")
+
+
+def _npu_is_available() -> bool:
+    if importlib.util.find_spec("torch_npu") is None:  # with it installed, torch loads it by itself
+        return False
+    return torch.get_device_module("npu").is_available()
+
+
+is_cuda_available: bool = torch.cuda.is_available()
+is_npu_available: bool = _npu_is_available()
+
+
+def get_device_name() -> str:
+    """ "cuda", "npu" or "cpu": what `VERL_FORCE_DEVICE` says, else the best this machine has."""
+    forced = forced_device()
+    if forced:
+        if forced not in DEVICES:
+            raise ValueError(
+                f"VERL_FORCE_DEVICE is {forced!r}; it must be one of: {', '.join(DEVICES)}"
+            )
+        return forced
+    if is_cuda_available:
+        return "cuda"
+    return "npu" if is_npu_available else "cpu"
+
+
+def resolve_device(requested: str | None = "auto") -> str:
+    """The device type for what a user wrote: "auto" (or None) finds it, a name must be present."""
+    if requested is None or requested == "auto":
+        return get_device_name()
+    if requested not in DEVICES:
+        raise ValueError(f"device is {requested!r}; it must be one of: auto, {', '.join(DEVICES)}")
+    present = {"cuda": is_cuda_available, "npu": is_npu_available, "cpu": True}
+    if not present[requested]:
+        raise ValueError(
+            f"device {requested!r} was asked for, but torch {torch.__version__} sees none on this "
+            "machine. Set trainer.device=auto or cpu to run without it; if there is one, check "
+            f"{_VISIBLE[requested]}, the driver, and that torch was built for it"
+        )
+    return requested
+
+
+def auto_set_device(config: Any) -> None:
+    """Settle `config.trainer.device` in place: "auto" or nothing becomes what the machine has.
+
+    "cuda", the name most scripts carry, becomes "npu" on a machine that has NPUs and no CUDA.
+    """
+    requested = config.trainer.device
+    if requested == "cuda" and is_npu_available and not is_cuda_available:
+        resolved = "npu"
+    elif requested is None or requested == "auto":
+        resolved = get_device_name()
+    else:
+        return
+    logger.info("trainer.device: %s -> %s", requested, resolved)
+    config.trainer.device = resolved
+
+
+def get_torch_device() -> ModuleType:
+    """`torch.cuda`, `torch.npu` or `torch.cpu`."""
+    return torch.get_device_module(get_device_name())
+
+
+def get_device_id() -> int:
+    """Index of the current device; the CPU is device 0."""
+    return 0 if get_device_name() == "cpu" else get_torch_device().current_device()
+
+
+def get_nccl_backend() -> str:
+    """The collective back-end of the device: "nccl", "hccl" or, on a CPU, "gloo"."""
+    return {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[get_device_name()]
+
+
+_VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "cpu": "CUDA_VISIBLE_DEVICES",
+}
+
+
+def get_visible_devices_keyword() -> str:
+    """The environment variable that says which devices a process may use."""
+    return _VISIBLE[get_device_name()]
+
+
+def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
+    """CUDA compute capability (major, minor); (None, None) on other devices."""
+    if get_device_name() != "cuda":
+        return None, None
+    return torch.cuda.get_device_capability(device_id)
+
+
+def set_expandable_segments(enable: bool) -> None:
+    """Let the CUDA allocator grow segments in place (less fragmentation); CUDA only."""
+    if get_device_name() == "cuda":
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{enable}")
+
+
+_BF16_PROBE = """
+import torch
+a = torch.ones(256, 256, dtype=torch.bfloat16)
+assert (a @ a)[0, 0].item() == 256
+"""
+_BF16_PROBE_SECONDS = 120.0
+
+
+def check_cpu_bf16() -> None:
+    """Raise if bfloat16 matrix products kill a process on this CPU, and say what helps.
+
+    Some virtual machines advertise matrix instructions (AMX) that they cannot run: the process
+    dies with SIGILL. So the product is tried in a child process, once per process and run.
+    """
+    code, complaint = _probe_cpu_bf16()
+    if code == 0:
+        return
+    died = f"signal {-code}" if code < 0 else f"exit code {code}"
+    raise RuntimeError(
+        f"a bfloat16 matrix product on this CPU ended a test process with {died}. Use float32, or "
+        "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 in the environment before Python starts "
+        f"(it must be set before torch is imported). {complaint}".rstrip()
+    )
+
+
+@cache
+def _probe_cpu_bf16() -> tuple[int, str]:
+    probe = subprocess.run(
+        [sys.executable, "-c", _BF16_PROBE],
+        capture_output=True,
+        text=True,
+        timeout=_BF16_PROBE_SECONDS,
+        check=False,
+    )
+    return probe.returncode, probe.stderr.strip()[-500:]

@@ -1,0 +1,130 @@
+"""Generate once, train many times: a debugging aid for everything that follows generation.
+
+The first run with `actor_rollout_ref.rollout.skip_rollout=true` writes what it generated in each
+step; later runs of the same experiment read it back instead of generating. A dump serves only the
+prompts it was made for: with other prompts the rewards would belong to other questions, so that
+is an error and not a surprise in the reward curve. Validation always generates.
+
+    RolloutSkip(config, async_rollout_manager).wrap_generate_sequences()
+"""
+
+import hashlib
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.protocol import DataProto
+
+__all__ = ["DataProto", "RolloutSkip"]
+
+logger = logging.getLogger(__name__)
+
+_FINGERPRINT = "rollout_skip_prompts"
+
+
+class Generator(Protocol):
+    """The object that generates: an agent loop manager, or a worker group."""
+
+    generate_sequences: Callable[..., Any]
+
+
+class RolloutSkip:
+    """`rollout_wg` is the object whose `generate_sequences` the trainer calls.
+
+    The dumps of an experiment are `{skip_dump_dir}/{experiment}_{project}_GBS{prompts}__N{n}/`,
+    one per training step, so a dump is reused only with the same batch size and samples per prompt.
+    """
+
+    def __init__(self, config: Any, rollout_wg: Generator) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        trainer = config.trainer
+        name = (
+            f"{trainer.experiment_name}_{trainer.project_name}"
+            f"_GBS{_prompts_per_generation(config.data)}__N{rollout.n}"
+        )
+        self.dumped_dir = Path(rollout.skip_dump_dir).expanduser() / name.replace("/", "_")
+        self._rollout_wg = rollout_wg
+
+    def wrap_generate_sequences(self) -> None:
+        """From now on `rollout_wg.generate_sequences` reads the dump where there is one."""
+        generate = self._rollout_wg.generate_sequences
+        wrap = self._wrapped_async if inspect.iscoroutinefunction(generate) else self._wrapped
+        self._rollout_wg.generate_sequences = wrap(generate)
+        logger.warning("skip_rollout is on: generations are read from %s", self.dumped_dir)
+
+    def _wrapped(self, generate: Callable[..., DataProto]) -> Callable[..., DataProto]:
+        def generate_or_load(prompts: DataProto, **kwargs: Any) -> DataProto:
+            if _is_validation(prompts):
+                return generate(prompts, **kwargs)
+            loaded = self._load(prompts)
+            if loaded is not None:
+                return loaded
+            generated = generate(prompts, **kwargs)
+            self._dump(prompts, generated)
+            return generated
+
+        return generate_or_load
+
+    def _wrapped_async(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        async def generate_or_load(prompts: DataProto, **kwargs: Any) -> DataProto:
+            if _is_validation(prompts):
+                return await generate(prompts, **kwargs)
+            loaded = self._load(prompts)
+            if loaded is not None:
+                return loaded
+            generated = await generate(prompts, **kwargs)
+            self._dump(prompts, generated)
+            return generated
+
+        return generate_or_load
+
+    def _load(self, prompts: DataProto) -> DataProto | None:
+        path = self._path(prompts)
+        if not path.exists():
+            return None
+        generated = DataProto.load_from_disk(path)
+        if generated.meta_info.pop(_FINGERPRINT) != fingerprint(prompts):
+            raise ValueError(
+                f"the generations in {path} were made for other prompts than this step has; "
+                "delete that folder, or set another trainer.experiment_name or skip_dump_dir"
+            )
+        if "uid" in prompts.non_tensor_batch and "uid" in generated.non_tensor_batch:
+            # A run draws new ids; the groups are the same, for the prompts are.
+            generated.non_tensor_batch["uid"] = prompts.non_tensor_batch["uid"]
+        return generated
+
+    def _dump(self, prompts: DataProto, generated: DataProto) -> None:
+        path = self._path(prompts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dump = DataProto(
+            batch=generated.batch,
+            non_tensor_batch=generated.non_tensor_batch,
+            meta_info={**generated.meta_info, _FINGERPRINT: fingerprint(prompts)},
+        )
+        dump.save_to_disk(path)
+
+    def _path(self, prompts: DataProto) -> Path:
+        return self.dumped_dir / f"step_{prompts.meta_info.get('global_steps', 0)}"
+
+
+def fingerprint(prompts: DataProto) -> str:
+    """What tells two batches of prompts apart: their token ids if present, else the messages."""
+    digest = hashlib.sha256(str(len(prompts)).encode())
+    if prompts.batch is not None and "input_ids" in prompts.batch.keys():  # noqa: SIM118
+        digest.update(prompts.batch["input_ids"].cpu().numpy().tobytes())
+    elif "raw_prompt" in prompts.non_tensor_batch:
+        messages = list(prompts.non_tensor_batch["raw_prompt"])
+        digest.update(json.dumps(messages, default=repr, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _is_validation(prompts: DataProto) -> bool:
+    return bool(prompts.meta_info.get("validate", False))
+
+
+def _prompts_per_generation(data: Mapping[str, Any]) -> int:
+    named = data.get("gen_batch_size")  # not every configuration has the key
+    return data["train_batch_size"] if named is None else named

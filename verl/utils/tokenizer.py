@@ -1,0 +1,72 @@
+"""Tokenizers and multi-modal processors from Hugging Face, made ready for batches.
+
+Batches need a pad token, which many models lack; whatever is changed here is logged.
+"""
+
+import logging
+from os import PathLike
+from typing import Any
+
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils.hub import has_file
+
+logger = logging.getLogger(__name__)
+
+_GEMMA2_TURN_END = "<end_of_turn>"
+_PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def hf_tokenizer(
+    name_or_path: str | PathLike[str],
+    correct_pad_token: bool = True,
+    correct_gemma2: bool = True,
+    **kwargs: Any,
+) -> PreTrainedTokenizerBase:
+    """`AutoTokenizer.from_pretrained`, with a pad token.
+
+    Gemma 2's chat models end their turn with a token that is not their end-of-sequence token;
+    `correct_gemma2` makes it so, or generation would not stop there.
+    """
+    if correct_gemma2 and _is_gemma2_chat(name_or_path):
+        logger.warning("%s: the end-of-sequence token is set to %s", name_or_path, _GEMMA2_TURN_END)
+        kwargs["eos_token"] = _GEMMA2_TURN_END
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+    if correct_pad_token:
+        set_pad_token_id(tokenizer)
+    return tokenizer
+
+
+def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the end-of-sequence token pad too, where there is no pad token; the change is logged.
+
+    Masks are therefore never derived from `ids == pad_token_id`: that would drop real ends.
+    """
+    if tokenizer.pad_token_id is not None:
+        return
+    if tokenizer.eos_token is None:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} has neither a pad nor an end-of-sequence "
+            "token; pass pad_token=... to hf_tokenizer"
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    logger.warning(
+        "%s has no pad token; %r (id %s) is used", tokenizer.name_or_path, tokenizer.eos_token,
+        tokenizer.eos_token_id,
+    )  # fmt: skip
+
+
+def hf_processor(name_or_path: str | PathLike[str], **kwargs: Any) -> ProcessorMixin | None:
+    """The processor for images and video, or None for a model that has only text."""
+    if not any(has_file(name_or_path, file) for file in _PROCESSOR_FILES):
+        return None
+    processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
+    return processor if isinstance(processor, ProcessorMixin) else None
+
+
+def _is_gemma2_chat(name_or_path: str | PathLike[str]) -> bool:
+    name = str(name_or_path).rstrip("/").rpartition("/")[2].lower()
+    return name.startswith("gemma-2-") and name.endswith("-it")

@@ -1,0 +1,66 @@
+"""What a reward manager is: called with a batch of responses, it returns a reward per token.
+
+A score belongs to a whole response and stands on its last token; the other tokens hold 0. Scores
+that are in the batch already (`rm_scores`, from a reward model or the agent loop) are not computed
+again.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+
+
+class AbstractRewardManager(ABC):
+    """`compute_score` scores one response; `reward_fn_key` is the column with its data source.
+
+    The first `num_examine` responses of each data source are logged. Keyword arguments beyond these
+    are a manager's own, from `reward_model.reward_kwargs`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: Callable[..., Any] | None,
+        reward_fn_key: str = "data_source",
+        **kwargs: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score
+        self.reward_fn_key = reward_fn_key
+
+    @abstractmethod
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        """Rewards (B, T), or with `return_dict` a dictionary that holds them as `reward_tensor`
+        and, as `reward_extra_info`, a list of B values per further thing that was reported."""
+
+
+def precomputed_rewards(data: DataProto) -> dict[str, Any] | None:
+    """What a manager returns for a batch that carries `rm_scores`; None for any other batch.
+
+    The columns that `meta_info["reward_extra_keys"]` names are reported along.
+    """
+    if data.batch is None or "rm_scores" not in data.batch.keys():  # noqa: SIM118
+        return None
+    extra_keys = data.meta_info.get("reward_extra_keys", [])
+    extras = {key: list(data.non_tensor_batch[key]) for key in extra_keys}
+    return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
+
+
+def scores_on_last_token(scores: Tensor, data: DataProto) -> Tensor:
+    """Put each of the (B,) scores on the last token of its response; the result is (B, T).
+
+    An empty response has no token to carry a score: its row stays 0.
+    """
+    num_positions = data.batch["responses"].shape[-1]
+    lengths = data.batch["attention_mask"][:, -num_positions:].sum(-1)  # (B,)
+    rewards = torch.zeros(len(scores), num_positions, dtype=torch.float32, device=scores.device)
+    rows = torch.nonzero(lengths > 0).squeeze(-1)
+    rewards[rows, lengths[rows] - 1] = scores[rows].to(torch.float32)
+    return rewards
