@@ -1,0 +1,174 @@
+"""The policy update through a whole model: exact on-policy, independent of micro-batches."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.tiny_models import VOCABULARY, tiny_model
+from verl.config.actor import FSDPActorConfig, PolicyLossConfig
+from verl.config.critic import FSDPCriticConfig
+from verl.config.optimizer import FSDPOptimizerConfig
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.critic.dp_critic import DataParallelPPOCritic
+from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.one_device import OneDeviceEngine
+
+ROWS, PROMPT, RESPONSE = 8, 4, 6
+ALL_ROWS = MicroBatching(rows=ROWS)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, VOCABULARY, (ROWS, PROMPT + RESPONSE), generator=generator)
+    lengths = torch.tensor([6, 1, 3, 6, 0, 2, 5, 4])
+    mask = torch.cat(
+        [torch.ones(ROWS, PROMPT), torch.arange(RESPONSE) < lengths[:, None]], 1
+    ).long()
+    noise = 0.1 * torch.randn(2, ROWS, RESPONSE, generator=generator)
+    return TensorDict(
+        {
+            "input_ids": ids * mask,
+            "attention_mask": mask,
+            "position_ids": torch.arange(PROMPT + RESPONSE).expand(ROWS, -1) * mask,
+            "responses": (ids * mask)[:, PROMPT:],
+            "response_mask": mask[:, PROMPT:],
+            "advantages": torch.randn(ROWS, RESPONSE, generator=generator) * mask[:, PROMPT:],
+            "ref_log_prob": -4 + noise[0],
+            "returns": noise[1],
+            "values": torch.zeros(ROWS, RESPONSE),
+        },
+        batch_size=ROWS,
+    )
+
+
+def actor(lr=0.01, **options):
+    engine = OneDeviceEngine(
+        lambda: tiny_model("llama"), FSDPOptimizerConfig(lr=lr, weight_decay=0.0), max_grad_norm=1.0
+    )
+    engine.initialize()
+    return DataParallelPPOActor(FSDPActorConfig(**options), engine)
+
+
+def with_old_log_probs(built, data):
+    columns = built.compute_log_prob(data, micro_batching=ALL_ROWS, temperature=1.0)
+    return data.copy().update({"old_log_probs": columns["log_probs"]})
+
+
+def update(built, data, **options):
+    return built.update_policy(
+        data, temperature=1.0, old_policy_version=built.engine.policy_version, **options
+    )
+
+
+LOSSES = ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"]
+
+
+@pytest.mark.parametrize("loss_mode", LOSSES)
+def test_the_update_does_not_depend_on_micro_batches(loss_mode):
+    results = []
+    for cut in ({"ppo_micro_batch_size_per_gpu": n} for n in (8, 3, 1)):
+        built = actor(
+            policy_loss=PolicyLossConfig(loss_mode=loss_mode, clip_cov_ratio=0.2, kl_cov_ratio=0.2),
+            use_kl_loss=True,
+            kl_loss_coef=0.1,
+            entropy_coeff=0.01,
+            ppo_epochs=2,
+            **cut,
+        )
+        metrics = update(built, with_old_log_probs(built, batch()), rows_per_step=4)
+        results.append((metrics, list(built.engine.module.parameters())))
+    metrics, weights = results[0]
+    for other_metrics, other_weights in results[1:]:
+        assert other_metrics == pytest.approx(metrics, rel=2e-3, abs=2e-5)
+        for a, b in zip(weights, other_weights, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4)
+
+
+def test_cutting_by_tokens_gives_the_same_update_as_cutting_by_rows():
+    by_rows, by_tokens = actor(), actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=16)
+    for built in (by_rows, by_tokens):
+        update(built, with_old_log_probs(built, batch()), rows_per_step=ROWS)
+    for a, b in zip(*(x.engine.module.parameters() for x in (by_rows, by_tokens)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_on_the_first_update_the_ratio_is_exactly_one():
+    built = actor()
+    data = with_old_log_probs(built, batch())
+    metrics = update(built, data, rows_per_step=ROWS)
+    assert metrics["actor/ppo_kl"] == 0.0
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    assert metrics["actor/old_log_prob_error"] < 1e-6
+    mask, advantages = data["response_mask"], data["advantages"]
+    expected = -(advantages * mask).sum() / mask.sum()  # the ratio is 1, so the loss is -A
+    assert metrics["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_second_mini_batch_sees_a_policy_that_has_moved():
+    built = actor()
+    metrics = update(built, with_old_log_probs(built, batch()), rows_per_step=4)
+    assert metrics["actor/num_optimizer_steps"] == 2
+    assert metrics["actor/ppo_kl"] != 0.0
+
+
+def test_wrong_old_log_probs_are_noticed_on_the_first_update():
+    built = actor()
+    data = with_old_log_probs(built, batch())
+    data["old_log_probs"] += 0.5 * data["response_mask"]
+    assert update(built, data, rows_per_step=ROWS)["actor/old_log_prob_error"] == pytest.approx(0.5)
+
+
+def test_old_log_probs_of_an_older_policy_are_used_as_they_are():
+    built = actor()
+    data = with_old_log_probs(built, batch())
+    data["old_log_probs"] += 0.5 * data["response_mask"]
+    metrics = built.update_policy(
+        data, rows_per_step=ROWS, temperature=1.0, old_policy_version=None
+    )
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.5, rel=1e-4)
+    assert "actor/old_log_prob_error" not in metrics
+
+
+def test_a_positive_advantage_makes_a_response_likelier_and_a_negative_one_less_likely():
+    for sign in (1.0, -1.0):
+        built = actor(lr=1e-3)
+        data = with_old_log_probs(built, batch())
+        data["advantages"] = sign * data["response_mask"].float()
+        update(built, data, rows_per_step=ROWS)
+        after = built.compute_log_prob(data, micro_batching=ALL_ROWS, temperature=1.0)["log_probs"]
+        change = ((after - data["old_log_probs"]) * data["response_mask"]).sum()
+        assert sign * change > 0
+
+
+def test_a_shuffle_changes_the_mini_batches_and_repeats_itself():
+    def weights(**options):
+        built = actor(**options)
+        update(built, with_old_log_probs(built, batch()), rows_per_step=2)
+        return torch.cat([p.detach().flatten() for p in built.engine.module.parameters()])
+
+    assert torch.equal(weights(shuffle=True), weights(shuffle=True))
+    assert not torch.equal(weights(shuffle=True), weights())
+
+
+def test_the_critic_learns_returns_and_counts_only_response_tokens(tmp_path):
+    from tests.tiny_models import plain_twin
+    from verl.models.value import load_value_model
+
+    plain_twin(tiny_model("llama")).save_pretrained(tmp_path)
+    engine = OneDeviceEngine(
+        lambda: load_value_model(str(tmp_path)),
+        FSDPOptimizerConfig(lr=0.02, weight_decay=0.0),
+        is_value_model=True,
+    )
+    engine.initialize()
+    critic = DataParallelPPOCritic(FSDPCriticConfig(cliprange_value=10.0), engine)
+    data = batch()
+    mask = data["response_mask"]
+    assert not critic.compute_values(data).any()
+    first = critic.update_critic(data, rows_per_step=ROWS)
+    expected = 0.5 * (data["returns"].square() * mask).sum() / mask.sum()  # values are still 0
+    assert first["critic/vf_loss"] == pytest.approx(float(expected), rel=1e-5)
+    for _ in range(30):
+        last = critic.update_critic(data, rows_per_step=ROWS)
+    assert last["critic/vf_loss"] < 0.5 * first["critic/vf_loss"]
+    assert not critic.compute_values(data)[~mask.bool()].any()

@@ -1,0 +1,1 @@
+"""How a Hugging Face module is made ready: our attention, the fused head, value heads."""

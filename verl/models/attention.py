@@ -1,0 +1,89 @@
+"""Our attention, registered with transformers under one name; a layout says what it means.
+
+Every model is built with `attn_implementation=ATTENTION` and every forward pass carries a
+`layout=` argument, which transformers hands down to each attention layer. The layout knows where
+one sequence ends and the next begins and where keys and values are kept: `PackedLayout` for
+training, the rollout engine's own for prefill and decode. There is no mask tensor anywhere, so a
+mask can neither be forgotten nor leak from one packed sequence into its neighbour.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+ATTENTION = "verl"
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer asks for besides queries, keys and values."""
+
+    scaling: float
+    """Factor on the scores before the softmax."""
+
+    sliding_window: int | None = None
+    """A token sees itself and the `sliding_window - 1` tokens before it; None sees all."""
+
+    softcap: float | None = None
+    """Scores become `softcap * tanh(scores / softcap)` (Gemma 2)."""
+
+    sinks: Tensor | None = None
+    """One extra score per query head that takes part in the softmax and carries no value."""
+
+
+class AttentionLayout(ABC):
+    """Causal self-attention over tokens that all sequences share one axis for."""
+
+    @abstractmethod
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """(N, heads, head_dim) for a query of that shape and key, value (N, kv_heads, head_dim).
+
+        Token i sees the tokens of its own sequence up to and including itself, no others.
+        """
+
+
+def layout_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: AttentionLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls; query, key, value are (1, heads, N, head_dim)."""
+    if layout is None:
+        raise ValueError(
+            f"{type(module).__name__} ran without layout=...; this model was prepared for packed "
+            "sequences: call it through verl.models.forward, or load it anew for other uses"
+        )
+    if attention_mask is not None or query.shape[0] != 1 or dropout:
+        raise ValueError(
+            f"{type(module).__name__} got mask={attention_mask is not None}, "
+            f"batch={query.shape[0]}, dropout={dropout}; packed input has no mask, one row "
+            "and no dropout"
+        )
+    options = AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, head_dim)
+    layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
+    return layout.attend(layer, q, k, v, options)[None], None
+
+
+AttentionInterface.register(ATTENTION, layout_attention)
+AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)

@@ -1,0 +1,48 @@
+"""One forward pass over packed tokens: ids in, hidden states out."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from verl.models.attention import ATTENTION, AttentionLayout
+from verl.models.exact import ROWS, ExactPackedLayout, exact_capacity
+from verl.models.packed import PackedLayout
+
+
+def hidden_states(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
+) -> Tensor:
+    """The last hidden state of each token; (N, hidden) for ids and positions (N,)."""
+    attention = model.config._attn_implementation
+    if attention != ATTENTION:
+        raise ValueError(
+            f"{type(model).__name__} runs {attention!r} attention, which ignores the packed layout "
+            "and lets neighbours see each other; load the model with verl.models.loading"
+        )
+    num_tokens = len(input_ids)
+    padding = (0, 0 if exact_capacity(model) is None else -num_tokens % ROWS)
+    ids, positions = (F.pad(x, padding)[None] for x in (input_ids, position_ids))
+    output = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)
+    hidden = output.last_hidden_state[0]
+    if hidden.shape[0] != ids.shape[1]:
+        raise ValueError(
+            f"{type(model).__name__} gave {hidden.shape[0]} hidden states for {ids.shape[1]} "
+            "tokens; log-probabilities would belong to other tokens"
+        )
+    return hidden[:num_tokens]
+
+
+def packed_layout(model: PreTrainedModel, lengths: Sequence[int]) -> AttentionLayout:
+    """The layout for whole sequences end to end, exact where the model is."""
+    capacity = exact_capacity(model)
+    if capacity is not None:
+        return ExactPackedLayout(lengths, capacity)
+    return PackedLayout(lengths, model.device)
+
+
+def packed_positions(lengths: Sequence[int]) -> Tensor:
+    """0, 1, 2, ... anew for every sequence; (N,)."""
+    return torch.cat([torch.arange(n) for n in lengths] or [torch.arange(0)])

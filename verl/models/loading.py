@@ -1,0 +1,81 @@
+"""Bring a Hugging Face causal language model into the state that training and rollout share.
+
+One module, our attention, no dropout, parameters in one dtype. What a model does that we cannot
+honour (state outside attention, an output layer that is not linear) is refused here, by name.
+"""
+
+from copy import deepcopy
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from verl.models.attention import ATTENTION
+from verl.models.head import OutputHead
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    override_config: dict[str, object] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load the model at `path` (a folder or a hub name) with its weights, ready to be packed."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    for key, value in (override_config or {}).items():
+        if key != "attn_implementation":
+            setattr(config, key, value)
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        trust_remote_code=trust_remote_code,
+    )
+    return prepare(model).to(device)  # pyright: ignore[reportArgumentType]
+
+
+def random_causal_lm(
+    config: PretrainedConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> PreTrainedModel:
+    """Build a model of that shape with random weights, ready to be packed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            deepcopy(config), dtype=dtype, attn_implementation=ATTENTION
+        )
+    return prepare(model)
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Turn dropout off and refuse what packed training cannot honour."""
+    disable_dropout(model)
+    refuse_state_outside_attention(model)
+    OutputHead.of(model)
+    return model.eval()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: a random mask in one of two passes makes their ratio wrong."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if "attention_dropout" in vars(module):
+            vars(module)["attention_dropout"] = 0.0
+
+
+def refuse_state_outside_attention(model: PreTrainedModel) -> None:
+    """Every layer must mix tokens through attention alone; recurrent or convolving ones do not."""
+    config = model.config.get_text_config()
+    kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
+    foreign = kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+    num_layers = config.num_hidden_layers
+    attention = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+    if foreign or len(attention) < num_layers:
+        raise ValueError(
+            f"{type(model).__name__} keeps state outside attention "
+            f"({', '.join(sorted(foreign)) or 'no attention in some layers'}); "
+            "packed training and the built-in engine support attention-only models"
+        )

@@ -1,0 +1,56 @@
+"""A language model that gives one number per token instead of a distribution.
+
+The critic and learned reward models are the same thing: the transformer of a causal language model
+and a linear layer `score` with one output. A checkpoint that has such a layer keeps it; otherwise
+it starts at zero, so that a fresh critic predicts 0 everywhere instead of noise.
+"""
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
+
+from verl.models.attention import ATTENTION
+from verl.models.loading import disable_dropout, refuse_state_outside_attention
+
+
+def load_value_model(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    override_config: dict[str, object] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load the model at `path` with a scalar head, ready to be packed."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, num_labels=1)
+    for key, value in (override_config or {}).items():
+        if key != "attn_implementation":
+            setattr(config, key, value)
+    model, loading = AutoModelForTokenClassification.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    if any(name.startswith("score.") for name in loading["missing_keys"]):
+        zero_head(model)
+    disable_dropout(model)
+    refuse_state_outside_attention(model)
+    return model.to(device).eval()
+
+
+def zero_head(model: PreTrainedModel) -> None:
+    for parameter in score_head(model).parameters():
+        nn.init.zeros_(parameter)
+
+
+def score_head(model: PreTrainedModel) -> nn.Linear:
+    head = dict(model.named_children()).get("score")
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer `score` with one output; "
+            "a value model needs one (AutoModelForTokenClassification with num_labels=1)"
+        )
+    return head

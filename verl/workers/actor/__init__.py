@@ -1,0 +1,1 @@
+"""The policy's side of a training step."""

@@ -1,0 +1,1 @@
+"""The value function's side of a training step."""

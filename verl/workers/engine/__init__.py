@@ -1,0 +1,1 @@
+"""Training engines: a model, its optimizer, and how it is spread over devices."""
