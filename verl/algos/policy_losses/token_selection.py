@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.utils.masked import masked_sum
+from verl.utils.scramble import scramble
 
 LARGEST = torch.iinfo(torch.int64).max
 
@@ -44,9 +45,9 @@ def token_lots(log_prob: Tensor, response_mask: Tensor) -> Tensor:
     The log-probs of a sequence, bit by bit, are its fingerprint.
     """
     bits = torch.where(response_mask.bool(), log_prob, 0).double().view(torch.int64)
-    place = _scramble(torch.arange(1, bits.shape[-1] + 1, device=bits.device))  # (T,)
-    fingerprint = (_scramble(bits + place) * response_mask.long()).sum(-1, keepdim=True)  # (B, 1)
-    return _scramble(fingerprint + place)
+    place = scramble(torch.arange(1, bits.shape[-1] + 1, device=bits.device))  # (T,)
+    fingerprint = (scramble(bits + place) * response_mask.long()).sum(-1, keepdim=True)  # (B, 1)
+    return scramble(fingerprint + place)
 
 
 def share_of_tokens(response_mask: Tensor, ratio: float) -> int:
@@ -63,10 +64,3 @@ def _as_mask(positions: Tensor, like: Tensor) -> Tensor:
     flat = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
     flat[positions] = True
     return flat.view_as(like)
-
-
-def _scramble(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64; int64 products wrap around, `& mask` makes shifts logical."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
-    return x ^ ((x >> 31) & (2**33 - 1))

@@ -1,0 +1,28 @@
+"""Numbers that look random and depend on their input alone.
+
+A generator's state depends on everything drawn before; a hash does not. What is drawn from a hash of
+(seed, place) is the same whatever else runs, in whatever order, and again after a resume.
+"""
+
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""An odd constant that spreads counters over all 64 bits."""
+
+
+def scramble(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer on int64: each input bit changes each output bit half of the time."""
+    x = (x ^ _shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shift_right(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
+    """A number in [0, 1) for each (seed, counter), in fp64; both int64 of one shape."""
+    bits = scramble(scramble(seeds + GOLDEN) + counters * GOLDEN)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def _shift_right(x: Tensor, places: int) -> Tensor:
+    """Shift as if unsigned; torch keeps the sign."""
+    return (x >> places) & (2 ** (64 - places) - 1)
