@@ -115,3 +115,19 @@ def test_facades_only_re_export_and_stay_short():
             if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != "__getattr__"
         ]
         assert not definitions, f"{path} is a facade and must define nothing"
+
+
+ENGINES = {"ray", "vllm", "sglang", "megatron"}
+
+
+def test_importing_a_module_never_imports_an_engine_outside_its_own_folder():
+    offenders = []
+    for name, _, tree in modules():
+        for node in tree.body:  # module level only: a function may import what it needs
+            targets = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                targets = [node.module or ""]
+            engines = {target.split(".")[0] for target in targets} & ENGINES
+            if engines and not name.startswith("verl.single_controller.ray"):
+                offenders.append(f"{name} imports {', '.join(engines)}")
+    assert not offenders
