@@ -100,6 +100,25 @@ def ray_job_config() -> str:
     return variable("RAY_JOB_CONFIG_JSON_ENV_VAR")
 
 
+def volcengine_capacity_expiration() -> int | None:
+    """`MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP`: when the instance ends, Unix seconds."""
+    return _timestamp("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP")
+
+
+def sagemaker_capacity_expiration() -> int | None:
+    """`SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP`, in Unix seconds."""
+    return _timestamp("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP")
+
+
+def _timestamp(name: str) -> int | None:
+    text = variable(name)
+    if not text:
+        return None
+    if not text.isdigit():
+        raise ValueError(f"{name} is {text!r}; it must be a time in whole seconds since 1970")
+    return int(text) or None
+
+
 def variable(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 

@@ -1,0 +1,178 @@
+"""Settings that do nothing are named with the reason, before a run and after it."""
+
+from verl.config.advice import advice
+from verl.config.base import ReadLog
+from verl.config.effects import EFFECTS, report_unread, unread, without_effect
+from verl.config.keys import Keys
+from verl.config.load import load_config
+from verl.config.ppo import PPOConfig, PPOMegatronConfig
+from verl.config.sft import SFTConfig
+from verl.config.variants import family, nested
+
+A = "actor_rollout_ref.actor"
+R = "actor_rollout_ref.rollout"
+GRPO = {"algorithm.adv_estimator": "grpo", f"{R}.n": 8}
+
+
+def load(values):
+    by_path = {tuple(key.split(".")): value for key, value in values.items()}
+    return load_config(nested(by_path), PPOConfig, overrides=[f"{key}=" for key in values])
+
+
+def idle(values):
+    loaded = load(values)
+    return dict(without_effect(loaded.checked(), loaded.user_set))
+
+
+def test_settings_without_effect_are_named():
+    """GRPO with the built-in engine: no critic, no reference, no LoRA, no reward model."""
+    settings = {
+        "critic.optim.lr": 1e-3,
+        "trainer.critic_warmup": 3,
+        "actor_rollout_ref.ref.strategy": "fsdp",
+        "algorithm.kl_ctrl.kl_coef": 0.5,
+        f"{A}.kl_loss_coef": 0.5,
+        f"{A}.kl_loss_type": "k1",
+        "algorithm.lam": 0.9,
+        "algorithm.gamma": 0.9,
+        "algorithm.pf_ppo.weight_pow": 3.0,
+        "algorithm.filter_groups.metric": "acc",
+        "algorithm.rollout_correction.loss_type": "reinforce",
+        "algorithm.rollout_correction.rollout_is_threshold": 3.0,
+        f"{A}.policy_loss.clip_cov_ratio": 0.1,
+        f"{A}.policy_loss.ppo_kl_coef": 0.2,
+        f"{A}.tau_pos": 0.2,
+        f"{A}.loss_scale_factor": 100,
+        f"{A}.ppo_max_token_len_per_gpu": 4096,
+        f"{A}.megatron.seed": 3,
+        f"{R}.val_kwargs.temperature": 0.5,
+        f"{R}.engine_kwargs.vllm.swap_space": 4,
+        f"{R}.multi_stage_wake_up": True,
+        "actor_rollout_ref.model.lora_alpha": 64,
+        "reward_model.model.path": "org/rm",
+        "custom_reward_function.name": "f",
+        "global_profiler.tool": "torch",
+    }
+    assert idle({**GRPO, **settings}).keys() == settings.keys()
+
+
+def test_settings_whose_switch_is_on_are_not_named():
+    """PPO with everything on, and vLLM."""
+    settings = {
+        "critic.optim.lr": 1e-3,
+        "trainer.critic_warmup": 3,
+        "actor_rollout_ref.ref.strategy": "fsdp",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": 0.5,
+        f"{A}.use_kl_loss": True,
+        f"{A}.kl_loss_coef": 0.5,
+        "algorithm.lam": 0.9,
+        "algorithm.gamma": 0.9,
+        "algorithm.use_pf_ppo": True,
+        "algorithm.pf_ppo.weight_pow": 3.0,
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.metric": "acc",
+        "algorithm.rollout_correction.bypass_mode": True,
+        "algorithm.rollout_correction.loss_type": "reinforce",
+        f"{A}.policy_loss.loss_mode": "clip_cov",
+        f"{A}.policy_loss.clip_cov_ratio": 0.1,
+        f"{A}.use_dynamic_bsz": True,
+        f"{A}.ppo_max_token_len_per_gpu": 4096,
+        f"{R}.val_kwargs.do_sample": True,
+        f"{R}.val_kwargs.temperature": 0.5,
+        f"{R}.name": "vllm",
+        f"{R}.engine_kwargs.vllm.swap_space": 4,
+        "actor_rollout_ref.model.lora_rank": 8,
+        "actor_rollout_ref.model.lora_alpha": 64,
+        "reward_model.enable": True,
+        "reward_model.model.path": "org/rm",
+        "custom_reward_function.path": "f.py",
+        "custom_reward_function.name": "f",
+        "global_profiler.steps": [1],
+        "global_profiler.tool": "torch",
+    }
+    assert idle(settings) == {}
+
+
+def test_settings_of_the_other_back_end_are_named():
+    found = idle({f"{A}.fsdp_config.param_offload": True, f"{A}.strategy": "megatron"})
+    assert found == {f"{A}.fsdp_config.param_offload": f"{A}.strategy is megatron"}
+
+
+def test_one_clip_ratio_is_overruled_by_two():
+    both = {f"{A}.clip_ratio_low": 0.2, f"{A}.clip_ratio_high": 0.28}
+    assert f"{A}.clip_ratio" in idle({f"{A}.clip_ratio": 0.1, **both})
+    assert idle({f"{A}.clip_ratio": 0.1, f"{A}.clip_ratio_high": 0.28}) == {}
+
+
+def test_keys_for_older_scripts_are_named():
+    found = idle({"trainer.ray_wait_register_center_timeout": 100, "data.return_raw_chat": False})
+    assert set(found.values()) == {"accepted for older scripts; nothing reads it"}
+    assert len(found) == 2
+
+
+def test_a_switch_itself_is_never_called_idle():
+    assert idle({"critic.enable": False, **GRPO}) == {}
+
+
+def test_every_rule_is_about_keys_that_exist():
+    keys = family(PPOConfig).keys
+    missing = [prefix for effect in EFFECTS for prefix in effect.prefixes if prefix not in keys]
+    assert missing == []
+
+
+def test_other_commands_have_no_rules_yet_and_no_findings():
+    assert without_effect(load_config({}, SFTConfig).checked(), ["optim.lr"]) == []
+
+
+def test_what_nothing_read_is_reported_at_the_end_with_the_reason_if_known():
+    loaded = load({**GRPO, "critic.optim.lr": 1e-3, "data.seed": 4})
+    config, log = loaded.checked(), ReadLog()
+    log.attach(config)
+    _ = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    assert unread(loaded.user_set, log) == ["critic.optim.lr", "data.seed"]
+    assert report_unread(config, loaded.user_set, log) == [
+        "critic.optim.lr had no effect: there is no critic: "
+        "algorithm.adv_estimator does not use one",
+        "data.seed had no effect: nothing in this run read it",
+    ]
+
+
+def test_looking_for_reasons_does_not_count_as_reading():
+    loaded = load({**GRPO, "critic.enable": False, "critic.optim.lr": 1e-3})
+    config, log = loaded.checked(), ReadLog()
+    log.attach(config)
+    said = report_unread(config, loaded.user_set, log)  # asks critic.enable for the reason
+    assert "critic.enable had no effect: nothing in this run read it" in said
+
+
+def test_an_added_key_that_nothing_reads_is_reported_too():
+    loaded = load_config({"mine": {"depth": 1}}, PPOConfig, overrides=["+mine.depth=1"])
+    config, log = loaded.checked(), ReadLog()
+    log.attach(config)
+    assert unread(loaded.user_set, log) == ["mine.depth"]
+    _ = config.mine.depth
+    assert unread(loaded.user_set, log) == []
+
+
+def test_unusual_combinations_get_a_word_of_advice():
+    config = load(
+        {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.use_kl_in_reward": True,
+            f"{A}.use_kl_loss": True,
+            f"{R}.val_kwargs.n": 4,
+            "trainer.save_freq": 5,
+        }
+    ).checked()
+    said = advice(config)
+    assert len(said) == 3
+    assert "rollout.n is 1" in said[0]
+    assert "counts twice" in said[1]
+    assert "all of them the same" in said[2]
+    assert advice(load({**GRPO, "trainer.save_freq": 5}).checked()) == []
+
+
+def test_the_megatron_schema_has_keys_that_the_fsdp_schema_lacks():
+    assert f"{A}.megatron.seed" in Keys(PPOMegatronConfig())
+    assert f"{A}.megatron.seed" not in Keys(PPOConfig())

@@ -1,0 +1,385 @@
+"""Every contradiction is found before anything is loaded, and all of them at once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.config import validate_machine
+from verl.config.faults import nearest_divisors, nearest_multiples, nearest_path
+from verl.config.load import load_config
+from verl.config.names import ESTIMATORS, POLICY_LOSSES
+from verl.config.ppo import PPOConfig, PPOMegatronConfig
+from verl.config.sft import SFTConfig, SFTEngineConfig
+from verl.config.validate import validate
+from verl.config.variants import nested
+from verl.utils.config import update_dict_with_config, validate_config
+from verl.utils.environment import temp_env_var
+
+A = "actor_rollout_ref.actor"
+R = "actor_rollout_ref.rollout"
+C = "algorithm.rollout_correction"
+
+
+def load(values, root=PPOConfig):
+    by_path = {tuple(key.split(".")): value for key, value in values.items()}
+    return load_config(nested(by_path), root, overrides=[f"{key}=" for key in values])
+
+
+def faults_of(values, root=PPOConfig, **options):
+    loaded = load(values, root)
+    return validate(loaded.config, loaded.user_set, known_faults=loaded.faults, **options)
+
+
+def mistakes(values, root=PPOConfig, **options):
+    faults = faults_of(values, root, **options)
+    return [fault.text for fault in faults if not fault.is_about_machine]
+
+
+def test_the_defaults_are_consistent():
+    assert mistakes({}) == []
+    assert mistakes({}, PPOMegatronConfig) == []
+    assert mistakes({}, SFTConfig) == []
+    assert mistakes({}, SFTEngineConfig) == []
+
+
+# what is set, how the message begins, what it offers
+CASES = [
+    (
+        {f"{A}.ppo_mini_batch_size": 250},
+        f"{A}.ppo_mini_batch_size (250) must divide",
+        "128 and 256",
+    ),
+    (
+        {
+            "data.train_batch_size": 1020,
+            f"{A}.ppo_mini_batch_size": 1020,
+            f"{A}.ulysses_sequence_parallel_size": 2,
+            "algorithm.adv_estimator": "grpo",
+        },
+        "data.train_batch_size (1020) times",
+        "1016 and 1024",
+    ),
+    (
+        {"data.train_batch_size": 4, f"{A}.ppo_mini_batch_size": 2, f"{R}.n": 2},
+        f"{A}.ppo_mini_batch_size (2) times {R}.n (2) is 4 sequences",
+        "nearest would be 4",
+    ),
+    (
+        {f"{A}.ppo_micro_batch_size": 64, f"{A}.ppo_micro_batch_size_per_gpu": 4},
+        f"{A}.ppo_micro_batch_size is 64 and",
+        f"remove {A}.ppo_micro_batch_size",
+    ),
+    (
+        {
+            f"{A}.ppo_micro_batch_size_per_gpu": None,
+            f"{R}.log_prob_micro_batch_size_per_gpu": 1,
+            "critic.ppo_micro_batch_size_per_gpu": 1,
+        },
+        f"{A}.ppo_micro_batch_size_per_gpu is null",
+        f"{A}.use_dynamic_bsz=True",
+    ),
+    (
+        {
+            f"{A}.use_dynamic_bsz": True,
+            f"{A}.ppo_max_token_len_per_gpu": 1000,
+            f"{R}.log_prob_max_token_len_per_gpu": 4096,
+        },
+        f"{A}.ppo_max_token_len_per_gpu is 1000; the longest sequence has 1024 tokens",
+        "at least 1024",
+    ),
+    (
+        {
+            f"{A}.use_dynamic_bsz": True,
+            f"{A}.ppo_max_token_len_per_gpu": 511,
+            f"{R}.log_prob_max_token_len_per_gpu": 4096,
+            f"{A}.ulysses_sequence_parallel_size": 2,
+        },
+        f"{A}.ppo_max_token_len_per_gpu is 511",
+        "at least 512",
+    ),
+    (
+        {f"{A}.ulysses_sequence_parallel_size": 3},
+        f"{A}.ulysses_sequence_parallel_size is 3; that must divide the 8 ranks",
+        "2 and 4",
+    ),
+    (
+        {
+            f"{A}.ulysses_sequence_parallel_size": 2,
+            "actor_rollout_ref.model.use_remove_padding": False,
+        },
+        f"{A}.ulysses_sequence_parallel_size is 2; sequence parallelism works on packed",
+        "actor_rollout_ref.model.use_remove_padding=True",
+    ),
+    (
+        {f"{A}.strategy": "megatron", f"{A}.megatron.tensor_model_parallel_size": 3},
+        f"{A}.megatron (tensor x pipeline x context) spreads a model over 3",
+        "2 and 4",
+    ),
+    (
+        {
+            f"{A}.strategy": "megatron",
+            "data.train_batch_size": 64,
+            f"{A}.ppo_mini_batch_size": 32,
+            f"{A}.ppo_micro_batch_size_per_gpu": 3,
+        },
+        "data.train_batch_size (64) times",
+        "times their micro-batch of 3",
+    ),
+    ({f"{R}.tensor_model_parallel_size": 3}, f"{R}.tensor_model_parallel_size (3)", "2 and 4"),
+    ({f"{R}.expert_parallel_size": 3}, f"{R}.expert_parallel_size is 3", "must be 1 or"),
+    ({f"{R}.max_model_len": 100}, f"{R}.max_model_len is 100", "1024 tokens"),
+    ({f"{R}.n": 4, f"{R}.temperature": 0}, f"{R}.temperature is 0.0; all 4 responses", "n=1"),
+    ({f"{R}.val_kwargs.do_sample": True}, f"{R}.val_kwargs.temperature is 0", "above 0"),
+    ({f"{R}.prometheus.enable": True}, f"{R}.disable_log_stats is True", "set it to False"),
+    (
+        {
+            f"{R}.name": "vllm",
+            f"{R}.enable_chunked_prefill": False,
+            f"{R}.max_num_batched_tokens": 512,
+        },
+        f"{R}.max_num_batched_tokens is 512",
+        "1024 tokens",
+    ),
+    (
+        {"algorithm.adv_estimator": "gpro"},
+        'algorithm.adv_estimator is "gpro"',
+        "did you mean 'grpo'",
+    ),
+    ({f"{A}.policy_loss.loss_mode": "gsop"}, f'{A}.policy_loss.loss_mode is "gsop"', "'gspo'"),
+    ({f"{A}.strategy": "fdsp"}, f'{A}.strategy is "fdsp"', "did you mean 'fsdp'"),
+    ({"trainer.logger": ["consle"]}, 'trainer.logger has "consle"', "did you mean 'console'"),
+    ({f"{A}.loss_agg_mode": "token_mean"}, f"{A}.loss_agg_mode is 'token_mean'", "token-mean"),
+    ({"algorithm.kl_penalty": "k4"}, "algorithm.kl_penalty is 'k4'", "k3"),
+    ({"critic.enable": False}, "critic.enable is False, but", "algorithm.adv_estimator=grpo"),
+    ({"algorithm.adv_estimator": "grpo_passk"}, f"{R}.n is 1", "at least 2"),
+    (
+        {"algorithm.adv_estimator": "optimal_token_baseline"},
+        f"{A}.calculate_sum_pi_squared is False",
+        "set it to True",
+    ),
+    ({"algorithm.filter_groups.enable": True}, "algorithm.filter_groups.metric is null", "acc"),
+    (
+        {f"{C}.rollout_is": "token", f"{R}.name": "vllm"},
+        f"{R}.calculate_log_probs is False",
+        "set it to True",
+    ),
+    (
+        {f"{C}.rollout_rs": "token_k1,seq_k9", f"{C}.rollout_rs_threshold": 2},
+        f'{C}.rollout_rs has "seq_k9"',
+        "criteria are",
+    ),
+    (
+        {f"{C}.rollout_rs": "token_k1,seq_sum_k1,seq_mean_k3", f"{C}.rollout_rs_threshold": "1,2"},
+        f'{C}.rollout_rs_threshold is "1,2"',
+        "each of the 3 criteria",
+    ),
+    (
+        {"data.sampler.class_path": "pkg://a", "data.sampler.class_name": "B"},
+        "data.dataloader_num_workers is 8",
+        "must be 0",
+    ),
+    ({"data.custom_cls.path": "pkg://a"}, "data.custom_cls.name is null", "the class in pkg://a"),
+    (
+        {"reward_manager.source": "importlib"},
+        "reward_manager.module.path is null",
+        "needs the file",
+    ),
+    ({"trainer.controller": "local", "trainer.nnodes": 2}, 'trainer.controller is "local"', "ray"),
+    (
+        {"trainer.resume_mode": "resume_path"},
+        "trainer.resume_from_path is None",
+        "global_step_N",
+    ),
+    (
+        {"actor_rollout_ref.hybrid_engine": False},
+        "actor_rollout_ref.hybrid_engine is False",
+        "share",
+    ),
+    (
+        {"reward_model.enable": True, "reward_model.enable_resource_pool": True},
+        "reward_model.nnodes (0) times",
+        "enable_resource_pool=False",
+    ),
+    (
+        {
+            "resource_pool.actor_rollout_ref.devices": [0, 1, 2, 3],
+            "resource_pool.critic.devices": [3, 4],
+        },
+        "resource_pool.critic.devices is [3, 4]; some of these belong",
+        "devices of its own",
+    ),
+    (
+        {"resource_pool.critic.devices": [7, 8]},
+        "resource_pool.critic.devices is [7, 8]; the run has devices 0 to 7",
+        "there is no 8",
+    ),
+    (
+        {"resource_pool.critc.devices": [0]},
+        'resource_pool has the role "critc"',
+        "did you mean 'critic'",
+    ),
+    ({f"{R}.name": "vlm"}, f'{R}.name is "vlm"', "did you mean 'vllm'"),
+    ({"critic.strategy": "megatron"}, 'critic.strategy is "megatron"', "both of critic"),
+    ({"resource_pool.critic.gpus": 2}, "resource_pool.critic must have a list", "devices=[0,1]"),
+    ({"trainer.save_freq": -2}, "trainer.save_freq is -2", "at least -1"),
+    ({"actor_rollout_ref.model.lora_rank": -1}, "actor_rollout_ref.model.lora_rank is -1", "0"),
+]
+
+
+@pytest.mark.parametrize(("values", "begins", "offers"), CASES, ids=[case[1] for case in CASES])
+def test_a_contradiction_is_named_with_its_way_out(values, begins, offers):
+    messages = mistakes(values)
+    assert len(messages) == 1, messages
+    assert messages[0].startswith(begins)
+    assert offers in messages[0]
+
+
+def test_all_faults_are_reported_together():
+    messages = mistakes(
+        {
+            "algorithm.adv_estimator": "gpro",
+            f"{A}.ppo_mini_batch_size": 250,
+            f"{R}.tensor_model_parallel_size": 3,
+            f"{A}.optim.lr": "abc",
+        }
+    )
+    assert len(messages) == 4
+
+
+def test_a_key_at_fault_is_not_reported_again_for_its_relations():
+    messages = mistakes({f"{A}.ppo_mini_batch_size": "abc", "data.train_batch_size": 64})
+    assert len(messages) == 1
+    assert messages[0].startswith(f'{A}.ppo_mini_batch_size is "abc"')
+
+
+def test_a_mistake_is_not_repeated_for_the_keys_that_follow_it():
+    messages = mistakes({f"{A}.loss_agg_mode": "token_mean"})  # critic.loss_agg_mode follows
+    assert len(messages) == 1
+    messages = mistakes({"critic.loss_agg_mode": "token_mean"})
+    assert messages[0].startswith("critic.loss_agg_mode is 'token_mean'")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"trainer.n_gpus_per_node": 0},
+        {"trainer.nnodes": 0, f"{A}.ppo_micro_batch_size": 8},
+        {f"{A}.ppo_mini_batch_size": 0},
+        {f"{A}.ulysses_sequence_parallel_size": 0},
+        {f"{R}.tensor_model_parallel_size": 0},
+        {f"{R}.n": 0},
+        {"resource_pool.critic.devices": []},
+        {"resource_pool.critic.devices": 3},
+        {"resource_pool.critic": 3},
+    ],
+)
+def test_a_number_that_nothing_can_be_divided_by_is_one_fault(values):
+    assert len(mistakes(values)) == 1
+
+
+def test_sizes_of_roles_that_do_not_run_are_not_checked():
+    values = {"algorithm.adv_estimator": "grpo", "critic.ppo_micro_batch_size_per_gpu": None}
+    assert mistakes(values) == []
+    assert len(mistakes({"critic.ppo_micro_batch_size_per_gpu": None})) == 1
+
+
+def test_a_default_size_per_gpu_gives_way_silently():
+    assert mistakes({f"{A}.ppo_micro_batch_size": 64}) == []
+
+
+def test_names_of_the_users_own_are_allowed_where_they_may_have_been_registered():
+    mine = {"algorithm.adv_estimator": "mine", f"{A}.policy_loss.loss_mode": "mine"}
+    assert len(mistakes(mine)) == 2
+    assert mistakes(mine, names_are_open=True) == []
+    assert mistakes({**mine, "actor_rollout_ref.model.external_lib": "my_module"}) == []
+    with temp_env_var("VERL_USE_EXTERNAL_MODULES", "my_module"):
+        assert mistakes(mine) == []
+
+
+def test_the_listed_names_are_the_registered_ones():
+    registry = pytest.importorskip("verl.algos.registry")
+    pytest.importorskip("verl.algos.advantages")
+    pytest.importorskip("verl.algos.policy_losses")
+    assert set(ESTIMATORS) <= set(registry.ADV_ESTIMATOR_REGISTRY)
+    assert set(POLICY_LOSSES) <= set(registry.POLICY_LOSS_REGISTRY)
+
+
+def machine_texts(values, root=PPOConfig):
+    return [fault.text for fault in faults_of(values, root) if fault.is_about_machine]
+
+
+def test_missing_files_are_named_with_the_closest_existing_one(tmp_path):
+    (tmp_path / "train.parquet").touch()
+    (tmp_path / "model").mkdir()
+    files = {
+        "data.train_files": [str(tmp_path / "train.parquet"), str(tmp_path / "trian.parquet")],
+        "data.val_files": "hdfs://far/away.parquet",
+        "actor_rollout_ref.model.path": str(tmp_path / "modle"),
+    }
+    assert machine_texts(files) == [
+        f'data.train_files is "{tmp_path}/trian.parquet", which does not exist; '
+        f"the closest existing path is {tmp_path}/train.parquet",
+        f'actor_rollout_ref.model.path is "{tmp_path}/modle", which does not exist; '
+        f"the closest existing path is {tmp_path}/model",
+    ]
+
+
+def test_a_model_on_a_hub_is_not_looked_for_here():
+    texts = machine_texts({"actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B-Instruct"})
+    assert not any("model.path" in text for text in texts)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_is_not_installed_offers_the_built_in_one(engine):
+    if validate_machine.find_spec(engine) is not None:
+        pytest.skip(f"{engine} is installed")
+    texts = [text for text in machine_texts({f"{R}.name": engine}) if text.startswith(f"{R}.name")]
+    assert len(texts) == 1
+    assert f"{R}.name=native" in texts[0]
+    other = {f"{R}.name": engine, f"{R}.python": sys.executable}
+    assert not any(text.startswith(f"{R}.name") for text in machine_texts(other))
+
+
+def test_trackers_that_are_not_installed_are_named():
+    if validate_machine.find_spec("swanlab") is not None:
+        pytest.skip("swanlab is installed")
+    texts = machine_texts({"trainer.logger": ["console", "swanlab"]}, SFTConfig)
+    assert any(text.startswith('trainer.logger has "swanlab"') for text in texts)
+
+
+def test_sft_batches_must_fall_evenly_on_the_ranks():
+    messages = mistakes({"data.train_batch_size": 250}, SFTConfig)
+    assert messages == [
+        "data.train_batch_size is 250; it must be a multiple of the 8 ranks: 248 and 256"
+    ]
+    messages = mistakes({"data.max_token_len_per_gpu": 100}, SFTEngineConfig)
+    assert len(messages) == 1
+
+
+def test_the_public_check_raises_one_error_with_everything():
+    config = {"data": {"train_batch_size": 1020}, "critic": {"ppo_micro_batch_size_per_gpu": None}}
+    with pytest.raises(ValueError, match="3 faults"):
+        validate_config(config, use_reference_policy=False, use_critic=True)
+    config = {"critic": {"ppo_micro_batch_size_per_gpu": None}, "mine": 1}
+    validate_config(config, use_reference_policy=False, use_critic=False)
+
+
+def test_a_dictionary_takes_over_the_values_that_the_configuration_has():
+    wanted = {"lr": 1, "other": 2}
+    update_dict_with_config(wanted, {"lr": 5, "more": 6})
+    assert wanted == {"lr": 5, "other": 2}
+
+
+def test_nearest_numbers_lie_on_both_sides():
+    assert nearest_divisors(250, of=1024) == "128 and 256"
+    assert nearest_divisors(2048, of=1024) == "1024"
+    assert nearest_multiples(12, of=8) == "8 and 16"
+    assert nearest_multiples(3, of=8) == "8"
+
+
+def test_the_nearest_path_climbs_to_what_exists(tmp_path):
+    assert nearest_path(tmp_path / "a" / "b") == f"the closest existing folder is {tmp_path}"
+    (tmp_path / "data").mkdir()
+    missing = Path(tmp_path / "dta" / "b.parquet")
+    assert nearest_path(missing) == f"the closest existing path is {tmp_path / 'data'}"

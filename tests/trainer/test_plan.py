@@ -1,0 +1,245 @@
+"""The plan: batch sizes, placement and memory as a run would have them."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from verl.config.load import load_config
+from verl.config.ppo import PPOConfig
+from verl.config.validate import validate
+from verl.config.variants import nested
+from verl.trainer.plan.batch_table import batch_table, row_count
+from verl.trainer.plan.memory import memory_plan
+from verl.trainer.plan.placement import placement
+from verl.trainer.plan.render import make_plan, print_plan
+
+A = "actor_rollout_ref.actor"
+R = "actor_rollout_ref.rollout"
+GRPO = {"algorithm.adv_estimator": "grpo", f"{R}.n": 8}
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+PARAMS = 7_615_616_512
+
+
+def load(values):
+    by_path = {tuple(key.split(".")): value for key, value in values.items()}
+    return load_config(nested(by_path), PPOConfig, overrides=[f"{key}=" for key in values])
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    folder = tmp_path / "qwen"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    return str(folder)
+
+
+def test_the_batch_table_follows_from_three_numbers():
+    """128 prompts x 8 responses, mini-batches of 64 prompts, 4 ranks, micro-batches of 3."""
+    table = batch_table(
+        load(
+            {
+                **GRPO,
+                "data.train_batch_size": 128,
+                f"{A}.ppo_mini_batch_size": 64,
+                f"{A}.ppo_micro_batch_size_per_gpu": 3,
+                f"{A}.ppo_epochs": 2,
+                "trainer.n_gpus_per_node": 4,
+            }
+        ).checked()
+    )
+    assert (table.prompts, table.responses_per_prompt, table.sequences) == (128, 8, 1024)
+    (actor,) = table.updates
+    assert (actor.mini_batches, actor.optimizer_steps) == (2, 4)
+    assert (actor.sequences_per_mini_batch, actor.sequences_per_rank) == (512, 128)
+    assert (actor.micro_batches, actor.micro_batch) == ("43", "3 sequences")
+
+
+def test_token_budgets_bound_the_number_of_micro_batches():
+    """32 sequences per rank of at most 1,024 tokens in a budget of 4,096: at most 8."""
+    table = batch_table(
+        load({f"{A}.use_dynamic_bsz": True, f"{A}.ppo_max_token_len_per_gpu": 4096}).checked()
+    )
+    actor, critic = table.updates
+    assert (actor.micro_batches, actor.micro_batch) == ("at most 8", "by tokens, budget 4,096")
+    assert critic.micro_batch == "by tokens, budget 32,768"
+
+
+def test_ranks_that_share_a_sequence_count_once():
+    values = {**GRPO, f"{A}.ulysses_sequence_parallel_size": 2}
+    (actor,) = batch_table(load(values).checked()).updates
+    assert actor.sequences_per_rank == 256 * 8 // 4
+
+
+def test_steps_are_counted_from_the_rows_of_the_file(tmp_path):
+    """1,000 rows in batches of 64 are 15 steps, three epochs 45, a tenth of them warm-up 4."""
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pa.table({"prompt": ["x"] * 1000}), path)
+    values = {
+        "data.train_files": str(path),
+        "data.train_batch_size": 64,
+        f"{A}.ppo_mini_batch_size": 64,
+        f"{A}.optim.lr_warmup_steps_ratio": 0.1,
+        "trainer.total_epochs": 3,
+    }
+    schedule = batch_table(load(values).checked()).schedule
+    assert (schedule.rows, schedule.steps_per_epoch) == (1000, 15)
+    assert (schedule.total_steps, schedule.warmup_steps) == (45, 4)
+    capped = batch_table(load({**values, "data.train_max_samples": 128}).checked()).schedule
+    assert (capped.rows, capped.total_steps) == (128, 6)
+    assert row_count([str(path), str(path)]) == (2000, "")
+    assert row_count("gone.parquet") == (None, "gone.parquet is not here")
+    assert row_count("rows.json")[0] is None
+
+
+def test_placement_names_controller_roles_and_engines():
+    plan = placement(
+        load({f"{R}.tensor_model_parallel_size": 2, f"{A}.use_kl_loss": True}).checked()
+    )
+    assert (plan.controller, plan.ranks) == ("ray", 8)
+    assert {role.role: role.layout for role in plan.roles} == {
+        "actor": "fsdp over 8 ranks",
+        "rollout": "native, 4 engines, tensor parallel 2",
+        "reference": "a frozen copy",
+        "critic": "fsdp over 8 ranks",
+    }
+
+
+def test_one_device_needs_no_ray_and_no_second_copy():
+    plan = placement(load({**GRPO, "trainer.n_gpus_per_node": 1}).checked())
+    assert plan.controller == "local"
+    assert [role.layout for role in plan.roles] == [
+        "one device, not sharded",
+        "native, 1 engine, tensor parallel 1, on the trainer's own weights",
+    ]
+
+
+def test_roles_run_on_their_own_devices_if_told_so():
+    values = {
+        "resource_pool.actor_rollout_ref.devices": [0, 1, 2, 3],
+        "resource_pool.critic.devices": [4, 5],
+        "reward_model.enable": True,
+        "reward_model.model.path": "org/rm",
+        "resource_pool.reward_model.devices": [6, 7],
+    }
+    config = load(values).checked()
+    pools = {role.role: role.pool for role in placement(config).roles}
+    assert pools["actor"] == pools["rollout"] == "devices 0, 1, 2, 3"
+    assert pools["critic"] == "devices 4, 5"
+    assert pools["reward model"] == "devices 6, 7"
+    actor, critic = batch_table(config).updates
+    assert (actor.sequences_per_rank, critic.sequences_per_rank) == (256 // 4, 256 // 2)
+
+
+def phases(values):
+    return {phase.name: phase for phase in memory_plan(load(values).checked()).phases}
+
+
+def test_memory_on_one_device(model_folder):
+    """bf16 weights 2, master and moments 12, gradients 2 bytes per parameter; no second copy."""
+    plan = phases(
+        {
+            **GRPO,
+            "actor_rollout_ref.model.path": model_folder,
+            "trainer.n_gpus_per_node": 1,
+            f"{R}.max_num_seqs": 64,
+            f"{A}.ppo_micro_batch_size_per_gpu": 1,
+        }
+    )
+    update = plan["update actor"].parts
+    assert update["weights"] == 2 * PARAMS
+    assert update["optimizer"] == 12 * PARAMS
+    assert update["gradients"] == 2 * PARAMS
+    assert "engine weights" not in plan["rollout"].parts
+    kv_bytes_per_token = 2 * 2 * 28 * 4 * 128  # keys and values, bf16, layers, heads, head size
+    assert plan["rollout"].parts["KV cache"] == 64 * 1024 * kv_bytes_per_token
+    layer = 2 * (5 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944)
+    kept = 28 * 2 * 3584 + layer
+    assert update["activations"] == 1024 * kept + 8 * 152064 * 1024
+
+
+def test_memory_is_divided_over_the_ranks(model_folder):
+    plan = phases({**GRPO, "actor_rollout_ref.model.path": model_folder, f"{R}.name": "vllm"})
+    update = plan["update actor"].parts
+    assert update["weights"] == 4 * PARAMS / 8
+    assert update["optimizer"] == 8 * PARAMS / 8
+    assert update["gradients"] == 4 * PARAMS / 8
+    assert plan["rollout"].parts["engine weights"] == 2 * PARAMS
+
+
+def test_offloading_keeping_activations_and_references_show(model_folder):
+    base = {**GRPO, "actor_rollout_ref.model.path": model_folder}
+    plain = phases(base)
+    offloaded = phases({**base, f"{A}.fsdp_config.optimizer_offload": True})
+    assert offloaded["rollout"].parts["optimizer"] == 0
+    assert offloaded["update actor"].parts["optimizer"] > 0
+    keeping = phases({**base, "actor_rollout_ref.model.enable_gradient_checkpointing": False})
+    assert (
+        keeping["update actor"].parts["activations"]
+        > 5 * plain["update actor"].parts["activations"]
+    )
+    with_reference = phases({**base, f"{A}.use_kl_loss": True})
+    assert with_reference["load"].parts["reference"] == 4 * PARAMS / 8
+    adapters = phases({**base, f"{A}.use_kl_loss": True, "actor_rollout_ref.model.lora_rank": 8})
+    assert "reference" not in adapters["load"].parts
+    assert adapters["load"].parts["optimizer"] < plain["load"].parts["optimizer"] / 300
+
+
+def test_a_critic_has_a_phase_of_its_own(model_folder):
+    plan = phases({"actor_rollout_ref.model.path": model_folder})
+    assert "update critic" in plan
+    value_params = PARAMS - 152064 * 3584 + 3584
+    assert plan["load"].parts["critic"] == 12 * value_params / 8
+
+
+def test_without_config_json_memory_is_unknown_and_says_why():
+    plan = memory_plan(load({"actor_rollout_ref.model.path": "org/name"}).checked())
+    assert plan.shape is None
+    assert plan.reason == "config.json not found at org/name"
+
+
+def test_a_config_json_of_another_kind_is_no_crash(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": 8}')
+    plan = memory_plan(load({"actor_rollout_ref.model.path": str(tmp_path)}).checked())
+    assert plan.shape is None
+    assert "KeyError('num_attention_heads')" in plan.reason
+
+
+def test_the_printed_plan_is_plain_readable_and_narrow(model_folder, capsys):
+    loaded = load(
+        {
+            **GRPO,
+            "actor_rollout_ref.model.path": model_folder,
+            "critic.optim.lr": 1e-3,
+            "trainer.save_freq": 10,
+            "data.train_batch_size": 256,
+            "data.train_files": "nowhere/train.parquet",
+            f"{R}.name": "vllm",
+        }
+    )
+    faults = validate(loaded.checked(), loaded.user_set)
+    print_plan(make_plan(loaded, faults))
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "\x1b" not in shown
+    assert lines[0] == "Set by you"
+    assert "  actor_rollout_ref.rollout.n=8 " in shown
+    assert "  responses per step               2,048, each at most 1,024 tokens" in shown
+    assert "  actor: optimizer steps per step  1 (1 mini-batch)" in shown
+    assert "  rows                             unknown (nowhere/train.parquet is not here)" in shown
+    assert "  qwen2, 7.62B parameters" in shown
+    assert "Set, but without effect\n  - critic.optim.lr: there is no critic" in shown
+    assert "Missing on this machine\n  - data.train_files is" in shown
+    assert 'pip install "verl[vllm]"' in shown
+    assert not any(line != line.rstrip() for line in lines)

@@ -1,0 +1,299 @@
+"""The policy being trained: batch sizes, the loss, and the back-end it runs on.
+
+`ActorConfig` is what every back-end shares; `FSDPActorConfig` and `McoreActorConfig` add theirs.
+Batch sizes without `per_gpu` count prompts over all devices; sizes with `per_gpu` count sequences
+on one device and only trade memory for speed.
+"""
+
+# Sections are frozen, so a variant may narrow the type of a section it inherits.
+# pyright: reportIncompatibleVariableOverride=false
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from verl.config.algorithm import KL_TYPES
+from verl.config.base import BaseConfig, option
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
+from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
+from verl.config.profiler import ProfilerConfig
+from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.runtime import runtime_value
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+@dataclass(kw_only=True)
+class PolicyLossConfig(BaseConfig):
+    """Which policy loss, and the settings of those that have their own."""
+
+    _mutable_fields: ClassVar[set[str]] = {"loss_mode", "rollout_correction"}
+
+    _target_: str = "verl.workers.config.PolicyLossConfig"
+
+    loss_mode: str = "vanilla"
+    """Policy loss: `vanilla` (PPO), `gspo`, `sapo`, `gpg`, `clip_cov`, `kl_cov`, `geo_mean`,
+    `cispo`, or a registered name."""
+
+    clip_cov_ratio: float = option(0.0002, minimum=0, maximum=1)
+    """`clip_cov`: part of the tokens whose gradient is dropped."""
+
+    clip_cov_lb: float = 1.0
+    """`clip_cov`: lowest covariance of a token that may be dropped."""
+
+    clip_cov_ub: float = 5.0
+    """`clip_cov`: highest covariance of a token that may be dropped."""
+
+    kl_cov_ratio: float = option(0.0002, minimum=0, maximum=1)
+    """`kl_cov`: part of the tokens that get a KL penalty."""
+
+    ppo_kl_coef: float = option(0.1, minimum=0)
+    """`kl_cov`: weight of that penalty."""
+
+    rollout_correction: RolloutCorrectionConfig | None = runtime_value(None)
+    """Handed over by the trainer when rollout correction bypasses the old policy."""
+
+
+@dataclass(kw_only=True)
+class RouterReplayConfig(BaseConfig):
+    """Replaying the routing of mixture-of-experts layers."""
+
+    _target_: str = "verl.workers.config.RouterReplayConfig"
+
+    mode: str = option("disabled", choices=("disabled", "R2", "R3"))
+    """Replay the routing of the old policy (R2) or of the rollout engine (R3) in the update."""
+
+    record_file: str | None = None
+    """File to which routing is recorded."""
+
+    replay_file: str | None = None
+    """File from which routing is replayed."""
+
+
+@dataclass(kw_only=True)
+class ActorConfig(BaseConfig):
+    """What every actor has."""
+
+    _mutable_fields: ClassVar[set[str]] = {
+        "ppo_mini_batch_size",
+        "ppo_micro_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "ppo_infer_micro_batch_size_per_gpu",
+        "global_batch_info",
+    }
+
+    _target_: str = "verl.workers.config.ActorConfig"
+
+    strategy: str = "fsdp"
+    """Training back-end: `fsdp`, `fsdp2` (the same), `megatron`, `veomni`."""
+
+    rollout_n: int = option(1, yaml="${oc.select:actor_rollout_ref.rollout.n,1}", minimum=1)
+    """Responses per prompt; follows `rollout.n`."""
+
+    ppo_mini_batch_size: int = option(256, minimum=1)
+    """Prompts per optimizer step, over all devices; times `rollout.n` gives sequences."""
+
+    ppo_micro_batch_size: int | None = option(None, minimum=1)
+    """Deprecated: the same as `ppo_micro_batch_size_per_gpu`, but counted over all devices."""
+
+    ppo_micro_batch_size_per_gpu: int | None = option(8, minimum=1)
+    """Sequences per forward and backward pass on one device. It never changes the gradient."""
+
+    use_dynamic_bsz: bool = False
+    """Cut micro-batches by tokens instead of by sequences, which wastes less on uneven lengths."""
+
+    ppo_max_token_len_per_gpu: int = option(16384, minimum=1)
+    """Tokens per micro-batch on one device when `use_dynamic_bsz` is on. At least the longest
+    prompt plus response."""
+
+    ppo_infer_micro_batch_size_per_gpu: int | None = option(
+        8,
+        yaml="${oc.select:actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,8}",
+        minimum=1,
+    )
+    """Sequences per forward pass when only log-probabilities are computed."""
+
+    ppo_infer_max_token_len_per_gpu: int = option(
+        16384,
+        yaml="${oc.select:actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu,16384}",
+        minimum=1,
+    )
+    """Tokens per forward pass when only log-probabilities are computed."""
+
+    ppo_epochs: int = option(1, minimum=1)
+    """Passes over each batch of responses."""
+
+    shuffle: bool = False
+    """Shuffle the batch before it is cut into mini-batches."""
+
+    data_loader_seed: int = 42
+    """Seed of that shuffle."""
+
+    clip_ratio: float = option(0.2, minimum=0)
+    """PPO's clip: the ratio of new to old probability earns nothing beyond 1 +- this."""
+
+    clip_ratio_low: float = option(0.2, yaml="${.clip_ratio}", minimum=0)
+    """Clip below 1; follows `clip_ratio`."""
+
+    clip_ratio_high: float = option(0.2, yaml="${.clip_ratio}", minimum=0)
+    """Clip above 1; follows `clip_ratio`. DAPO raises it to 0.28 to keep exploration alive."""
+
+    clip_ratio_c: float = option(3.0, above=1)
+    """Dual clip: bound on the ratio when the advantage is negative."""
+
+    tau_pos: float = option(1.0, above=0)
+    """SAPO: temperature of the soft clip for positive advantages."""
+
+    tau_neg: float = option(1.05, above=0)
+    """SAPO: temperature of the soft clip for other advantages."""
+
+    policy_loss: PolicyLossConfig = option(default_factory=PolicyLossConfig)
+    """Which policy loss, and the settings of those that have their own."""
+
+    loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
+    """How token losses become one number: every token counts the same, or every sequence does.
+    Dr.GRPO uses `seq-mean-token-sum-norm`."""
+
+    loss_scale_factor: int | None = option(None, minimum=1)
+    """Divisor of `seq-mean-token-sum-norm`; null takes the padded response length."""
+
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+
+    calculate_entropy: bool = False
+    """Report the policy's entropy even when `entropy_coeff` is 0."""
+
+    use_kl_loss: bool = False
+    """Add the KL to the reference policy to the loss, as GRPO does."""
+
+    kl_loss_coef: float = option(0.001, minimum=0)
+    """Weight of that KL."""
+
+    kl_loss_type: str = option("low_var_kl", choices=KL_TYPES)
+    """Estimator of that KL. A trailing `+` takes its value with the gradient of `k2`."""
+
+    use_rollout_log_probs: bool = False
+    """Take the rollout's log-probabilities as the old policy's (fully asynchronous training)."""
+
+    calculate_sum_pi_squared: bool = False
+    """Also compute the sum of squared probabilities, which `optimal_token_baseline` needs."""
+
+    sum_pi_squared_checkpointing: bool = False
+    """Compute that sum again in the backward pass instead of keeping its inputs."""
+
+    freeze_vision_tower: bool = False
+    """Vision-language models: do not train the vision encoder."""
+
+    use_prefix_grouper: bool = False
+    """Run the prompt once for all its responses in the training pass."""
+
+    use_torch_compile: bool = True
+    """Compile the entropy and log-probability functions with `torch.compile`."""
+
+    use_fused_kernels: bool = option(
+        False, yaml="${oc.select:actor_rollout_ref.model.use_fused_kernels,false}"
+    )
+    """Fused log-probability head; follows `model.use_fused_kernels`."""
+
+    optim: OptimizerConfig = option(default_factory=OptimizerConfig)
+    """The optimizer."""
+
+    checkpoint: CheckpointConfig = option(default_factory=CheckpointConfig)
+    """Contents of checkpoints."""
+
+    profiler: ProfilerConfig = option(default_factory=ProfilerConfig)
+    """Profiling of this role."""
+
+    router_replay: RouterReplayConfig = option(default_factory=RouterReplayConfig)
+    """Replaying the routing of mixture-of-experts layers."""
+
+    global_batch_info: dict[str, Any] = runtime_value(default_factory=dict)
+    """Counts over the whole mini-batch, which losses divide by: keyword arguments of `agg_loss`."""
+
+
+@dataclass(kw_only=True)
+class FSDPActorOptimizerConfig(FSDPOptimizerConfig):
+    """The actor's optimizer with FSDP."""
+
+    lr: float = option(1e-6, minimum=0)
+
+    clip_grad: float = option(
+        1.0, yaml="${oc.select:actor_rollout_ref.actor.grad_clip,1.0}", above=0
+    )
+    """Largest global gradient norm; follows `actor.grad_clip`."""
+
+
+@dataclass(kw_only=True)
+class FSDPActorEngineConfig(FSDPEngineConfig):
+    """The actor's FSDP; what the actor states itself is followed here."""
+
+    strategy: str = option("fsdp", yaml="${oc.select:actor_rollout_ref.actor.strategy,fsdp}")
+    """Name of the training back-end; follows `actor.strategy`."""
+
+    ulysses_sequence_parallel_size: int = option(
+        1, yaml="${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}", minimum=1
+    )
+
+    entropy_from_logits_with_chunking: bool = option(
+        False, yaml="${oc.select:actor_rollout_ref.actor.entropy_from_logits_with_chunking,false}"
+    )
+
+    entropy_checkpointing: bool = option(
+        False, yaml="${oc.select:actor_rollout_ref.actor.entropy_checkpointing,false}"
+    )
+
+    use_torch_compile: bool = option(
+        True, yaml="${oc.select:actor_rollout_ref.actor.use_torch_compile,true}"
+    )
+
+
+@dataclass(kw_only=True)
+class FSDPActorConfig(ActorConfig):
+    """An actor trained with FSDP, or on one device."""
+
+    _target_: str = "verl.workers.config.FSDPActorConfig"
+
+    grad_clip: float = option(1.0, above=0)
+    """Largest global gradient norm; a longer gradient is scaled down to it."""
+
+    ulysses_sequence_parallel_size: int = option(1, minimum=1)
+    """Devices that share one sequence; `fsdp_config` follows it."""
+
+    entropy_from_logits_with_chunking: bool = False
+    """Compute entropy in chunks of tokens; `fsdp_config` follows it."""
+
+    entropy_checkpointing: bool = False
+    """Compute entropy again in the backward pass; `fsdp_config` follows it."""
+
+    use_remove_padding: bool = option(
+        True, yaml="${oc.select:actor_rollout_ref.model.use_remove_padding,true}"
+    )
+    """Pack sequences without padding; follows `model.use_remove_padding`."""
+
+    optim: FSDPOptimizerConfig = option(default_factory=FSDPActorOptimizerConfig)
+
+    fsdp_config: FSDPEngineConfig = option(default_factory=FSDPActorEngineConfig)
+    """How the model is spread over devices."""
+
+
+@dataclass(kw_only=True)
+class McoreActorConfig(ActorConfig):
+    """An actor trained with Megatron."""
+
+    _target_: str = "verl.workers.config.McoreActorConfig"
+
+    strategy: str = option("megatron", choices=("megatron",))
+    """Training back-end."""
+
+    load_weight: bool = True
+    """Load the Hugging Face weights at the start."""
+
+    optim: McoreOptimizerConfig = option(default_factory=lambda: McoreOptimizerConfig(lr=1e-6))
+
+    megatron: McoreEngineConfig = option(default_factory=McoreEngineConfig)
+    """How the model is spread over devices."""

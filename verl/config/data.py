@@ -1,0 +1,165 @@
+"""Where prompts come from and how they are read.
+
+A row has a `prompt` (chat messages or a string), a `data_source` that chooses the reward function,
+and the answer to compare with. Files may be parquet or JSON.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import BaseConfig, option
+
+
+@dataclass(kw_only=True)
+class CustomClassConfig(BaseConfig):
+    """A class of your own, taken from a file."""
+
+    path: str | None = None
+    """File, or `pkg://package.module`; null uses the built-in class."""
+
+    name: str | None = None
+    """Name of the class."""
+
+
+@dataclass(kw_only=True)
+class SamplerConfig(BaseConfig):
+    """The order in which training rows are drawn, for example a curriculum."""
+
+    class_path: str | None = None
+    """File, or `pkg://package.module`, of a sampler; null draws at random or in order. Needs
+    `data.dataloader_num_workers=0`."""
+
+    class_name: str | None = None
+    """Name of the class, an `AbstractSampler`."""
+
+
+@dataclass(kw_only=True)
+class DataConfig(BaseConfig):
+    """Prompts for training and validation."""
+
+    train_files: str | list[str] = "~/data/rlhf/gsm8k/train.parquet"
+    """File or files with training prompts."""
+
+    val_files: str | list[str] = "~/data/rlhf/gsm8k/test.parquet"
+    """File or files with validation prompts."""
+
+    train_batch_size: int = option(1024, minimum=0)
+    """Prompts per training step; times `rollout.n` gives sequences."""
+
+    gen_batch_size: int = option(1024, yaml="${.train_batch_size}", minimum=0)
+    """Prompts per generation batch, where it differs (dynamic sampling, asynchronous training)."""
+
+    val_batch_size: int | None = option(None, minimum=1)
+    """Prompts per validation batch; null takes the whole set at once."""
+
+    max_prompt_length: int = option(512, minimum=1)
+    """Most tokens in a prompt. What happens to longer ones is up to `filter_overlong_prompts` and
+    `truncation`."""
+
+    max_response_length: int = option(512, minimum=1)
+    """Most tokens in a response, tool output included."""
+
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than `max_prompt_length` before training."""
+
+    filter_overlong_prompts_workers: int = option(1, minimum=1)
+    """Processes that measure prompts for that."""
+
+    truncation: str = option("error", choices=("error", "left", "right", "middle"))
+    """What to do with a prompt that is still too long: stop with an error, or cut this side."""
+
+    train_max_samples: int = option(-1, minimum=-1)
+    """Use only this many training rows; -1 uses all."""
+
+    val_max_samples: int = option(-1, minimum=-1)
+    """Use only this many validation rows; -1 uses all."""
+
+    shuffle: bool = True
+    """Draw training rows in random order."""
+
+    validation_shuffle: bool = False
+    """Draw validation rows in random order."""
+
+    seed: int | None = None
+    """Seed of the random order; null takes 1, so that a run can be repeated."""
+
+    dataloader_num_workers: int = option(8, minimum=0)
+    """Processes that read rows ahead. Must be 0 with a sampler of your own."""
+
+    prompt_key: str = "prompt"
+    """Column with the prompt."""
+
+    reward_fn_key: str = "data_source"
+    """Column whose value chooses the reward function."""
+
+    image_key: str = "images"
+    """Column with images."""
+
+    video_key: str = "videos"
+    """Column with videos."""
+
+    image_patch_size: int = option(14, minimum=1)
+    """Pixels per side of a vision patch."""
+
+    tokenizer: str | None = None
+    """Tokenizer; null takes the model's."""
+
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's: `chatml`, or Jinja text; null takes
+    `actor_rollout_ref.model.custom_chat_template`."""
+
+    apply_chat_template_kwargs: dict[str, Any] = option(default_factory=dict)
+    """More keyword arguments for `apply_chat_template`, for example `enable_thinking`."""
+
+    tool_config_path: str | None = option(
+        None, yaml="${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}"
+    )
+    """Tools to count when prompts are measured; follows `rollout.multi_turn`."""
+
+    need_tools_kwargs: bool = False
+    """Warn about rows without `tools_kwargs`."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the tokenizer. Only for authors you trust."""
+
+    use_shm: bool = False
+    """Copy the files to shared memory first."""
+
+    cache_dir: str = "~/.cache/verl/rlhf"
+    """Folder for copies of remote files."""
+
+    custom_cls: CustomClassConfig = option(default_factory=CustomClassConfig)
+    """A dataset class of your own."""
+
+    sampler: SamplerConfig = option(default_factory=SamplerConfig)
+    """The order in which training rows are drawn."""
+
+    datagen: CustomClassConfig = option(default_factory=CustomClassConfig)
+    """A generator that adds training rows while training goes on."""
+
+    output_path: str | None = None
+    """File that `main_generation_server` writes."""
+
+    return_raw_chat: bool = True
+    """Accepted for older scripts: the messages are always part of a row."""
+
+    return_raw_input_ids: bool = False
+    """Add the token ids of the prompt without the chat template to each row."""
+
+    return_full_prompt: bool = False
+    """Add the templated text of the prompt to each row."""
+
+    return_multi_modal_inputs: bool = True
+    """Add the processor's outputs for images and videos to each row."""
+
+    chat_template_func: str | None = None
+    """Accepted for older scripts; has no effect."""
+
+    filter_prompts: bool = True
+    """Accepted for older scripts; `filter_overlong_prompts` decides."""
+
+    project_name: str = ""
+    """Accepted for older scripts; dumped generations are named after `trainer.project_name`."""
+
+    experiment_name: str = ""
+    """Accepted for older scripts; dumped generations are named after `trainer.experiment_name`."""

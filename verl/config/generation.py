@@ -1,0 +1,166 @@
+"""The configuration of `main_generation`: responses for a file of prompts."""
+
+from dataclasses import dataclass
+
+from verl.config.base import BaseConfig, option
+from verl.config.model import MtpConfig
+from verl.config.profiler import ProfilerConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.serving import PrometheusConfig
+from verl.config.trainer import DEVICES, RayKwargsConfig
+
+
+@dataclass(kw_only=True)
+class GenerationTrainerConfig(BaseConfig):
+    """Where to run."""
+
+    nnodes: int = option(1, minimum=1)
+    """Machines."""
+
+    n_gpus_per_node: int = option(8, minimum=1)
+    """Devices per machine; on a CPU, worker processes."""
+
+    device: str = option("auto", choices=DEVICES)
+    """Device to run on; `auto` takes a GPU or NPU if there is one."""
+
+    controller: str = option("auto", choices=("auto", "local", "ray"))
+    """Who runs the workers: this process (`local`) or Ray. `auto` is local for one device and Ray
+    otherwise."""
+
+    dry_run: bool = False
+    """Check the configuration, print the plan and stop."""
+
+
+@dataclass(kw_only=True)
+class GenerationDataConfig(BaseConfig):
+    """Prompts to answer."""
+
+    path: str = "~/data/rlhf/math/test.parquet"
+    """Parquet file with the prompts."""
+
+    prompt_key: str = "prompt"
+    """Column with the prompt."""
+
+    n_samples: int = option(5, minimum=1)
+    """Responses per prompt. At temperature 0 all would be equal, so it must be 1."""
+
+    output_path: str = "/opt/tiger/math_Qwen2-7B-Instruct.parquet"
+    """File to write: the input with a column `responses`."""
+
+    batch_size: int = option(128, minimum=1)
+    """Prompts handed to the engine at a time."""
+
+
+@dataclass(kw_only=True)
+class GenerationModelConfig(BaseConfig):
+    """The model that answers."""
+
+    path: str = "~/models/Qwen2-7B-Instruct"
+    """Hugging Face name or folder of the weights."""
+
+    external_lib: str | list[str] | None = None
+    """Modules to import before the model is loaded, for example to register its class."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for authors you trust."""
+
+
+@dataclass(kw_only=True)
+class GenerationPrometheusConfig(PrometheusConfig):
+    """Metrics of the servers for Prometheus."""
+
+    served_model_name: str | None = option(
+        "~/models/Qwen2-7B-Instruct", yaml="${oc.select:model.path,null}"
+    )
+
+
+@dataclass(kw_only=True)
+class GenerationRolloutConfig(RolloutConfig):
+    """The rollout section with values for generation alone."""
+
+    top_k: int = option(50, minimum=-1)
+
+    top_p: float = option(0.7, above=0, maximum=1)
+
+    prompt_length: int = option(1536, minimum=1)
+    """Most tokens in a prompt."""
+
+    response_length: int = option(512, minimum=1)
+    """Most tokens in a response."""
+
+    max_num_seqs: int = option(1024, minimum=1)
+
+    load_format: str = "auto"
+    """Where weights come from: `auto` or `safetensors` reads the disk."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = option(8, minimum=1)
+    """Not used: nothing is trained."""
+
+    log_prob_use_dynamic_bsz: bool = False
+    """Not used: nothing is trained."""
+
+    log_prob_max_token_len_per_gpu: int = option(16384, minimum=1)
+    """Not used: nothing is trained."""
+
+    mtp: MtpConfig | None = None
+    """Heads that predict several tokens ahead; null uses none."""
+
+    prometheus: PrometheusConfig = option(default_factory=GenerationPrometheusConfig)
+    """Metrics of the servers for Prometheus."""
+
+    profiler: ProfilerConfig = option(default_factory=ProfilerConfig)
+    """Profiling."""
+
+
+@dataclass(kw_only=True)
+class GenerationShardingConfig(BaseConfig):
+    """Accepted for older scripts; the engine spreads the model itself."""
+
+    fsdp_size: int = option(-1, minimum=-1)
+    """Devices that share one copy of the weights; -1 takes all."""
+
+    forward_prefetch: bool = False
+    """Gather the next layer's weights while the current layer computes."""
+
+
+@dataclass(kw_only=True)
+class GenerationActorConfig(BaseConfig):
+    """Accepted for older scripts; nothing is trained."""
+
+    strategy: str = "fsdp"
+    """Accepted for older scripts; has no effect."""
+
+    ulysses_sequence_parallel_size: int = option(1, minimum=1)
+    """Accepted for older scripts; has no effect."""
+
+    entropy_from_logits_with_chunking: bool = False
+    """Accepted for older scripts; has no effect."""
+
+    entropy_checkpointing: bool = False
+    """Accepted for older scripts; has no effect."""
+
+    fsdp_config: GenerationShardingConfig = option(default_factory=GenerationShardingConfig)
+    """Accepted for older scripts; has no effect."""
+
+
+@dataclass(kw_only=True)
+class GenerationConfig(BaseConfig):
+    """Responses for a file of prompts."""
+
+    data: GenerationDataConfig = option(default_factory=GenerationDataConfig)
+    """Prompts to answer."""
+
+    model: GenerationModelConfig = option(default_factory=GenerationModelConfig)
+    """The model that answers."""
+
+    rollout: GenerationRolloutConfig = option(default_factory=GenerationRolloutConfig)
+    """Generation."""
+
+    trainer: GenerationTrainerConfig = option(default_factory=GenerationTrainerConfig)
+    """Where to run."""
+
+    actor: GenerationActorConfig = option(default_factory=GenerationActorConfig)
+    """Accepted for older scripts; nothing is trained."""
+
+    ray_kwargs: RayKwargsConfig = option(default_factory=RayKwargsConfig)
+    """Ray, where it is used."""

@@ -1,0 +1,251 @@
+"""Which model, where it comes from, and how it is prepared for training.
+
+`HFModelConfig` describes a causal language model; `BaseModelConfig` the few things a critic or
+reward model also has. Loading is left to `verl.models`.
+"""
+
+# Sections are frozen, so a variant may narrow the type of a section it inherits.
+# pyright: reportIncompatibleVariableOverride=false
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import BaseConfig, option
+
+DEFAULT_MODEL = "~/models/deepseek-llm-7b-chat"
+
+
+@dataclass(kw_only=True)
+class BaseModelConfig(BaseConfig):
+    """The model behind a critic."""
+
+    _target_: str = "verl.trainer.config.BaseModelConfig"
+
+    path: str = DEFAULT_MODEL
+    """Hugging Face name or folder of the weights."""
+
+    tokenizer_path: str | None = None
+    """Tokenizer, when it is not beside the weights."""
+
+    override_config: dict[str, Any] = option(default_factory=dict)
+    """Values that replace those of the model's `config.json`."""
+
+    external_lib: str | list[str] | None = None
+    """Modules to import before the model is loaded, for example to register its class."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for authors you trust."""
+
+
+@dataclass(kw_only=True)
+class FusedKernelOptions(BaseConfig):
+    """The fused log-probability head."""
+
+    impl_backend: str = option("torch", choices=("torch", "triton"))
+    """Which implementation to use."""
+
+
+@dataclass(kw_only=True)
+class TiledMlpConfig(BaseConfig):
+    """Running MLP layers over slices of the sequence."""
+
+    enabled: bool = False
+    """Turn it on: less memory for activations, a little slower."""
+
+    num_shards: int = option(4, minimum=1)
+    """Slices per sequence."""
+
+
+@dataclass(kw_only=True)
+class MtpConfig(BaseConfig):
+    """Heads that predict several tokens ahead."""
+
+    _target_: str = "verl.workers.config.MtpConfig"
+
+    enable: bool = False
+    """Load and save the weights of these heads."""
+
+    enable_train: bool = False
+    """Train them together with the policy."""
+
+    enable_rollout: bool = False
+    """Let the rollout engine draft with them, which speeds up generation."""
+
+    detach_encoder: bool = False
+    """Keep the gradient of their loss out of the rest of the model."""
+
+    mtp_loss_scaling_factor: float = option(0.1, minimum=0)
+    """Weight of their loss."""
+
+    speculative_algorithm: str = "EAGLE"
+    """SGLang's drafting algorithm."""
+
+    speculative_num_steps: int = option(2, minimum=1)
+    """SGLang: draft steps per verification."""
+
+    speculative_eagle_topk: int = option(2, minimum=1)
+    """SGLang: candidates kept per draft step."""
+
+    speculative_num_draft_tokens: int = option(4, minimum=1)
+    """SGLang: tokens verified at once."""
+
+    method: str = "mtp"
+    """vLLM's drafting method."""
+
+    num_speculative_tokens: int = option(1, minimum=1)
+    """vLLM: tokens drafted at once."""
+
+
+@dataclass(kw_only=True)
+class LoraConfig(BaseConfig):
+    """What FSDP reads of Megatron's LoRA section; `lora_rank` and its neighbours say the rest."""
+
+    rank: int = option(0, minimum=0)
+    """Rank of the adapters; 0 trains all weights."""
+
+    merge: bool = False
+    """Send merged weights to the rollout engine instead of base weights and adapters."""
+
+
+@dataclass(kw_only=True)
+class McoreLoraConfig(LoraConfig):
+    """LoRA with Megatron."""
+
+    type: str = option("lora", choices=("lora", "vlm_lora", "canonical_lora", "dora"))
+    """Kind of adapter."""
+
+    alpha: int = option(32, minimum=0)
+    """Adapters are scaled by `alpha / rank`."""
+
+    dropout: float = option(0.0, minimum=0, maximum=1)
+    """Dropout inside the adapters."""
+
+    target_modules: list[str] = option(
+        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    )
+    """Megatron's names of the layers that get an adapter; `*` is a wildcard."""
+
+    exclude_modules: list[str] = option(default_factory=list)
+    """Layers that get none, even if targeted."""
+
+    dropout_position: str = option("pre", choices=("pre", "post"))
+    """Apply dropout before or after the adapter."""
+
+    lora_A_init_method: str = "xavier"
+    """How the first factor is initialised."""
+
+    lora_B_init_method: str = "zero"
+    """How the second factor is initialised; `zero` starts from the base model."""
+
+    a2a_experimental: bool = False
+    """Exchange adapter inputs by all-to-all communication."""
+
+    dtype: str | None = None
+    """Number format of the adapters; null takes the model's."""
+
+    adapter_path: str | None = None
+    """Start from this adapter."""
+
+    freeze_vision_model: bool = True
+    """Vision-language models: keep the vision encoder as it is."""
+
+    freeze_vision_projection: bool = True
+    """Vision-language models: keep the projection as it is."""
+
+    freeze_language_model: bool = True
+    """Vision-language models: keep the language model's own weights as they are."""
+
+
+@dataclass(kw_only=True)
+class HFModelConfig(BaseConfig):
+    """A causal language model in Hugging Face format."""
+
+    _target_: str = "verl.workers.config.HFModelConfig"
+
+    path: str = DEFAULT_MODEL
+    """Hugging Face name or folder of the weights."""
+
+    hf_config_path: str | None = None
+    """Folder of `config.json`, when it is not beside the weights."""
+
+    tokenizer_path: str | None = None
+    """Folder of the tokenizer, when it is not beside the weights."""
+
+    use_shm: bool = False
+    """Copy the weights to shared memory first, so that many processes read them faster."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for authors you trust."""
+
+    custom_chat_template: str | None = None
+    """Jinja chat template that replaces the tokenizer's."""
+
+    external_lib: str | list[str] | None = None
+    """Modules to import before the model is loaded, for example to register its class."""
+
+    override_config: dict[str, Any] = option(default_factory=dict)
+    """Values that replace those of the model's `config.json`, for example `attn_implementation`,
+    `max_position_embeddings` or `rope_scaling`."""
+
+    enable_gradient_checkpointing: bool = True
+    """Compute activations again in the backward pass: less memory, about a third more compute."""
+
+    enable_activation_offload: bool = False
+    """Keep activations in CPU memory between the forward and the backward pass."""
+
+    use_remove_padding: bool = True
+    """Pack sequences without padding, so that no compute is spent on pad tokens."""
+
+    lora_rank: int = option(0, minimum=0)
+    """Rank of LoRA adapters; 0 trains all weights."""
+
+    lora_alpha: int = option(16, minimum=0)
+    """Adapters are scaled by `lora_alpha / lora_rank`."""
+
+    target_modules: str | list[str] = "all-linear"
+    """Layers that get an adapter: names, a regular expression, or `all-linear`."""
+
+    exclude_modules: str | list[str] | None = None
+    """Layers that get none, even if targeted."""
+
+    lora_adapter_path: str | None = None
+    """Start from this adapter instead of a new one."""
+
+    lora: LoraConfig = option(default_factory=LoraConfig)
+    """Megatron's LoRA section, of which FSDP reads these keys."""
+
+    use_liger: bool = False
+    """Replace layers by Liger kernels."""
+
+    use_fused_kernels: bool = False
+    """Compute log-probabilities and entropy in one kernel that never stores all logits."""
+
+    fused_kernel_options: FusedKernelOptions = option(default_factory=FusedKernelOptions)
+    """The fused log-probability head."""
+
+    tiled_mlp: TiledMlpConfig = option(default_factory=TiledMlpConfig)
+    """Running MLP layers over slices of the sequence."""
+
+    mtp: MtpConfig = option(default_factory=MtpConfig)
+    """Heads that predict several tokens ahead."""
+
+
+def mcore_override_config() -> dict[str, Any]:
+    """Megatron keeps overrides of the model and of its experts apart."""
+    return {"model_config": {}, "moe_config": {"freeze_moe_router": False}}
+
+
+@dataclass(kw_only=True)
+class McoreModelConfig(HFModelConfig):
+    """A causal language model trained with Megatron."""
+
+    _target_: str = "verl.workers.config.McoreModelConfig"
+
+    override_config: dict[str, Any] = option(default_factory=mcore_override_config)
+    """`model_config` replaces values of the model's `config.json`;
+    `moe_config.freeze_moe_router` keeps expert routing as it is."""
+
+    use_remove_padding: bool = False
+
+    lora: McoreLoraConfig = option(default_factory=McoreLoraConfig)
+    """LoRA with Megatron."""

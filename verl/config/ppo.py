@@ -1,0 +1,117 @@
+"""The configuration of an RL run, `ppo_trainer.yaml`, and its Megatron variant.
+
+Both have the same sections; the variant differs in the back-end options of the actor, the
+reference policy, the critic and the reward model.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.actor import ActorConfig, FSDPActorConfig, McoreActorConfig
+from verl.config.algorithm import AlgoConfig
+from verl.config.base import BaseConfig, option
+from verl.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
+from verl.config.data import DataConfig
+from verl.config.model import HFModelConfig, McoreModelConfig
+from verl.config.profiler import GlobalProfilerConfig
+from verl.config.ref import FSDPRefConfig, McoreRefConfig, RefConfig
+from verl.config.reward import (
+    CustomRewardFunctionConfig,
+    FSDPRewardModelConfig,
+    McoreRewardModelConfig,
+    RewardManagerConfig,
+    RewardModelConfig,
+)
+from verl.config.rollout import McoreRolloutConfig, RolloutConfig
+from verl.config.trainer import RayKwargsConfig, TrainerConfig, TransferQueueConfig
+
+
+@dataclass(kw_only=True)
+class ActorRolloutRefConfig(BaseConfig):
+    """The policy in its three roles: trained, generating, and frozen as a reference."""
+
+    hybrid_engine: bool = True
+    """Training and generation share devices. Must be on except in asynchronous training."""
+
+    nccl_timeout: int = option(600, minimum=1)
+    """Seconds after which a collective operation counts as hung."""
+
+    model: HFModelConfig = option(default_factory=HFModelConfig)
+    """The model of all three roles."""
+
+    actor: ActorConfig = option(default_factory=FSDPActorConfig)
+    """The policy being trained."""
+
+    rollout: RolloutConfig = option(default_factory=RolloutConfig)
+    """Generation."""
+
+    ref: RefConfig = option(default_factory=FSDPRefConfig)
+    """The reference policy."""
+
+
+@dataclass(kw_only=True)
+class McoreActorRolloutRefConfig(ActorRolloutRefConfig):
+    """The three roles on Megatron."""
+
+    model: HFModelConfig = option(default_factory=McoreModelConfig)
+
+    actor: ActorConfig = option(default_factory=McoreActorConfig)
+
+    rollout: RolloutConfig = option(default_factory=McoreRolloutConfig)
+
+    ref: RefConfig = option(default_factory=McoreRefConfig)
+
+
+@dataclass(kw_only=True)
+class PPOConfig(BaseConfig):
+    """RL training with FSDP, or on one device."""
+
+    data: DataConfig = option(default_factory=DataConfig)
+    """Prompts for training and validation."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = option(default_factory=ActorRolloutRefConfig)
+    """The policy in its three roles: trained, generating, and frozen as a reference."""
+
+    critic: CriticConfig = option(default_factory=FSDPCriticConfig)
+    """The value model."""
+
+    reward_model: RewardModelConfig = option(default_factory=FSDPRewardModelConfig)
+    """A model that scores responses, and how rewards are computed in general."""
+
+    reward_manager: RewardManagerConfig = option(default_factory=RewardManagerConfig)
+    """How samples reach the reward function."""
+
+    custom_reward_function: CustomRewardFunctionConfig = option(
+        default_factory=CustomRewardFunctionConfig
+    )
+    """A reward function of your own."""
+
+    algorithm: AlgoConfig = option(default_factory=AlgoConfig)
+    """From rewards to advantages."""
+
+    trainer: TrainerConfig = option(default_factory=TrainerConfig)
+    """How long, on what, how often it saves, and where it reports."""
+
+    resource_pool: dict[str, Any] = option(default_factory=dict)
+    """Which devices a role runs on, as `<role>.devices: [0, 1]`; roles not named share all devices.
+    Roles: `actor_rollout_ref`, `critic`, `reward_model`."""
+
+    global_profiler: GlobalProfilerConfig = option(default_factory=GlobalProfilerConfig)
+    """Which steps of the run are profiled, and with what."""
+
+    transfer_queue: TransferQueueConfig = option(default_factory=TransferQueueConfig)
+    """Batches kept in a distributed store."""
+
+    ray_kwargs: RayKwargsConfig = option(default_factory=RayKwargsConfig)
+    """Ray, where it is used."""
+
+
+@dataclass(kw_only=True)
+class PPOMegatronConfig(PPOConfig):
+    """RL training with Megatron."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = option(default_factory=McoreActorRolloutRefConfig)
+
+    critic: CriticConfig = option(default_factory=McoreCriticConfig)
+
+    reward_model: RewardModelConfig = option(default_factory=McoreRewardModelConfig)

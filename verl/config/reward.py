@@ -1,0 +1,295 @@
+"""Where scores come from: a function, a manager that calls it, or a reward model.
+
+A score comes from `custom_reward_function` if a path is given, else from the function registered
+for the row's `data_source`; `reward_model.enable` adds a model. The manager decides how samples
+reach the function.
+"""
+
+# Sections are frozen, so a variant may narrow the type of a section it inherits.
+# pyright: reportIncompatibleVariableOverride=false
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import BaseConfig, option
+from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
+from verl.config.model import DEFAULT_MODEL
+from verl.config.profiler import ProfilerConfig, SharedToolProfilerConfig
+from verl.config.ref import FollowingMcoreEngineConfig
+from verl.config.serving import ServingConfig
+
+
+@dataclass(kw_only=True)
+class ModuleConfig(BaseConfig):
+    """A Python file to import."""
+
+    _target_: str = "verl.trainer.config.config.ModuleConfig"
+
+    path: str | None = None
+    """The file, or `pkg://package.module`."""
+
+    name: str = "custom_module"
+    """Name under which it is imported."""
+
+
+@dataclass(kw_only=True)
+class RewardManagerConfig(BaseConfig):
+    """How samples reach the reward function."""
+
+    _target_: str = "verl.trainer.config.config.RewardManagerConfig"
+
+    source: str = option("register", choices=("register", "importlib"))
+    """Take a registered manager, or import one from `module.path`."""
+
+    name: str = option("naive", yaml="${oc.select:reward_model.reward_manager,naive}")
+    """Registered name (`naive`, `batch`, `dapo`, `prime`, `rate_limited`, ...), or the class name
+    when imported."""
+
+    module: ModuleConfig | None = option(
+        default_factory=lambda: ModuleConfig(name="custom_reward_manager")
+    )
+    """The file of an imported manager."""
+
+
+@dataclass(kw_only=True)
+class CustomRewardFunctionConfig(BaseConfig):
+    """A reward function of your own."""
+
+    path: str | None = None
+    """File, or `pkg://package.module`, with `compute_score(data_source, solution_str, ground_truth,
+    extra_info)`; null uses the function registered for the row's `data_source`."""
+
+    name: str = "compute_score"
+    """Name of the function."""
+
+    reward_kwargs: dict[str, Any] = option(default_factory=dict)
+    """More keyword arguments for every call."""
+
+
+@dataclass(kw_only=True)
+class SandboxFusionConfig(BaseConfig):
+    """A Sandbox Fusion service that runs code for rewards."""
+
+    _target_: str = "verl.workers.config.SandboxFusionConfig"
+
+    url: str | None = None
+    """Address of its `run_code` endpoint; null runs code in a local sandbox."""
+
+    max_concurrent: int = option(64, minimum=1)
+    """Most requests at the same time."""
+
+    memory_limit_mb: int = option(1024, minimum=1)
+    """Memory of one run, in megabytes."""
+
+
+@dataclass(kw_only=True)
+class RewardModelModelConfig(BaseConfig):
+    """The weights of the reward model."""
+
+    path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
+    """Hugging Face name or folder of the weights."""
+
+    input_tokenizer: str | None = option(DEFAULT_MODEL, yaml="${actor_rollout_ref.model.path}")
+    """Tokenizer of the policy, to turn its responses into text for the reward model's template;
+    null when both share tokenizer and template."""
+
+    external_lib: str | list[str] | None = option(
+        None, yaml="${actor_rollout_ref.model.external_lib}"
+    )
+    """Modules to import before the model is loaded; follows the actor's model."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for authors you trust."""
+
+    override_config: dict[str, Any] = option(default_factory=dict)
+    """Values that replace those of the model's `config.json`."""
+
+
+@dataclass(kw_only=True)
+class RewardRolloutConfig(ServingConfig):
+    """The engine that serves the reward model."""
+
+    name: str = option("native", yaml="${oc.select:actor_rollout_ref.rollout.name,native}")
+    """Engine; follows `actor_rollout_ref.rollout.name`."""
+
+    max_num_seqs: int = option(1024, minimum=1)
+    """Most sequences scored at the same time."""
+
+    skip_tokenizer_init: bool = option(False, choices=(False,))
+    """Must stay off: the reward model reads text."""
+
+    prompt_length: int = option(2048, minimum=1)
+
+    response_length: int = option(2048, minimum=1)
+
+    engine_kwargs: dict[str, Any] = option(default_factory=dict)
+    """Arguments passed on to the engine."""
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(BaseConfig):
+    """A model that scores responses, and how rewards are computed in general."""
+
+    _target_: str = "verl.workers.config.RewardModelConfig"
+
+    enable: bool = False
+    """Score responses with a reward model."""
+
+    enable_resource_pool: bool = False
+    """Give the reward model devices of its own, so that it scores while others generate."""
+
+    n_gpus_per_node: int = option(8, minimum=0)
+    """Devices per node of that pool."""
+
+    nnodes: int = option(0, minimum=0)
+    """Nodes of that pool."""
+
+    strategy: str = "fsdp"
+    """Back-end of a reward model that runs in the trainer's workers."""
+
+    model: RewardModelModelConfig = option(default_factory=RewardModelModelConfig)
+    """The weights of the reward model."""
+
+    rollout: RewardRolloutConfig = option(default_factory=RewardRolloutConfig)
+    """The engine that serves the reward model."""
+
+    micro_batch_size: int | None = option(None, minimum=1)
+    """Deprecated: the same as `micro_batch_size_per_gpu`, but counted over all devices."""
+
+    micro_batch_size_per_gpu: int | None = option(
+        8, yaml="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}", minimum=1
+    )
+    """Sequences per forward pass on one device; follows `actor.ppo_micro_batch_size_per_gpu`."""
+
+    use_dynamic_bsz: bool = option(False, yaml="${critic.use_dynamic_bsz}")
+    """Cut micro-batches by tokens instead of by sequences; follows the critic."""
+
+    forward_max_token_len_per_gpu: int = option(
+        32768, yaml="${critic.forward_max_token_len_per_gpu}", minimum=1
+    )
+    """Tokens per micro-batch on one device when cut by tokens; follows the critic."""
+
+    max_length: int | None = option(None, minimum=1)
+    """Most tokens the reward model sees; null sets no limit."""
+
+    truncation: str = option("right", choices=("left", "right", "error"))
+    """Where longer inputs are cut."""
+
+    reward_manager: str = "naive"
+    """Registered reward manager; `reward_manager.name` follows it."""
+
+    reward_kwargs: dict[str, Any] = option(default_factory=dict)
+    """Keyword arguments of the reward manager, for example `max_resp_len` and `overlong_buffer_cfg`
+    of `dapo`."""
+
+    use_reward_loop: bool = True
+    """Score each response as soon as it is generated, rather than the whole batch at the end."""
+
+    num_workers: int = option(1, minimum=1)
+    """Processes that score responses."""
+
+    reward_loop_source: str = option("register", choices=("register", "importlib"))
+    """Take a registered per-sample manager, or import one from `reward_loop_module_path`."""
+
+    reward_loop_module_path: str | None = None
+    """File of an imported manager."""
+
+    reward_loop_class_name: str | None = None
+    """Class of an imported manager."""
+
+    launch_reward_fn_async: bool = False
+    """Score in the background while log-probabilities are computed."""
+
+    sandbox_fusion: SandboxFusionConfig = option(default_factory=SandboxFusionConfig)
+    """A Sandbox Fusion service that runs code for rewards."""
+
+    max_concurrent: int = option(1, minimum=1)
+    """Manager `rate_limited`: most requests at the same time."""
+
+    max_rpm: int | None = option(None, minimum=1)
+    """Manager `rate_limited`: requests per minute; null sets no limit."""
+
+    max_tpm: int | None = option(None, minimum=1)
+    """Manager `rate_limited`: tokens per minute; null sets no limit."""
+
+    estimated_tokens_per_request: int = option(2000, minimum=1)
+    """Manager `rate_limited`: tokens a request is taken to cost."""
+
+    timeout: float = option(300.0, above=0)
+    """Manager `rate_limited`: seconds until a request counts as failed."""
+
+    profiler: ProfilerConfig = option(default_factory=SharedToolProfilerConfig)
+    """Profiling of this role."""
+
+
+@dataclass(kw_only=True)
+class FSDPRewardEngineConfig(FSDPEngineConfig):
+    """The reward model's FSDP."""
+
+    strategy: str = option("fsdp", yaml="${oc.select:reward_model.strategy,fsdp}")
+    """Name of the back-end; follows `reward_model.strategy`."""
+
+    forward_only: bool = True
+    """Build no optimizer and keep no gradients."""
+
+    ulysses_sequence_parallel_size: int = option(
+        1, yaml="${oc.select:reward_model.ulysses_sequence_parallel_size,1}", minimum=1
+    )
+
+
+@dataclass(kw_only=True)
+class FSDPRewardModelModelConfig(RewardModelModelConfig):
+    """The weights of a reward model on FSDP."""
+
+    use_shm: bool = False
+    """Copy the weights to shared memory first, so that many processes read them faster."""
+
+    use_remove_padding: bool = False
+    """Pack sequences without padding, so that no compute is spent on pad tokens."""
+
+    use_fused_kernels: bool = option(False, yaml="${actor_rollout_ref.model.use_fused_kernels}")
+    """Fused kernels; follows the actor's model."""
+
+    fsdp_config: FSDPEngineConfig = option(default_factory=FSDPRewardEngineConfig)
+    """How the model is spread over devices."""
+
+
+@dataclass(kw_only=True)
+class FSDPRewardModelConfig(RewardModelConfig):
+    """A reward model on FSDP, or on one device."""
+
+    _target_: str = "verl.workers.config.FSDPRewardModelConfig"
+
+    model: FSDPRewardModelModelConfig = option(default_factory=FSDPRewardModelModelConfig)
+
+    ulysses_sequence_parallel_size: int = option(1, minimum=1)
+    """Devices that share one sequence; `model.fsdp_config` follows it."""
+
+
+@dataclass(kw_only=True)
+class McoreRewardEngineConfig(FollowingMcoreEngineConfig):
+    """The reward model's Megatron."""
+
+    use_distributed_optimizer: bool = False
+    """There is no optimizer to shard."""
+
+    forward_only: bool = True
+    """Build no optimizer and keep no gradients."""
+
+
+@dataclass(kw_only=True)
+class McoreRewardModelConfig(RewardModelConfig):
+    """A reward model on Megatron."""
+
+    _target_: str = "verl.workers.config.McoreRewardModelConfig"
+
+    strategy: str = option("megatron", choices=("megatron",))
+
+    nccl_timeout: int = option(600, minimum=1)
+    """Seconds after which a collective operation counts as hung."""
+
+    load_weight: bool = True
+    """Load the Hugging Face weights at the start."""
+
+    megatron: McoreEngineConfig = option(default_factory=McoreRewardEngineConfig)
+    """How the model is spread over devices."""

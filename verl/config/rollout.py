@@ -1,0 +1,201 @@
+"""Generating responses: the engine, how tokens are drawn, and the agent loops on top.
+
+Engine options that the reward model shares are in `serving`. Log-probability options here concern
+the old policy: the trainer's own log-probabilities of the responses before the first update.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from verl.config.agent import AgentLoopConfig, MultiTurnConfig, TraceConfig
+from verl.config.base import BaseConfig, option
+from verl.config.model import MtpConfig
+from verl.config.profiler import ProfilerConfig, RolloutProfilerConfig
+from verl.config.serving import (
+    CheckpointEngineConfig,
+    PrometheusConfig,
+    SamplingConfig,
+    ServerConfig,
+    ServingConfig,
+)
+
+
+def _greedy() -> SamplingConfig:
+    return SamplingConfig(temperature=0.0, do_sample=False)
+
+
+def _engine_kwargs() -> dict[str, Any]:
+    return {"vllm": {}, "sglang": {}, "trtllm": {}}
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(ServingConfig):
+    """Everything about generation."""
+
+    _mutable_fields: ClassVar[set[str]] = {
+        "max_model_len",
+        "load_format",
+        "engine_kwargs",
+        "prompt_length",
+        "response_length",
+        "log_prob_micro_batch_size",
+        "log_prob_micro_batch_size_per_gpu",
+    }
+
+    _target_: str = "verl.workers.config.RolloutConfig"
+
+    mode: str = option("async", choices=("async", "sync"))
+    """Requests are always served asynchronously; `sync` is accepted and means the same."""
+
+    n: int = option(1, minimum=1)
+    """Responses per prompt. GRPO and its relatives need more than 1."""
+
+    temperature: float = option(1.0, minimum=0)
+    """Sampling temperature. The same temperature scales the log-probabilities in training."""
+
+    top_k: int = option(-1, minimum=-1)
+    """Draw from this many likeliest tokens; -1 (or 0) from all."""
+
+    top_p: float = option(1.0, above=0, maximum=1)
+    """Draw from the likeliest tokens that together have this probability."""
+
+    repetition_penalty: float = option(1.0, above=0)
+    """Above 1, tokens that occurred before become less likely."""
+
+    do_sample: bool = True
+    """Draw at random. Off is greedy, whatever the temperature."""
+
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token, up to `response_length`. For benchmarks."""
+
+    calculate_log_probs: bool = False
+    """Return the log-probabilities with which tokens were drawn, as rollout correction needs."""
+
+    logprobs_mode: str = option(
+        "processed_logprobs",
+        choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
+    )
+    """vLLM: log-probabilities before (`raw`) or after (`processed`) temperature and filters."""
+
+    val_kwargs: SamplingConfig = option(default_factory=_greedy)
+    """How tokens are drawn when the policy is validated."""
+
+    prompt_length: int = option(512, yaml="${oc.select:data.max_prompt_length,512}", minimum=1)
+    """Most tokens in a prompt; follows `data.max_prompt_length`."""
+
+    response_length: int = option(512, yaml="${oc.select:data.max_response_length,512}", minimum=1)
+    """Most tokens in a response, tool output included; follows `data.max_response_length`."""
+
+    pipeline_model_parallel_size: int = option(1, minimum=1)
+    """Pipeline stages of one engine."""
+
+    load_format: str = "dummy"
+    """Where weights come from: `dummy` waits for the trainer to send them, `auto` or `safetensors`
+    reads the disk."""
+
+    quantization: str | None = option(None, choices=("fp8", "torchao"))
+    """Generate with quantized weights; null keeps `dtype`."""
+
+    quantization_config_file: str | None = None
+    """JSON file with more quantization settings."""
+
+    layered_summon: bool = False
+    """Gather weights layer by layer when they are sent, which lowers peak memory."""
+
+    scheduling_policy: str = option("fcfs", choices=("fcfs", "priority"))
+    """vLLM: first come, first served, or by priority."""
+
+    over_sample_rate: float = option(0.0, minimum=0, maximum=1)
+    """Stop this part of the requests: the slowest, once the others are done."""
+
+    enable_sleep_mode: bool = True
+    """vLLM: let the engine give its memory back while the model trains."""
+
+    multi_stage_wake_up: bool = False
+    """SGLang: restore weights and KV cache in two steps, which lowers peak memory."""
+
+    sglang_engine_mode: str = option("local", choices=("local", "server"))
+    """SGLang: in the worker's process, or as a server."""
+
+    engine_kwargs: dict[str, Any] = option(default_factory=_engine_kwargs)
+    """Arguments passed on to an engine, by its name: `engine_kwargs.vllm.swap_space`."""
+
+    custom: dict[str, Any] | None = None
+    """A place for options of your own rollout."""
+
+    log_prob_micro_batch_size: int | None = option(None, minimum=1)
+    """Deprecated: the same as `log_prob_micro_batch_size_per_gpu`, but counted over all devices."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = option(
+        8, yaml="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}", minimum=1
+    )
+    """Sequences per forward pass on one device when the old policy's log-probabilities are
+    computed; follows `actor.ppo_micro_batch_size_per_gpu`."""
+
+    log_prob_use_dynamic_bsz: bool = option(
+        False, yaml="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}"
+    )
+    """Cut those micro-batches by tokens instead of by sequences; follows the actor."""
+
+    log_prob_max_token_len_per_gpu: int = option(
+        16384,
+        yaml="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
+        minimum=1,
+    )
+    """Tokens per such micro-batch on one device when cut by tokens; follows the actor."""
+
+    multi_turn: MultiTurnConfig = option(default_factory=MultiTurnConfig)
+    """Conversations with tools and simulated users."""
+
+    agent: AgentLoopConfig = option(default_factory=AgentLoopConfig)
+    """Who turns prompts into trajectories."""
+
+    trace: TraceConfig = option(default_factory=TraceConfig)
+    """Recording trajectories for inspection."""
+
+    server: ServerConfig = option(default_factory=ServerConfig)
+    """Requests to an engine that is reached over HTTP."""
+
+    prometheus: PrometheusConfig = option(default_factory=PrometheusConfig)
+    """Metrics of the rollout servers for Prometheus."""
+
+    checkpoint_engine: CheckpointEngineConfig = option(default_factory=CheckpointEngineConfig)
+    """How new weights travel from the trainer to the rollout."""
+
+    skip_rollout: bool = False
+    """Load generations dumped by an earlier run instead of generating. For debugging."""
+
+    skip_dump_dir: str = "/tmp/rollout_dump"
+    """Folder of those dumps."""
+
+    enable_rollout_routing_replay: bool = False
+    """Return which experts each token used, for `actor.router_replay.mode=R3`."""
+
+    mtp: MtpConfig | None = option(
+        default_factory=MtpConfig, yaml="${oc.select:actor_rollout_ref.model.mtp,null}"
+    )
+    """Heads that predict several tokens ahead; follows `model.mtp`."""
+
+    profiler: ProfilerConfig = option(default_factory=RolloutProfilerConfig)
+    """Profiling of this role."""
+
+
+@dataclass(kw_only=True)
+class LayerNameMapConfig(BaseConfig):
+    """Names of fused layers in Megatron checkpoints."""
+
+    qkv_layer_name: str = "qkv"
+    """The layer that computes queries, keys and values."""
+
+    gate_proj_layer_name: str = "gate_up"
+    """The layer that computes the gate and the up projection."""
+
+
+@dataclass(kw_only=True)
+class McoreRolloutConfig(RolloutConfig):
+    """Generation beside a Megatron actor."""
+
+    _target_: str = "verl.workers.config.McoreRolloutConfig"
+
+    layer_name_map: LayerNameMapConfig = option(default_factory=LayerNameMapConfig)
+    """Names of fused layers in Megatron checkpoints."""

@@ -1,0 +1,164 @@
+"""What the rollout and the reward model share: a language model served by an inference engine.
+
+`ServingConfig` is the engine itself. The small sections around it say how requests are sent,
+how weights arrive, and what is reported.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import BaseConfig, option
+
+
+@dataclass(kw_only=True)
+class ServingConfig(BaseConfig):
+    """An inference engine and its memory and parallelism."""
+
+    name: str = "native"
+    """Engine: `native` is built in and needs nothing installed; `vllm`, `sglang`, `trtllm`, `hf`
+    (plain `generate`, for debugging), or a registered name."""
+
+    python: str | None = None
+    """Python interpreter that runs a foreign engine, so that it may live in an environment of its
+    own; null takes the trainer's."""
+
+    dtype: str = "bfloat16"
+    """Number format of the engine's weights and activations."""
+
+    gpu_memory_utilization: float = option(0.5, above=0, maximum=1)
+    """Part of the GPU's memory for the engine: its weights, if it has its own, and its KV cache."""
+
+    enforce_eager: bool = True
+    """Run without CUDA graphs. This default is for vLLM and SGLang; the built-in engine uses graphs
+    unless you set the key."""
+
+    cudagraph_capture_sizes: list[int] | None = None
+    """Batch sizes for which graphs are captured; null lets the engine choose."""
+
+    free_cache_engine: bool = True
+    """Free the engine's KV cache while the model trains."""
+
+    tensor_model_parallel_size: int = option(1, minimum=1)
+    """Devices that share each weight matrix of one engine."""
+
+    data_parallel_size: int = option(1, minimum=1)
+    """Copies of the weights inside one engine."""
+
+    expert_parallel_size: int = option(1, minimum=1)
+    """Devices over which experts are spread: 1, or `tensor_model_parallel_size` times
+    `data_parallel_size`."""
+
+    max_num_batched_tokens: int = option(8192, minimum=1)
+    """Most tokens in one step of the engine."""
+
+    max_model_len: int | None = option(None, minimum=1)
+    """Longest prompt plus response; null takes `prompt_length` plus `response_length`."""
+
+    max_num_seqs: int = option(256, minimum=1)
+    """Most sequences generated at the same time."""
+
+    enable_chunked_prefill: bool = True
+    """Cut long prompts into pieces, so that they do not stall running sequences."""
+
+    enable_prefix_caching: bool = True
+    """Keep the KV cache of prompts that sequences share."""
+
+    load_format: str = "auto"
+    """Where weights come from: `auto` or `safetensors` reads the disk, `dummy` waits for the
+    trainer to send them."""
+
+    disable_log_stats: bool = True
+    """Do not report the engine's statistics. Must be off for Prometheus."""
+
+    skip_tokenizer_init: bool = True
+    """Give the engine token ids only, so that it needs no tokenizer."""
+
+    limit_images: int | None = option(None, minimum=0)
+    """Most images in one prompt; null sets no limit."""
+
+    prompt_length: int = option(512, minimum=1)
+    """Most tokens in a prompt."""
+
+    response_length: int = option(512, minimum=1)
+    """Most tokens in a response."""
+
+
+@dataclass(kw_only=True)
+class SamplingConfig(BaseConfig):
+    """How tokens are drawn."""
+
+    _target_: str = "verl.workers.config.SamplingConfig"
+
+    temperature: float = option(1.0, minimum=0)
+    """Sampling temperature; 0 always takes the likeliest token."""
+
+    top_k: int = option(-1, minimum=-1)
+    """Draw from this many likeliest tokens; -1 (or 0) from all."""
+
+    top_p: float = option(1.0, above=0, maximum=1)
+    """Draw from the likeliest tokens that together have this probability."""
+
+    do_sample: bool = True
+    """Draw at random. Off is greedy, whatever the temperature."""
+
+    n: int = option(1, minimum=1)
+    """Responses per prompt."""
+
+
+@dataclass(kw_only=True)
+class ServerConfig(BaseConfig):
+    """Requests to an engine that is reached over HTTP."""
+
+    _target_: str = "verl.workers.config.ServerConfig"
+
+    timeout: float = option(60.0, above=0)
+    """Seconds until a request counts as failed."""
+
+    max_attempts: int = option(3, minimum=1)
+    """Times a request is sent before giving up."""
+
+    retry_delay: float = option(2.0, minimum=0)
+    """Seconds before a request is sent again."""
+
+    max_connections: int = option(1000, minimum=1)
+    """Most open connections."""
+
+    max_start_wait_time: float = option(300.0, above=0)
+    """Seconds to wait for the server to start."""
+
+
+@dataclass(kw_only=True)
+class PrometheusConfig(BaseConfig):
+    """Metrics of the rollout servers for Prometheus."""
+
+    _target_: str = "verl.workers.config.PrometheusConfig"
+
+    enable: bool = False
+    """Have Prometheus collect metrics from the rollout servers. Needs `disable_log_stats=False`."""
+
+    port: int = option(9090, minimum=1, maximum=65535)
+    """Port of the Prometheus server."""
+
+    file: str = "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml"
+    """Prometheus configuration file that the servers are written to."""
+
+    served_model_name: str | None = option(
+        "~/models/deepseek-llm-7b-chat", yaml="${oc.select:actor_rollout_ref.model.path,null}"
+    )
+    """Name of the model in the metrics; follows `model.path`."""
+
+
+@dataclass(kw_only=True)
+class CheckpointEngineConfig(BaseConfig):
+    """How new weights travel from the trainer to the rollout."""
+
+    _target_: str = "verl.workers.config.CheckpointEngineConfig"
+
+    backend: str = "naive"
+    """`naive` within a process, `nccl`, `hccl` or `nixl` between machines, or a registered name."""
+
+    update_weights_bucket_megabytes: int = option(2048, minimum=1)
+    """Weights are sent in buckets of this many megabytes."""
+
+    engine_kwargs: dict[str, Any] = option(default_factory=dict)
+    """Keyword arguments for each back-end, by its name."""

@@ -1,0 +1,144 @@
+"""The run: how long, on what, how often it saves, and where it reports."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import BaseConfig, option
+
+RESUME_MODES = ("auto", "disable", "resume_path")
+DEVICES = ("auto", "cuda", "cpu", "npu")
+LOCAL_DIR = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+
+
+@dataclass(kw_only=True)
+class TrainerConfig(BaseConfig):
+    """One RL run."""
+
+    total_epochs: int = option(1, minimum=0)
+    """Passes over the training data."""
+
+    total_training_steps: int | None = option(None, minimum=0)
+    """Training steps; null takes what `total_epochs` gives."""
+
+    project_name: str = "verl"
+    """Project under which the run is reported and saved."""
+
+    experiment_name: str = "default"
+    """Name of the run."""
+
+    logger: list[str] = option(default_factory=lambda: ["console"])
+    """Where metrics go: `console`, `wandb`, `tensorboard`, `mlflow`, `swanlab`, `clearml`,
+    `trackio`, `file`, ..."""
+
+    device: str = option("auto", choices=DEVICES)
+    """Device to run on; `auto` takes a GPU or NPU if there is one."""
+
+    controller: str = option("auto", choices=("auto", "local", "ray"))
+    """Who runs the workers: this process (`local`) or Ray. `auto` is local for one device and Ray
+    otherwise."""
+
+    nnodes: int = option(1, minimum=1)
+    """Machines."""
+
+    n_gpus_per_node: int = option(8, minimum=1)
+    """Devices per machine; on a CPU, worker processes."""
+
+    dry_run: bool = False
+    """Check the configuration, print the plan (batch sizes, placement, memory) and stop."""
+
+    save_freq: int = option(-1, minimum=-1)
+    """Training steps between checkpoints; -1 saves none."""
+
+    test_freq: int = option(-1, minimum=-1)
+    """Training steps between validations; -1 validates only at the ends."""
+
+    val_before_train: bool = True
+    """Validate before the first step."""
+
+    val_only: bool = False
+    """Validate and stop."""
+
+    log_val_generations: int = option(0, minimum=0)
+    """Validation samples shown in the trackers."""
+
+    rollout_data_dir: str | None = None
+    """Folder for all training responses, one JSON Lines file per step; null writes none."""
+
+    validation_data_dir: str | None = None
+    """Folder for all validation responses, one JSON Lines file per step; null writes none."""
+
+    resume_mode: str = option("auto", choices=RESUME_MODES)
+    """Continue from the newest checkpoint (`auto`), never (`disable`), or from `resume_from_path`
+    (`resume_path`)."""
+
+    resume_from_path: str | None = None
+    """Checkpoint folder, `.../global_step_N`, to continue from."""
+
+    default_local_dir: str = option("checkpoints/verl/default", yaml=LOCAL_DIR)
+    """Folder for checkpoints."""
+
+    default_hdfs_dir: str | None = None
+    """Remote folder to which checkpoints are copied."""
+
+    del_local_ckpt_after_load: bool = False
+    """Delete a checkpoint's files once they are loaded."""
+
+    max_actor_ckpt_to_keep: int | None = option(None, minimum=1)
+    """Newest checkpoints of the actor to keep; null keeps all."""
+
+    max_critic_ckpt_to_keep: int | None = option(None, minimum=1)
+    """Newest checkpoints of the critic to keep; null keeps all."""
+
+    remove_previous_ckpt_in_save: bool = False
+    """Deprecated: the same as keeping one checkpoint."""
+
+    esi_redundant_time: int = option(0, minimum=0)
+    """Seconds of safety when a checkpoint must be saved before a rented instance expires."""
+
+    critic_warmup: int = option(0, minimum=0)
+    """Training steps in which only the critic is trained."""
+
+    balance_batch: bool = True
+    """Reorder the batch so that every rank gets about as many tokens."""
+
+    use_legacy_worker_impl: str = option("auto", choices=("auto", "enable", "disable"))
+    """Accepted for older scripts; there is one kind of worker."""
+
+    ray_wait_register_center_timeout: int = option(300, minimum=0)
+    """Accepted for older scripts; has no effect."""
+
+    wandb_proxy: str | None = None
+    """HTTPS proxy for Weights & Biases only."""
+
+
+def _ray_init() -> dict[str, Any]:
+    return {"num_cpus": None}
+
+
+@dataclass(kw_only=True)
+class RayKwargsConfig(BaseConfig):
+    """Ray, where it is used."""
+
+    ray_init: dict[str, Any] = option(default_factory=_ray_init)
+    """Keyword arguments of `ray.init`; a null `num_cpus` takes all. Inside a container with fewer
+    cores than the machine, set it."""
+
+    timeline_json_file: str | None = None
+    """File for Ray's timeline of the run; null writes none."""
+
+
+@dataclass(kw_only=True)
+class TransferQueueConfig(BaseConfig):
+    """Batches kept in a distributed store instead of passing through the controller."""
+
+    enable: bool = False
+    """Use the store. Needs the TransferQueue package."""
+
+    num_global_batch: int = option(1, minimum=1)
+    """Batches the store has room for."""
+
+    storage_backend: str = "AsyncSimpleStorageManager"
+    """Class that manages the store."""
+
+    num_data_storage_units: int = option(8, minimum=1)
+    """Processes that hold the data."""

@@ -1,0 +1,320 @@
+"""Relations between sections, checked before anything heavy is loaded.
+
+Each rule is a small generator of faults; `validate` runs them all, so that a user sees every
+mistake at once. Rules about one value alone are with its field; rules about this machine (files,
+packages) are in `validate_machine`. A key already found at fault is not reported twice.
+"""
+
+from collections.abc import Callable, Iterator
+from math import gcd
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl.config.actor import McoreActorConfig
+from verl.config.base import BaseConfig
+from verl.config.engine import FSDPEngineConfig
+from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, shown
+from verl.config.keys import Keys, walk_leaves
+from verl.config.load import load_config
+from verl.config.micro_batches import global_sizes
+from verl.config.names import POOL_ROLES, Roles, did_you_mean
+from verl.config.ppo import PPOConfig
+from verl.config.ranks import (
+    data_parallel_size,
+    engine_of,
+    pool_devices,
+    ranks_per_sequence,
+    role_ranks,
+    world_size,
+)
+from verl.config.sft import SFTConfig, SFTEngineConfig, SFTEngineDataConfig
+from verl.config.validate_algorithm import algorithm_faults
+from verl.config.validate_machine import machine_faults
+from verl.config.validate_rollout import rollout_faults
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def validate(
+    config: BaseConfig,
+    user_set: frozenset[str] = frozenset(),
+    *,
+    known_faults: list[Fault] | None = None,
+    names_are_open: bool = False,
+    roles: Roles | None = None,
+) -> list[Fault]:
+    """All faults of a configuration, those found while loading first.
+
+    `names_are_open` says that the caller's program may have registered estimators and losses, so
+    that an unknown name is none of our business; `roles` replaces what the configuration implies.
+    """
+    faults = list(known_faults or [])
+    at_fault = {key for fault in faults for key in fault.keys}
+    found = [*both_sizes_faults(config, user_set), *required_faults(config)]
+    if isinstance(config, PPOConfig):
+        for rule in PPO_RULES:
+            found += rule(config, roles or Roles.of(config))
+        found += rollout_faults(config)
+        found += algorithm_faults(config, names_are_open=names_are_open)
+    elif isinstance(config, SFTConfig | SFTEngineConfig):
+        found += sft_faults(config)
+    found += machine_faults(config)
+    faults += [fault for fault in found if not at_fault.intersection(fault.keys)]
+    return without_followers(faults, user_set)
+
+
+def validate_config(
+    config: DictConfig | PPOConfig, use_reference_policy: bool, use_critic: bool
+) -> None:
+    """Raise a ValueError that lists every contradiction of an RL configuration.
+
+    For programs with a `main` of their own: whether files and packages are on this machine is not
+    looked at, and names may be registered by the caller.
+    """
+    loaded = load_config(config, PPOConfig, keeps_unknown=True)
+    faults = validate(
+        loaded.config,
+        loaded.user_set,
+        known_faults=loaded.faults,
+        names_are_open=True,
+        roles=Roles(has_critic=use_critic, has_reference=use_reference_policy),
+    )
+    mistakes = [fault for fault in faults if not fault.is_about_machine]
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def without_followers(faults: list[Fault], user_set: frozenset[str]) -> list[Fault]:
+    """A key that follows another repeats its mistakes; keep what is said about the user's key."""
+    said: dict[str, Fault] = {}
+    for fault in faults:
+        key = fault.keys[0] if fault.keys else ""
+        about = fault.text.removeprefix(key)
+        if about not in said or (key in user_set and said[about].keys[0] not in user_set):
+            said[about] = fault
+    return list(said.values())
+
+
+def both_sizes_faults(config: BaseConfig, user_set: frozenset[str]) -> Iterator[Fault]:
+    for path, size in global_sizes(config, user_set, Keys(config)).items():
+        today = f"{path}_per_gpu"
+        if today in user_set:
+            text = (
+                f"{path} is {size} and {today} is set too; they say the same in two ways, so "
+                f"remove {path}"
+            )
+            yield Fault(text, (path, today))
+
+
+def required_faults(config: BaseConfig) -> Iterator[Fault]:
+    for path, value in walk_leaves(config):
+        if value == "???":
+            yield Fault(f"{path} is required; set it with {path}=...", (path,))
+
+
+def train_batch_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
+    """Prompts times responses must fall evenly on the ranks."""
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    ranks, actor = role_ranks(config, "actor_rollout_ref"), config.actor_rollout_ref.actor
+    unit, what = ranks, f"the {ranks} ranks"
+    if isinstance(actor, McoreActorConfig):
+        unit = data_parallel_size(config)
+        what = f"the {unit} data-parallel ranks"
+        if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu:
+            unit *= actor.ppo_micro_batch_size_per_gpu
+            what += f" times their micro-batch of {actor.ppo_micro_batch_size_per_gpu}"
+    if prompts * n % unit:
+        choices = nearest_multiples(prompts, of=unit // gcd(unit, n))
+        text = (
+            f"data.train_batch_size ({prompts}) times actor_rollout_ref.rollout.n ({n}) is "
+            f"{prompts * n} sequences, which {what} cannot share evenly; the nearest batch sizes "
+            f"would be {choices}"
+        )
+        yield Fault(text, ("data.train_batch_size", "actor_rollout_ref.rollout.n"))
+
+
+def mini_batch_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
+    """Mini-batches cut the batch evenly and fall evenly on the data-parallel ranks."""
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    trained = [("actor_rollout_ref", ACTOR, config.actor_rollout_ref.actor)]
+    if roles.has_critic:
+        trained.append(("critic", "critic", config.critic))  # pyright: ignore[reportArgumentType]
+    for role, path, section in trained:
+        mini = section.ppo_mini_batch_size
+        key = f"{path}.ppo_mini_batch_size"
+        if prompts and prompts % mini:
+            text = (
+                f"{key} ({mini}) must divide data.train_batch_size ({prompts}); "
+                f"the nearest would be {nearest_divisors(mini, of=prompts)}"
+            )
+            yield Fault(text, (key, "data.train_batch_size"))
+            continue
+        ranks = data_parallel_size(config, role)
+        if mini * n % ranks:
+            text = (
+                f"{key} ({mini}) times actor_rollout_ref.rollout.n ({n}) is {mini * n} sequences, "
+                f"which {ranks} data-parallel ranks cannot share evenly; the nearest would be "
+                f"{nearest_multiples(mini, of=ranks // gcd(ranks, n))}"
+            )
+            yield Fault(text, (key, "actor_rollout_ref.rollout.n"))
+
+
+def micro_batch_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
+    """Each role that runs needs a size, or a token budget that holds the longest sequence."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for section, path, size, switch, budget in micro_batch_settings(config, roles):
+        if not section[switch]:
+            if section[size] is None:
+                text = (
+                    f"{path}.{size} is null; set it to the number of sequences per forward pass "
+                    f"on one GPU, or set {path}.{switch}=True"
+                )
+                yield Fault(text, (f"{path}.{size}",))
+            continue
+        role = "critic" if path == "critic" else "actor_rollout_ref"
+        engine = engine_of(config, role)
+        sharing = ranks_per_sequence(engine) if isinstance(engine, FSDPEngineConfig) else 1
+        if section[budget] * sharing < longest:
+            text = (
+                f"{path}.{budget} is {section[budget]}; the longest sequence has {longest} tokens "
+                f"(data.max_prompt_length + data.max_response_length), so it must be at least "
+                f"{-(-longest // sharing)}"
+            )
+            yield Fault(text, (f"{path}.{budget}",))
+
+
+def micro_batch_settings(
+    config: PPOConfig, roles: Roles
+) -> Iterator[tuple[Any, str, str, str, str]]:
+    """Section, path and the names of size, switch and budget, for each pass that the run makes."""
+    tri = config.actor_rollout_ref
+    training = ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
+    scoring = (
+        "log_prob_micro_batch_size_per_gpu",
+        "log_prob_use_dynamic_bsz",
+        "log_prob_max_token_len_per_gpu",
+    )
+    yield tri.actor, ACTOR, *training
+    yield tri.rollout, "actor_rollout_ref.rollout", *scoring
+    if roles.has_reference:
+        yield tri.ref, "actor_rollout_ref.ref", *scoring
+    if roles.has_critic:
+        yield config.critic, "critic", *training
+
+
+def parallel_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
+    """Ranks that share a sequence must divide the ranks of their role."""
+    trained = [("actor_rollout_ref", ACTOR)]
+    if roles.has_critic:
+        trained.append(("critic", "critic"))
+    for role, path in trained:
+        ranks, engine = role_ranks(config, role), engine_of(config, role)
+        sharing = ranks_per_sequence(engine)
+        is_fsdp = isinstance(engine, FSDPEngineConfig)
+        name = "ulysses_sequence_parallel_size" if is_fsdp else "megatron"
+        if ranks % sharing:
+            how = "is" if is_fsdp else "(tensor x pipeline x context) spreads a model over"
+            text = (
+                f"{path}.{name} {how} {sharing}; that must divide the {ranks} ranks of the role; "
+                f"the nearest would be {nearest_divisors(sharing, of=ranks)}"
+            )
+            yield Fault(text, (f"{path}.{name}",))
+        model = config.actor_rollout_ref.model if role != "critic" else config.critic.model
+        if is_fsdp and sharing > 1 and not model.use_remove_padding:
+            where = "critic.model" if role == "critic" else "actor_rollout_ref.model"
+            text = (
+                f"{path}.{name} is {sharing}; sequence parallelism works on packed sequences, "
+                f"so set {where}.use_remove_padding=True"
+            )
+            yield Fault(text, (f"{path}.{name}", f"{where}.use_remove_padding"))
+
+
+def placement_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
+    trainer = config.trainer
+    if trainer.controller == "local" and trainer.nnodes > 1:
+        text = (
+            f'trainer.controller is "local"; one process cannot reach trainer.nnodes='
+            f"{trainer.nnodes} machines: use trainer.controller=ray"
+        )
+        yield Fault(text, ("trainer.controller", "trainer.nnodes"))
+    if trainer.resume_mode == "resume_path" and "global_step_" not in str(trainer.resume_from_path):
+        text = (
+            f"trainer.resume_from_path is {shown(trainer.resume_from_path)}; with "
+            "trainer.resume_mode=resume_path it must name a folder .../global_step_N"
+        )
+        yield Fault(text, ("trainer.resume_from_path",))
+    if not config.actor_rollout_ref.hybrid_engine:
+        text = (
+            "actor_rollout_ref.hybrid_engine is False; here training and generation share "
+            "devices. The asynchronous trainers separate them"
+        )
+        yield Fault(text, ("actor_rollout_ref.hybrid_engine",))
+    model = config.reward_model
+    if model.enable and model.enable_resource_pool and not model.nnodes * model.n_gpus_per_node:
+        text = (
+            f"reward_model.nnodes ({model.nnodes}) times reward_model.n_gpus_per_node "
+            f"({model.n_gpus_per_node}) leaves the reward model's pool empty; set both to at least "
+            "1, or reward_model.enable_resource_pool=False"
+        )
+        yield Fault(text, ("reward_model.nnodes",))
+    yield from pool_faults(config)
+
+
+def pool_faults(config: PPOConfig) -> Iterator[Fault]:
+    """`resource_pool.<role>.devices` name existing devices, each for one role."""
+    total = world_size(config)
+    owner: dict[int, str] = {}
+    for role in config.resource_pool:
+        key = f"resource_pool.{role}.devices"
+        if role not in POOL_ROLES:
+            text = f"resource_pool has the role {shown(role)}; roles are: "
+            yield Fault(text + did_you_mean(role, POOL_ROLES), (key,))
+            continue
+        devices = pool_devices(config, role)
+        if devices is None or not all(isinstance(device, int) for device in devices):
+            text = f"resource_pool.{role} must have a list of devices, as {key}=[0,1]"
+            yield Fault(text, (key,))
+            continue
+        beyond = [device for device in devices if not 0 <= device < total]
+        if beyond:
+            text = (
+                f"{key} is {devices}; the run has devices 0 to {total - 1} (trainer.nnodes times "
+                f"trainer.n_gpus_per_node), so there is no {beyond[0]}"
+            )
+            yield Fault(text, (key,))
+        shared = sorted({owner[device] for device in devices if device in owner})
+        if shared:
+            text = (
+                f"{key} is {devices}; some of these belong to {', '.join(shared)} already. Give "
+                "each role devices of its own, or leave both out to share all"
+            )
+            yield Fault(text, (key,))
+        owner.update(dict.fromkeys(devices, f"resource_pool.{role}"))
+
+
+def sft_faults(config: SFTConfig | SFTEngineConfig) -> Iterator[Fault]:
+    data = config.data
+    if data.train_batch_size % world_size(config):
+        ranks = world_size(config)
+        text = (
+            f"data.train_batch_size is {data.train_batch_size}; it must be a multiple of the "
+            f"{ranks} ranks: {nearest_multiples(data.train_batch_size, of=ranks)}"
+        )
+        yield Fault(text, ("data.train_batch_size",))
+    is_by_tokens = isinstance(data, SFTEngineDataConfig) and data.use_dynamic_bsz
+    if is_by_tokens and data.max_token_len_per_gpu < data.max_length:
+        text = (
+            f"data.max_token_len_per_gpu is {data.max_token_len_per_gpu}; the longest row has "
+            f"data.max_length={data.max_length} tokens, so it must be at least that"
+        )
+        yield Fault(text, ("data.max_token_len_per_gpu",))
+
+
+PPO_RULES: list[Callable[[PPOConfig, Roles], Iterator[Fault]]] = [
+    train_batch_faults,
+    mini_batch_faults,
+    micro_batch_faults,
+    parallel_faults,
+    placement_faults,
+]

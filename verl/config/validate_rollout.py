@@ -1,0 +1,100 @@
+"""Does the generation section make sense: sampling, lengths, parallelism, data around it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config.faults import Fault, nearest_divisors
+from verl.config.ranks import role_ranks
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def rollout_faults(config: Any) -> Iterator[Fault]:
+    yield from sampling_faults(config)
+    yield from length_faults(config)
+    yield from engine_faults(config)
+    yield from loader_faults(config)
+
+
+def sampling_faults(config: Any) -> Iterator[Fault]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.n > 1 and (rollout.temperature == 0 or not rollout.do_sample):
+        key = "temperature" if rollout.temperature == 0 else "do_sample"
+        text = (
+            f"{ROLLOUT}.{key} is {rollout[key]}; all {rollout.n} responses to a prompt would be "
+            f"the same, so sample (temperature above 0, do_sample=True) or set {ROLLOUT}.n=1"
+        )
+        yield Fault(text, (f"{ROLLOUT}.{key}", f"{ROLLOUT}.n"))
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        text = (
+            f"{ROLLOUT}.val_kwargs.temperature is 0; with {ROLLOUT}.val_kwargs.do_sample=True it "
+            "must be above 0; for greedy validation set do_sample=False"
+        )
+        yield Fault(text, (f"{ROLLOUT}.val_kwargs.temperature",))
+
+
+def length_faults(config: Any) -> Iterator[Fault]:
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        text = (
+            f"{ROLLOUT}.max_model_len is {rollout.max_model_len}; it must hold the longest prompt "
+            f"and response, {longest} tokens; null takes exactly that"
+        )
+        yield Fault(text, (f"{ROLLOUT}.max_model_len",))
+    budget = rollout.max_num_batched_tokens
+    if rollout.name == "vllm" and not rollout.enable_chunked_prefill and budget < longest:
+        text = (
+            f"{ROLLOUT}.max_num_batched_tokens is {budget}; without enable_chunked_prefill it must "
+            f"hold the longest sequence, {longest} tokens"
+        )
+        yield Fault(text, (f"{ROLLOUT}.max_num_batched_tokens",))
+
+
+def engine_faults(config: Any) -> Iterator[Fault]:
+    rollout = config.actor_rollout_ref.rollout
+    ranks = role_ranks(config, "actor_rollout_ref")
+    tensor, data = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+    size = tensor * data * rollout.pipeline_model_parallel_size
+    if ranks % size:
+        text = (
+            f"{ROLLOUT}.tensor_model_parallel_size ({tensor}) times data_parallel_size ({data}) "
+            f"times pipeline_model_parallel_size makes engines of {size} devices; that must divide "
+            f"the {ranks} ranks; the nearest would be {nearest_divisors(size, of=ranks)}"
+        )
+        yield Fault(text, (f"{ROLLOUT}.tensor_model_parallel_size",))
+    if rollout.expert_parallel_size not in (1, tensor * data):
+        text = (
+            f"{ROLLOUT}.expert_parallel_size is {rollout.expert_parallel_size}; it must be 1 or "
+            f"tensor_model_parallel_size times data_parallel_size ({tensor * data})"
+        )
+        yield Fault(text, (f"{ROLLOUT}.expert_parallel_size",))
+    if rollout.prometheus.enable and rollout.disable_log_stats:
+        text = (
+            f"{ROLLOUT}.disable_log_stats is True; {ROLLOUT}.prometheus.enable needs the engine's "
+            "statistics, so set it to False"
+        )
+        yield Fault(text, (f"{ROLLOUT}.disable_log_stats",))
+
+
+def loader_faults(config: Any) -> Iterator[Fault]:
+    data = config.data
+    if data.sampler.class_path is not None and data.dataloader_num_workers:
+        text = (
+            f"data.dataloader_num_workers is {data.dataloader_num_workers}; with data.sampler it "
+            "must be 0, because rows read ahead would miss the sampler's updates"
+        )
+        yield Fault(text, ("data.dataloader_num_workers",))
+    pairs = (
+        ("data.custom_cls", data.custom_cls.path, "name", data.custom_cls.name),
+        ("data.datagen", data.datagen.path, "name", data.datagen.name),
+        ("data.sampler", data.sampler.class_path, "class_name", data.sampler.class_name),
+    )
+    for key, path, field, name in pairs:
+        if path is not None and name is None:
+            text = f"{key}.{field} is null; it must name the class in {path}"
+            yield Fault(text, (f"{key}.{field}",))
+    manager = config.reward_manager
+    if manager.source == "importlib" and (manager.module is None or manager.module.path is None):
+        text = "reward_manager.module.path is null; reward_manager.source=importlib needs the file"
+        yield Fault(text, ("reward_manager.module.path",))

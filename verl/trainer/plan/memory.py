@@ -1,0 +1,226 @@
+"""How much memory each phase of a step takes on one device: an estimate in closed form.
+
+Per parameter, with b bytes in the compute dtype and W ranks that share the weights:
+
+    one device     weights b, master copy 4 (unless b is 4), Adam's moments 8, gradients b
+    FSDP           stored weights 4/W (2/W in bf16, then a master copy 4/W), moments 8/W,
+                   gradients 4/W, and the gathered weights of two layers and the embedding
+    Megatron       weights b and gradients 4 over tensor x pipeline ranks, the optimizer over all
+
+Per token of a micro-batch, with h hidden, i inner units and q, k the width of queries and keys:
+
+    kept by one layer          a = b * (5*h + 2*q + 2*k + 3*i)
+    L layers                   L * a, or L * b*h + a when activations are computed again
+    KV cache                   2 * b * L * k
+    head                       chunks of tokens, in fp32: 8 * V to train, 4 * V to score
+
+Framework overhead and fragmentation come on top; a tenth of the device is a fair allowance.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.config.engine import FSDPEngineConfig
+from verl.config.names import needs_critic, needs_reference, uses_lora
+from verl.config.ranks import data_parallel_size, engine_of, ranks_per_sequence, role_ranks
+from verl.config.ref import McoreRefConfig
+from verl.trainer.plan.model_shape import ModelShape, read_model_shape
+from verl.trainer.plan.placement import replicas
+
+HEAD_CHUNK = 1024  # tokens whose logits exist at the same time
+FULL_DTYPES = ("float32", "fp32")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What lies in memory at the peak of one phase, in bytes."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The phases of a step; none, and the reason, when the model's shape is not known."""
+
+    shape: ModelShape | None
+    reason: str = ""
+    phases: list[Phase] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class State:
+    """What one trained model keeps on a device: bytes at rest, and what an update adds."""
+
+    weights: float
+    optimizer: float
+    gradients: float
+    gathered: float
+    idle_weights: float
+    idle_optimizer: float
+
+
+def memory_plan(config: Any) -> MemoryPlan:
+    model = config.actor_rollout_ref.model
+    shape, reason = shape_at(model.hf_config_path or model.path)
+    if shape is None:
+        return MemoryPlan(None, reason)
+    actor = model_state(config, "actor_rollout_ref", shape, shape.params)
+    critic = critic_state(config, shape)
+    reference = reference_bytes(config, shape)
+    idle_reference = {"reference": reference} if reference else {}
+    idle_critic = {"critic": critic.idle_weights + critic.idle_optimizer} if critic else {}
+    idle_actor = {"weights": actor.idle_weights, "optimizer": actor.idle_optimizer}
+    at_rest = {**idle_actor, **idle_critic, **idle_reference}
+    scoring, training = activation_bytes(config, shape)
+    busy = {"weights": actor.weights, "working weights": actor.gathered}
+    update = {"optimizer": actor.optimizer, "gradients": actor.gradients, "activations": training}
+    phases = [
+        Phase("load", at_rest),
+        Phase("rollout", at_rest | rollout_bytes(config, shape)),
+        Phase("log-prob", at_rest | busy | {"activations": scoring}),
+        Phase("update actor", at_rest | busy | update),
+    ]
+    if critic is not None:
+        busy = {"critic": critic.weights + critic.optimizer, "working weights": critic.gathered}
+        update = {"gradients": critic.gradients, "activations": training}
+        phases.append(Phase("update critic", at_rest | busy | update))
+    return MemoryPlan(shape, phases=phases)
+
+
+def shape_at(path: str) -> tuple[ModelShape | None, str]:
+    """The shape of the model in a folder, or None and the reason why it is not known."""
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        return None, f"config.json not found at {folder}"
+    try:
+        return read_model_shape(folder), ""
+    except (KeyError, json.JSONDecodeError) as error:
+        return None, f"config.json at {folder} does not describe a model we can count ({error!r})"
+
+
+def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State:
+    engine, ranks = engine_of(config, role), role_ranks(config, role)
+    compute = compute_bytes(config, engine)
+    trained = params
+    if role != "critic" and uses_lora(config):
+        model = config.actor_rollout_ref.model
+        trained = shape.lora_params(model.lora_rank or model.lora.rank)
+    gathered = 0.0
+    if not isinstance(engine, FSDPEngineConfig):
+        parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
+        weights, gradients = compute * params / parts, 4 * trained / parts
+        optimizer = 12 * trained / (ranks if engine.use_distributed_optimizer else parts)
+    elif ranks == 1:
+        master = 0 if compute == 4 else 4
+        weights, gradients = compute * params, compute * trained
+        optimizer = (master + 8) * trained
+    else:
+        shards = engine.fsdp_size if engine.fsdp_size > 0 else ranks
+        stored = 4 if engine.model_dtype in FULL_DTYPES else 2
+        weights, gradients = stored * params / shards, 4 * trained / shards
+        optimizer = (8 + (4 if stored == 2 else 0)) * trained / shards
+        whole = params if not engine.reshard_after_forward else 0
+        gathered = compute * (whole or 2 * shape.layer_params + shape.embedding_params)
+    return State(
+        weights=weights,
+        optimizer=optimizer,
+        gradients=gradients,
+        gathered=gathered,
+        idle_weights=0.0 if engine.param_offload else weights,
+        idle_optimizer=0.0 if engine.optimizer_offload else optimizer,
+    )
+
+
+def critic_state(config: Any, actor_shape: ModelShape) -> State | None:
+    """The value model, taken to have the actor's shape when its own is not here to read."""
+    if not needs_critic(config):
+        return None
+    shape = shape_at(config.critic.model.path)[0] or actor_shape
+    return model_state(config, "critic", shape, shape.value_model_params)
+
+
+def reference_bytes(config: Any, shape: ModelShape) -> float:
+    """A frozen copy, sharded like the actor; with LoRA there is none."""
+    if not needs_reference(config) or uses_lora(config):
+        return 0.0
+    ref = config.actor_rollout_ref.ref
+    engine = ref.megatron if isinstance(ref, McoreRefConfig) else ref.fsdp_config
+    if engine.param_offload:
+        return 0.0
+    ranks = role_ranks(config, "actor_rollout_ref")
+    if not isinstance(engine, FSDPEngineConfig):
+        parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
+        return compute_bytes(config, engine) * shape.params / parts
+    if ranks == 1:
+        return compute_bytes(config, engine) * shape.params
+    stored = 4 if engine.model_dtype in FULL_DTYPES else 2
+    return stored * shape.params / (engine.fsdp_size if engine.fsdp_size > 0 else ranks)
+
+
+def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
+    """The engine's own weights, if it has any, and a KV cache for all sequences it runs at once."""
+    rollout = config.actor_rollout_ref.rollout
+    size = 4 if config.trainer.device == "cpu" else (1 if rollout.quantization == "fp8" else 2)
+    tensor = rollout.tensor_model_parallel_size
+    parts: dict[str, float] = {}
+    shares_weights = rollout.name in ("native", "hf")
+    if not (shares_weights and role_ranks(config, "actor_rollout_ref") == 1):
+        parts["engine weights"] = size * shape.params / tensor
+    sequences = math.ceil(config.data.train_batch_size * rollout.n / replicas(config))
+    running = min(sequences, rollout.max_num_seqs)
+    tokens = running * (rollout.prompt_length + rollout.response_length)
+    per_token = 2 * max(size, 2) * shape.layers * shape.kv_heads * shape.head_dim / tensor
+    parts["KV cache"] = tokens * per_token
+    return parts
+
+
+def activation_bytes(config: Any, shape: ModelShape) -> tuple[float, float]:
+    """Activations and head of the largest micro-batch: to score it, and to train on it."""
+    engine = engine_of(config, "actor_rollout_ref")
+    compute = compute_bytes(config, engine)
+    trained = tokens_per_micro_batch(config, config.actor_rollout_ref.actor, "ppo_")
+    scored = tokens_per_micro_batch(config, config.actor_rollout_ref.rollout, "log_prob_")
+    width = 5 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    layer = compute * (width + 3 * active_inner(shape))
+    if config.actor_rollout_ref.model.enable_gradient_checkpointing:
+        kept = shape.layers * compute * shape.hidden + layer
+    else:
+        kept = shape.layers * layer
+    scoring = scored * layer + 4 * shape.vocab * min(scored, HEAD_CHUNK)
+    training = trained * kept + 8 * shape.vocab * min(trained, HEAD_CHUNK)
+    return scoring, training
+
+
+def tokens_per_micro_batch(config: Any, section: Any, prefix: str) -> float:
+    """Tokens of the largest micro-batch on one device."""
+    is_training = prefix == "ppo_"
+    engine = engine_of(config, "actor_rollout_ref")
+    if section["use_dynamic_bsz" if is_training else f"{prefix}use_dynamic_bsz"]:
+        return section[f"{prefix}max_token_len_per_gpu"]
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rows = section[f"{prefix}micro_batch_size_per_gpu"]
+    n = config.actor_rollout_ref.rollout.n
+    per_rank = config.data.train_batch_size * n // data_parallel_size(config)
+    return min(rows, max(1, per_rank)) * longest / ranks_per_sequence(engine)
+
+
+def active_inner(shape: ModelShape) -> int:
+    """Inner units that one token passes through in a layer."""
+    if not shape.experts:
+        return shape.inner
+    return shape.experts_per_token * shape.expert_inner + shape.shared_inner
+
+
+def compute_bytes(config: Any, engine: Any) -> int:
+    """Bytes of a number in a pass: `auto` is bf16 on an accelerator; on a CPU all is fp32."""
+    if config.trainer.device == "cpu":
+        return 4
+    return 4 if engine.dtype in FULL_DTYPES else 2

@@ -1,0 +1,23 @@
+"""The rollout's sections, under the path that `_target_` and users' code name."""
+
+from verl.config.agent import AgentLoopConfig, CustomAsyncServerConfig, MultiTurnConfig, TraceConfig
+from verl.config.rollout import McoreRolloutConfig, RolloutConfig
+from verl.config.serving import (
+    CheckpointEngineConfig,
+    PrometheusConfig,
+    SamplingConfig,
+    ServerConfig,
+)
+
+__all__ = [
+    "AgentLoopConfig",
+    "CheckpointEngineConfig",
+    "CustomAsyncServerConfig",
+    "McoreRolloutConfig",
+    "MultiTurnConfig",
+    "PrometheusConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+    "ServerConfig",
+    "TraceConfig",
+]
