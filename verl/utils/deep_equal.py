@@ -54,11 +54,8 @@ def _pair_up(one: Any, other: Any) -> Iterable[tuple[Any, Any]] | None:
         if not isinstance(other, np.ndarray) or one.shape != other.shape:
             return None
         return zip(one.ravel().tolist(), other.ravel().tolist(), strict=True)
-    if isinstance(other, np.ndarray | Mapping) or isinstance(one, tuple) != isinstance(
-        other, tuple
-    ):
-        return None
-    if not isinstance(other, list | tuple) or len(one) != len(other):
+    kind = tuple if isinstance(one, tuple) else list
+    if not isinstance(other, kind) or len(one) != len(other):
         return None
     return zip(one, other, strict=True)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 TakeMemo: TypeAlias = dict[tuple[int, int], tuple[Tensor, Tensor]]
 ConcatMemo: TypeAlias = dict[tuple[int, ...], Tensor]
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 class BatchError(AssertionError, ValueError):
     """Things in a batch that do not fit together.
@@ -74,7 +76,15 @@ def take_jagged(tensor: Tensor, index: Tensor, memo: TakeMemo) -> Tensor:
     if key not in memo:
         memo[key] = _plan_take(parts, index.to(tensor.device))
     positions, offsets = memo[key]
-    return jagged(parts.values.index_select(parts.dim - 1, positions), offsets, parts.dim)
+    return jagged(choose(parts.values, parts.dim - 1, positions), offsets, parts.dim)
+
+
+def choose(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """`index_select` for every type: torch lacks it for the wide unsigned integers."""
+    signed = _SIGNED.get(tensor.dtype)
+    if signed is None:
+        return tensor.index_select(dim, index)
+    return tensor.view(signed).index_select(dim, index).view(tensor.dtype)
 
 
 def _plan_take(parts: JaggedParts, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from verl.utils.jagged import (
     BatchError,
     ConcatMemo,
     TakeMemo,
+    choose,
     concat_jagged,
     is_nested,
     take_jagged,
@@ -125,7 +126,7 @@ def _take(column: Column, index: Tensor, memo: TakeMemo) -> Column:
         return column[index]
     if column.is_nested:
         return take_jagged(column, index, memo)
-    return column.index_select(0, index.to(column.device))
+    return choose(column, 0, index.to(column.device))
 
 
 # ---- join ----------------------------------------------------------------------------------------

@@ -203,6 +203,8 @@ def pad_to_divisor(data: TensorDictBase, size_divisor: int) -> tuple[TensorDictB
 
 def unpad(data: TensorDictBase, pad_size: int) -> TensorDictBase:
     """Drop the last `pad_size` rows."""
+    if not 0 <= pad_size <= len(data):
+        raise BatchError(f"cannot drop {pad_size} of {len(data)} rows")
     return data if pad_size == 0 else _slice(data, range(len(data) - pad_size))
 
 

@@ -1,0 +1,47 @@
+"""The batch protocol: `DataProto`, the one form in which data crosses a boundary.
+
+Importing it makes TensorDict return real dictionaries from stacking and slicing, not lazy ones.
+"""
+
+from tensordict import set_lazy_legacy
+
+from verl.protocol.auto_padding import DataProtoConfig
+from verl.protocol.collate import collate_fn
+from verl.protocol.data_proto import DataProto
+from verl.protocol.folding import fold_batch_dim, unfold_batch_dim
+from verl.protocol.future import DataProtoFuture
+from verl.protocol.gather import all_gather_data_proto
+from verl.protocol.item import DataProtoItem
+from verl.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol.serialization import (
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    serialize_single_tensor,
+    serialize_tensordict,
+)
+from verl.protocol.union import list_of_dict_to_dict_of_list, union_numpy_dict
+from verl.utils.jagged import BatchError
+from verl.utils.tensordict_utils import union_tensor_dict
+
+set_lazy_legacy(False).set()
+
+__all__ = [
+    "BatchError",
+    "DataProto",
+    "DataProtoConfig",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "all_gather_data_proto",
+    "collate_fn",
+    "deserialize_single_tensor",
+    "deserialize_tensordict",
+    "fold_batch_dim",
+    "list_of_dict_to_dict_of_list",
+    "pad_dataproto_to_divisor",
+    "serialize_single_tensor",
+    "serialize_tensordict",
+    "unfold_batch_dim",
+    "union_numpy_dict",
+    "union_tensor_dict",
+    "unpad_dataproto",
+]
