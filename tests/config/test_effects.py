@@ -176,3 +176,13 @@ def test_unusual_combinations_get_a_word_of_advice():
 def test_the_megatron_schema_has_keys_that_the_fsdp_schema_lacks():
     assert f"{A}.megatron.seed" in Keys(PPOMegatronConfig())
     assert f"{A}.megatron.seed" not in Keys(PPOConfig())
+
+
+def test_a_key_that_another_one_follows_counts_as_read_with_it():
+    loaded = load({"data.max_response_length": 64, f"{A}.clip_ratio": 0.1})
+    log = ReadLog()
+    log.attach(loaded.config)
+    assert len(report_unread(loaded.config, loaded.user_set, log)) == 2
+    assert loaded.config.actor_rollout_ref.rollout.response_length == 64
+    assert loaded.config.actor_rollout_ref.actor.clip_ratio_low == 0.1
+    assert report_unread(loaded.config, loaded.user_set, log) == []

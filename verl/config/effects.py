@@ -5,6 +5,7 @@ critic that is not there, a coefficient whose switch is off. After a run, `unrea
 nothing looked at. Neither is an error; both are what a user wants to know before trusting a result.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from verl.config.variants import family
 TRI = "actor_rollout_ref"
 ACTOR = f"{TRI}.actor"
 ROLLOUT = f"{TRI}.rollout"
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([\w.]+)")
 COMPATIBILITY = "accepted for older scripts; nothing reads it"
 
 
@@ -269,11 +271,41 @@ def unread(user_set: Iterable[str], log: ReadLog) -> list[str]:
 
 def report_unread(config: BaseConfig, user_set: Iterable[str], log: ReadLog) -> list[str]:
     """One line for each setting of the user's that the run never looked at, with the reason if
-    there is a known one. For the end of a run."""
-    never_read = unread(user_set, log)  # first: finding reasons reads options too
+    there is a known one. For the end of a run.
+
+    A key whose value another key took over counts as read when that other key was.
+    """
+    user_set = set(user_set)
+    taken = {leader for key, leader in leaders(config) if key not in user_set and log.has_read(key)}
+    never_read = unread(user_set - taken, log)  # first: finding reasons reads options too
     known = dict(without_effect(config, user_set))
     lines = []
     for key in never_read:
         reason = known.get(key, "nothing in this run read it")
         lines.append(f"{key} had no effect: {reason}")
     return lines
+
+
+def leaders(config: BaseConfig) -> Iterator[tuple[str, str]]:
+    """(key, the key its default follows) for every such default, through all steps of a chain."""
+    defaults = next(
+        variant.defaults
+        for variant in family(type(config)).variants
+        if type(variant.prototype) is type(config)
+    )
+    follows = {path: target(path, value) for path, value in defaults.items()}
+    for path in follows:
+        leader = follows[path]
+        while leader is not None:
+            yield ".".join(path), ".".join(leader)
+            leader = follows.get(leader)
+
+
+def target(path: tuple[str, ...], value: Any) -> tuple[str, ...] | None:
+    """What an interpolation such as `${oc.select:a.b,1}` or `${..dtype}` at `path` points to."""
+    found = REFERENCE.match(value) if isinstance(value, str) else None
+    if found is None:
+        return None
+    dots, name = found.groups()
+    base = path[: len(path) - len(dots)] if dots else ()
+    return (*base, *name.split("."))
