@@ -1,0 +1,168 @@
+"""The list of a checkpoint's files with their sizes and hashes, itself hashed.
+
+It is the last file written into a step and the first one read. The text has exactly one form: what
+does not equal its own serialisation byte for byte was changed. The hashes protect against damage,
+not against somebody who can write to the folder and recompute them.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from io import FileIO
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from verl.utils.checkpoint.durable import naming
+from verl.utils.checkpoint.errors import CheckpointCorruptError
+
+MANIFEST = "manifest.json"
+FORMAT = "verl-checkpoint"
+VERSION = 1
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_THREADS = 8
+BYTES_PER_THREAD = 64 << 20
+READ_BYTES = 1 << 20
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    step: int
+    files: dict[str, FileRecord]
+    """By path relative to the step's folder, with forward slashes."""
+
+    fingerprint: dict[str, Any]
+    """What the run was: model, dataset, configuration (see `identity`)."""
+
+    def to_text(self) -> str:
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        text = _serialise({**body, "self_sha256": _hash_text(_serialise(body))})
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise ValueError(
+                f"the manifest would have {len(text)} bytes, of which the fingerprint "
+                f"{len(_serialise(self.fingerprint))}; the limit is {MAX_MANIFEST_BYTES}"
+            )
+        return text
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a step's folder, if it is exactly what was written."""
+    path = folder / MANIFEST
+    try:
+        with open_plain_file(path) as file:
+            octets = file.read(MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise CheckpointCorruptError(
+            folder, [f"{MANIFEST} is missing: the save never finished, or another program wrote it"]
+        ) from error
+    except OSError as error:
+        raise CheckpointCorruptError(folder, [f"{MANIFEST}: {error.strerror}"]) from error
+    if len(octets) > MAX_MANIFEST_BYTES:
+        raise CheckpointCorruptError(
+            folder, [f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES} bytes"]
+        )
+    try:
+        return _parse(octets)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorruptError(folder, [f"{MANIFEST} cannot be used: {error}"]) from error
+
+
+def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything below `folder` that is not a folder, by relative path; links are not followed."""
+    pending = [""]
+    while pending:
+        prefix = pending.pop()
+        with os.scandir(folder / prefix) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                name = f"{prefix}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(f"{name}/")
+                else:
+                    yield name, entry.stat(follow_symlinks=False)
+
+
+def record_file(path: Path, *, sync: bool = False) -> FileRecord:
+    """Size and hash of a file, after its contents reached the disk if `sync`."""
+    with naming(path), open_plain_file(path) as file:
+        if sync:
+            os.fsync(file.fileno())
+        digest, size = hashlib.sha256(), 0
+        buffer = memoryview(bytearray(READ_BYTES))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return FileRecord(size=size, sha256=digest.hexdigest())
+
+
+def in_threads(
+    work: Callable[[Item], Result], items: Iterable[Item], num_bytes: int
+) -> list[Result]:
+    """Hashing and reading leave Python's lock, so many bytes are hashed in several threads."""
+    num_threads = min(MAX_THREADS, num_bytes // BYTES_PER_THREAD)
+    if num_threads < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(work, items))
+
+
+def open_plain_file(path: Path) -> FileIO:
+    """Open for reading, but no link and nothing that would block or answer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    file = FileIO(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise OSError(0, "not a plain file", str(path))
+    return file
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether a path stays inside the folder it is relative to, on every system."""
+    parts = name.split("/")
+    return (
+        not any(part in ("", ".", "..") for part in parts)
+        and not PurePosixPath(name).is_absolute()
+        and not any(symbol in name for symbol in "\\:\0")
+    )
+
+
+def _parse(octets: bytes) -> Manifest:
+    text = octets.decode()
+    content = json.loads(text, parse_constant=_refuse_constant)
+    if (content["format"], content["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"format {content['format']!r} version {content['version']!r}")
+    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    manifest = Manifest(step=content["step"], files=files, fingerprint=content["fingerprint"])
+    if manifest.to_text() != text:
+        raise ValueError("it does not agree with its own hash")
+    if type(manifest.step) is not int or type(manifest.fingerprint) is not dict:
+        raise ValueError("its step is not a number, or its fingerprint not a dictionary")
+    for name, record in files.items():
+        if not is_safe_name(name):
+            raise ValueError(f"it names {name!r}, which is not a path inside the folder")
+        if type(record.size) is not int or type(record.sha256) is not str:
+            raise ValueError(f"size and hash of {name!r} are {record.size!r}, {record.sha256!r}")
+    return manifest
+
+
+def _serialise(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
