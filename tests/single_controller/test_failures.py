@@ -1,0 +1,189 @@
+"""A rank that raises, dies, stops or hangs is named, in time; the same on every back-end."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.single_controller.workers import Calculator, FailsToStart
+from verl import DataProto
+from verl.single_controller import (
+    ClassWithInitArgs,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
+from verl.single_controller.base import answers
+from verl.single_controller.local import LocalWorkerGroup
+
+
+@pytest.fixture
+def stopwatch():
+    start = time.monotonic()
+    return lambda: time.monotonic() - start
+
+
+def test_an_exception_arrives_with_rank_method_and_remote_traceback(calculators):
+    last = calculators.world_size - 1
+    with pytest.raises(WorkerError) as caught:
+        calculators.raise_on([last])
+    error = caught.value
+    assert type(error) is WorkerError
+    assert (error.method, error.ranks) == ("raise_on", (last,))
+    assert f"rank {last}" in str(error)
+    assert f"ValueError: no rows on rank {last}" in str(error)
+    assert "workers.py" in str(error)
+    assert "in raise_on" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    assert len(calculators.add(1)) == calculators.world_size  # the group lives on
+
+
+def test_the_first_failure_is_told_first_and_the_others_in_brief(calculators):
+    if calculators.world_size == 1:
+        pytest.skip("needs a second rank")
+    with pytest.raises(WorkerError) as caught:
+        calculators.raise_on(list(range(calculators.world_size)))
+    text = str(caught.value)
+    assert sorted(caught.value.ranks) == list(range(calculators.world_size))
+    assert text.count("Traceback") + text.count("ray::") <= 2  # one full story
+    assert "then also:" in text
+
+
+def test_a_failure_is_reported_while_other_ranks_are_busy(calculators, stopwatch):
+    if calculators.world_size == 1:
+        pytest.skip("needs a second rank")
+    busy = calculators.execute_rank_zero_async("sleep_on", {0}, 3)
+    with pytest.raises(WorkerError, match="no answer yet from rank 0"):
+        calculators.raise_on([1])
+    assert stopwatch() < 2.8
+    calculators.resolve(busy)
+
+
+def test_an_exception_that_cannot_travel_is_told_as_text(calculators):
+    with pytest.raises(WorkerError, match="Untransportable"):
+        calculators.raise_what_cannot_travel()
+
+
+def test_a_hanging_rank_is_named_with_its_stack_at_the_deadline(calculators, stopwatch):
+    last = calculators.world_size - 1
+    with pytest.raises(WorkerTimeout) as caught:
+        calculators.with_deadline(0.5).sleep_on([last], 2.5)
+    assert 0.4 < stopwatch() < 2.4
+    error = caught.value
+    assert (error.method, error.ranks) == ("sleep_on", (last,))
+    assert "no answer within 0.5 s" in str(error)
+    assert "in sleep_on" in str(error)
+    assert calculators.with_deadline(30).add(1)[0] == 101  # it answers again when it wakes
+
+
+def test_a_deadline_belongs_to_the_view_it_was_given_to(calculators):
+    hurried = calculators.with_deadline(0.2)
+    assert calculators.sleep_on([0], 0.4) == list(range(calculators.world_size))
+    with pytest.raises(WorkerTimeout):
+        hurried.sleep_on([0], 0.4)
+    calculators.with_deadline(30).add(1)
+    with pytest.raises(ValueError, match="must be positive"):
+        calculators.with_deadline(0)
+
+
+def test_an_argument_that_failed_fails_the_call(calculators):
+    if calculators.world_size == 1:
+        pytest.skip("in one process the first call fails already")
+    references = calculators.execute_all_async("raise_on", set(range(calculators.world_size)))
+    with pytest.raises(WorkerError, match="no rows"):
+        calculators.execute_all_sync("pass_through", references)
+
+
+def test_a_killed_rank_is_told_at_once_while_the_others_hang(pair_launcher, stopwatch, caplog):
+    group = pair_launcher.start(Calculator)
+    pids = group.where()
+    group.start_worker_aliveness_check(every_n_seconds=0.1)
+    hanging = group.execute_rank_zero_async("sleep_on", {0}, 60)
+    time.sleep(0.3)
+    os.kill(pids[1], signal.SIGKILL)
+    killed = stopwatch()
+    with pytest.raises(WorkerDied) as caught:
+        group.add(1)
+    assert stopwatch() - killed < 5
+    error = caught.value
+    assert error.ranks == (1,)
+    assert f"pid {pids[1]}" in str(error)
+    assert "rank 1" in str(error)
+    assert "no answer yet from rank 0" in str(error)
+    # On Ray the node is told; the signal is not, because the parent is Ray's own process.
+    is_local = pair_launcher.kind == "local"
+    assert ("killed by SIGKILL" if is_local else f"on {group.master_address}") in str(error)
+    with pytest.raises(WorkerDied):  # and again
+        group.add(1)
+    assert caplog.text.count("has died") == 1  # the check logs a death once, and does no more
+
+    started = stopwatch()
+    group.shutdown()
+    group.shutdown()
+    assert stopwatch() - started < 10  # although rank 0 hangs
+    with pytest.raises(WorkerDied):
+        group.resolve(hanging)
+
+
+def test_a_stopped_rank_is_found_long_before_the_deadline(calculators, stopwatch, monkeypatch):
+    pids = calculators.where()
+    if os.getpid() in pids:
+        pytest.skip("the driver itself would stop")
+    monkeypatch.setattr(calculators._backend, "probe_seconds", 0.7)
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerTimeout) as caught:
+            calculators.add(1)
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    assert stopwatch() < 5
+    assert caught.value.ranks == (1,)
+    assert "stopped by a signal" in str(caught.value)
+    assert calculators.with_deadline(30).add(1)[1] == 102
+
+
+def test_stopped_ranks_are_found_within_thirty_seconds_by_default(calculators):
+    assert 2 * calculators._backend.probe_seconds + answers.SLICE_SECONDS < 30
+
+
+def test_a_constructor_that_raises_is_reported(launcher):
+    failing = launcher.world_size - 1
+    with pytest.raises(WorkerError, match="no weights"):
+        launcher.start(FailsToStart, failing).ready()
+
+
+def test_a_group_in_this_process_can_be_shut_down_too():
+    group = LocalWorkerGroup(None, ClassWithInitArgs(Calculator))
+    group.add(1)
+    group.shutdown()
+    group.shutdown()
+    with pytest.raises(WorkerDied, match="was shut down"):
+        group.add(1)
+
+
+def test_a_future_reports_the_first_failure_of_any_rank(calculators, stopwatch):
+    """Although its parts are joined in the order of ranks, and rank zero is still busy."""
+    if calculators.world_size == 1:
+        pytest.skip("needs a second rank")
+    busy = calculators.execute_rank_zero_async("sleep_on", {0}, 3)
+    future = calculators.future_of(calculators.execute_all_async("raise_on", {1}), [0, 1])
+    with pytest.raises(WorkerError, match="no rows on rank 1"):
+        future.get()
+    assert stopwatch() < 2.8
+    calculators.resolve(busy)
+
+
+def test_a_future_that_is_late_is_a_timeout_that_names_the_call(calculators):
+    late = calculators.double_later(DataProto.from_dict({"x": torch.arange(4)}))
+    assert late.get(timeout_seconds=30).batch["x"].tolist() == [0, 2, 4, 6]
+    if calculators.world_size == 1:
+        return  # in this process the result is there already
+    busy = calculators.execute_rank_zero_async("sleep_on", {0}, 1)
+    late = calculators.double_later(DataProto.from_dict({"x": torch.arange(4)}))
+    with pytest.raises(WorkerTimeout, match=r"double_later: no answer within 0\.1 s") as caught:
+        late.get(timeout_seconds=0.1)
+    assert caught.value.ranks == (0,)
+    calculators.resolve(busy)
+    assert len(late.get(timeout_seconds=30)) == 4

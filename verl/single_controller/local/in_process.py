@@ -1,0 +1,129 @@
+"""One rank in this very process: a call is a function call, and nothing is copied.
+
+The worker is constructed and called on the caller's thread, which a debugger can follow from the
+training loop into the model. A call has a deadline here too (`interrupt`). As there is only one
+rank, this process itself is rank 0 of 1: the environment says so while such a back-end exists.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.single_controller.base.answers import wait_for_answers
+from verl.single_controller.base.backend import Backend, Call, Outcome, Share
+from verl.single_controller.base.colocation import ClassWithInitArgs
+from verl.single_controller.base.failures import SHUT_DOWN, Guard
+from verl.single_controller.local.coroutines import call_method
+from verl.single_controller.local.future import LocalFuture, finished_positions
+from verl.single_controller.local.interrupt import RanTooLong, run_with_deadline
+from verl.utils import environment
+
+
+class InProcessBackend(Backend):
+    reference_type = LocalFuture
+
+    def __init__(
+        self, construct: Call, spec: ClassWithInitArgs, variables: Mapping[str, str]
+    ) -> None:
+        super().__init__()
+        self._changed = threading.Condition()
+        self._stack = ""
+        self._lease = RankEnvironment.lease(variables)
+        self.workers = [None]
+        future = self._run(construct, spec, Share(0, (), {}))
+        try:
+            self.workers = wait_for_answers(self, construct, [0], [future])
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(self, call: Call, method: str, shares: Sequence[Share]) -> list[Any]:
+        bound = getattr(self.workers[0], method)
+        return [self._run(call, bound, share) for share in shares]
+
+    def _run(self, call: Call, function: Any, share: Share) -> LocalFuture:
+        """The future is done on return, unless the function ran too long."""
+        future = LocalFuture(call, 0, self, self._changed)
+        if self.is_closed.is_set():
+            future.complete(failure=SHUT_DOWN)
+            return future
+        with Guard() as guard:
+            args = tuple(_value(arg, call) for arg in share.args)
+            kwargs = {key: _value(arg, call) for key, arg in share.kwargs.items()}
+            seconds = call.remaining_seconds()
+            try:
+                value = run_with_deadline(
+                    lambda: call_method(function, args, kwargs, seconds), seconds
+                )
+            except RanTooLong as error:
+                self._stack = error.stack
+                return future
+            future.complete(value)
+        if guard.failure is not None:
+            future.complete(failure=guard.failure)
+        return future
+
+    def wait(self, references: Sequence[Any], timeout_seconds: float) -> list[int]:
+        return finished_positions(references, self._changed, timeout_seconds)
+
+    def outcomes(self, references: Sequence[LocalFuture]) -> list[Outcome]:
+        return [reference.outcome for reference in references]
+
+    def stopped_ranks(self, ranks: Sequence[int]) -> list[int]:
+        return []
+
+    def stack_of(self, rank: int) -> str:
+        return f"its stack at the deadline:\n{self._stack}"
+
+    def dead_ranks(self) -> list[int]:
+        return []
+
+    def label(self, rank: int) -> str:
+        return f"rank {rank} (this process, pid {os.getpid()}, on {socket.gethostname()})"
+
+    @property
+    def meeting_point(self) -> tuple[str, str]:
+        """Where this process meets others; the first back-end in it has chosen that."""
+        return environment.variable("MASTER_ADDR"), environment.variable("MASTER_PORT")
+
+    def shutdown(self) -> None:
+        if not self.is_closed.is_set():
+            self.is_closed.set()
+            self._lease.end()
+
+
+def _value(arg: Any, call: Call) -> Any:
+    return arg.result(call.remaining_seconds()) if isinstance(arg, LocalFuture) else arg
+
+
+class RankEnvironment:
+    """The rank variables of this process, set while at least one back-end needs them."""
+
+    _holders = 0
+    _before: dict[str, str | None] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def lease(cls, variables: Mapping[str, str]) -> "RankEnvironment":
+        with cls._lock:
+            cls._holders += 1
+            for name, value in variables.items():
+                if name not in cls._before:  # the first back-end's meeting point serves all
+                    is_set = environment.is_set(name)
+                    cls._before[name] = environment.variable(name) if is_set else None
+                    environment.set_variable(name, value)
+        return cls()
+
+    def end(self) -> None:
+        with self._lock:
+            RankEnvironment._holders -= 1
+            if RankEnvironment._holders:
+                return
+            for name, value in self._before.items():
+                if value is None:
+                    environment.remove_variable(name)
+                else:
+                    environment.set_variable(name, value)
+            self._before.clear()
