@@ -25,13 +25,8 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	$(BIN)/pip install --quiet -c requirements/constraints.txt -e '.[dev]'
 	@touch $@
 
-quickstart: $(STAMP)  ## Train a small model (see README for what this version can do)
-	@$(BIN)/python -m verl.trainer.main_ppo trainer.dry_run=True trainer.n_gpus_per_node=1 \
-	    data.train_batch_size=64 actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo \
-	    actor_rollout_ref.actor.ppo_mini_batch_size=64
-	@echo
-	@echo "Still missing for a quickstart that trains: the training engine, the built-in rollout"
-	@echo "engine and the loop. What you see above is the plan that such a run would follow."
+quickstart: $(STAMP)  ## Build a small model and watch it learn by reinforcement (five minutes, no GPU)
+	@$(BIN)/python examples/quickstart/run.py
 
 test: $(STAMP)  ## Run the tests (CPU; under fifteen minutes on two cores)
 	$(BIN)/python -m pytest
@@ -57,6 +52,7 @@ config: $(STAMP)  ## Regenerate the YAML files and docs/config.md from the datac
 bench: $(STAMP)  ## Measure; results go to benchmarks/results
 	$(BIN)/python benchmarks/protocol.py
 	$(BIN)/python benchmarks/controller.py
+	$(BIN)/python benchmarks/rollout.py
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Numbers that look random and depend on their input alone.
 
-A generator's state depends on everything drawn before; a hash does not. What is drawn from a hash of
-(seed, place) is the same whatever else runs, in whatever order, and again after a resume.
+A generator's state depends on everything drawn before; a hash does not. What is drawn from a hash
+of (seed, place) is the same whatever else runs, in whatever order, and again after a resume.
 """
 
 from torch import Tensor
