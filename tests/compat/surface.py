@@ -7,18 +7,15 @@ callable of which only these first parameters are promised.
 """
 
 from tests.compat.surface_batch import BATCH_AND_CONTROLLER
+from tests.compat.surface_loop import LOOP
 from tests.compat.surface_training import TRAINING
 from tests.compat.surface_utils import UTILITIES
 
-PRESENT = {**BATCH_AND_CONTROLLER, **TRAINING, **UTILITIES}
+PRESENT = {**BATCH_AND_CONTROLLER, **LOOP, **TRAINING, **UTILITIES}
 
 LATER = {
     "verl.checkpoint_engine": "CheckpointEngineManager",
-    "verl.experimental.agent_loop": (
-        "AgentLoopManager AgentLoopBase AgentLoopOutput AgentLoopWorker"
-    ),
-    "verl.experimental.agent_loop.agent_loop": "get_trajectory_info register AsyncLLMServerManager",
-    "verl.experimental.dataset.sampler": "AbstractSampler AbstractCurriculumSampler",
+    "verl.experimental.agent_loop": "AgentLoopWorker",
     "verl.experimental.dynamic_dataset.dynamicgen_dataset": "DynamicGenDataset",
     "verl.experimental.reward_loop": "RewardLoopManager RewardLoopWorker RewardModelManager",
     "verl.experimental.reward_loop.reward_manager.limited": (
@@ -36,24 +33,14 @@ LATER = {
     "verl.trainer.main_eval": "main",
     "verl.trainer.main_generation": "main",
     "verl.trainer.main_generation_server": "main",
-    "verl.trainer.main_ppo": "TaskRunner create_rl_dataset create_rl_sampler",
-    "verl.trainer.fsdp_sft_trainer": "main",
     "verl.trainer.sft_trainer": "main",
     "verl.trainer.sft_trainer_ray": "main",
-    "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",
-    "verl.utils.checkpoint.checkpoint_manager": (
-        "BaseCheckpointManager should_save_ckpt_esi find_latest_ckpt_path"
-        " get_checkpoint_tracker_filename"
-    ),
-    "verl.utils.dataset": "RLHFDataset",
     "verl.utils.dataset.dataset_utils": "DatasetPadMode SFTTensorCollator",
     "verl.utils.dataset.multiturn_sft_dataset": "MultiTurnSFTDataset",
-    "verl.utils.dataset.rl_dataset": "RLHFDataset collate_fn get_dataset_class",
     "verl.utils.dataset.rm_dataset": "RMDataset",
-    "verl.utils.dataset.sft_dataset": "SFTDataset",
     "verl.utils.fsdp_utils": "",
     "verl.utils.ulysses": "",
-    "verl.utils.reward_score": "default_compute_score prime_code sandbox_fusion",
+    "verl.utils.reward_score": "prime_code sandbox_fusion",
     "verl.utils.reward_score.prime_code": "apps_check_correctness",
     "verl.utils.reward_score.sandbox_fusion.utils": "check_correctness call_sandbox_api",
     "verl.workers.engine": "EngineRegistry BaseEngine",
@@ -61,15 +48,12 @@ LATER = {
     "verl.workers.fsdp_workers": (
         "AsyncActorRolloutRefWorker RewardModelWorker"
         " ActorRolloutRefWorker.generate_sequences ActorRolloutRefWorker.update_weights"
-        " ActorRolloutRefWorker.save_checkpoint ActorRolloutRefWorker.load_checkpoint"
         " ActorRolloutRefWorker.start_profile ActorRolloutRefWorker.stop_profile"
         " ActorRolloutRefWorker.dump_memory_snapshot"
-        " CriticWorker.save_checkpoint CriticWorker.load_checkpoint"
     ),
     "verl.workers.megatron_workers": "ActorRolloutRefWorker",
     "verl.workers.reward_manager": (
-        "NaiveRewardManager BatchRewardManager DAPORewardManager PrimeRewardManager"
-        " RateLimitedRewardManager"
+        "BatchRewardManager PrimeRewardManager RateLimitedRewardManager"
     ),
     "verl.workers.reward_manager.prime": "parallel_compute_score_async",
     "verl.workers.rollout.base": "BaseRollout get_rollout_class",

@@ -108,6 +108,55 @@ TRAINING = {
         compute_response_mask(data)
         ResourcePoolManager
         Role
+        RayPPOTrainer(
+            config, tokenizer, role_worker_mapping, resource_pool_manager,
+            ray_worker_group_cls=..., processor=None, reward_fn=None, val_reward_fn=None,
+            train_dataset=None, val_dataset=None, collate_fn=None, train_sampler=None,
+            device_name=None
+        )
+        RayPPOTrainer.init_workers()
+        RayPPOTrainer.fit()
+        RayPPOTrainer.config
+        RayPPOTrainer.actor_rollout_wg
+        RayPPOTrainer.critic_wg
+        RayPPOTrainer.ref_policy_wg
+        RayPPOTrainer.rm_wg
+        RayPPOTrainer.async_rollout_manager
+        RayPPOTrainer.async_rollout_mode
+        RayPPOTrainer.checkpoint_manager
+        RayPPOTrainer.global_steps
+        RayPPOTrainer.total_training_steps
+        RayPPOTrainer.train_dataloader
+        RayPPOTrainer.val_dataloader
+        RayPPOTrainer.train_dataset
+        RayPPOTrainer.val_dataset
+        RayPPOTrainer.tokenizer
+        RayPPOTrainer.processor
+        RayPPOTrainer.reward_fn
+        RayPPOTrainer.val_reward_fn
+        RayPPOTrainer.use_critic
+        RayPPOTrainer.use_reference_policy
+        RayPPOTrainer.use_rm
+        RayPPOTrainer.ref_in_actor
+        RayPPOTrainer.hybrid_engine
+        RayPPOTrainer.kl_ctrl_in_reward
+        RayPPOTrainer.resource_pool_manager
+        RayPPOTrainer.role_worker_mapping
+        RayPPOTrainer.ray_worker_group_cls
+        RayPPOTrainer.device_name
+        RayPPOTrainer.max_steps_duration
+        RayPPOTrainer.validation_generations_logger
+        RayPPOTrainer._load_checkpoint()
+        RayPPOTrainer._save_checkpoint()
+        RayPPOTrainer._validate()
+        RayPPOTrainer._balance_batch(batch, metrics)
+        RayPPOTrainer._start_profiling(do_profile)
+        RayPPOTrainer._stop_profiling(do_profile)
+        RayPPOTrainer._get_gen_batch(batch)
+        RayPPOTrainer._log_rollout_data(batch, _, timing_raw, rollout_data_dir)
+        RayPPOTrainer._dump_generations(inputs, outputs, gts, scores, _, dump_path)
+        RayPPOTrainer._maybe_log_val_generations(inputs, outputs, scores)
+        RayPPOTrainer._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
     """,
     "verl.trainer.ppo.metric_utils": """
         compute_data_metrics(batch, use_critic=True)
@@ -145,10 +194,39 @@ TRAINING = {
     "verl.trainer.main_ppo": """
         main(config)
         run_ppo(config, task_runner_class=None)
+        TaskRunner()
+        TaskRunner.role_worker_mapping
+        TaskRunner.mapping
+        TaskRunner.run(config)
+        TaskRunner.add_actor_rollout_worker(config)
+        TaskRunner.add_critic_worker(config)
+        TaskRunner.add_reward_model_worker(config)
+        TaskRunner.add_ref_policy_worker(config, ref_policy_cls)
+        TaskRunner.init_resource_pool_mgr(config)
+        create_rl_dataset(
+            data_paths, data_config, tokenizer, processor, is_train=True, max_samples=-1
+        )
+        create_rl_sampler(data_config, dataset)
     """,
     "verl.trainer.constants_ppo": """
         PPO_RAY_RUNTIME_ENV
         get_ppo_ray_runtime_env()
+    """,
+    "verl.trainer.fsdp_sft_trainer": """
+        main
+    """,
+    "verl.utils.checkpoint.checkpoint_manager": """
+        BaseCheckpointManager(
+            model, optimizer, lr_scheduler=None, processing_class=None, checkpoint_config=None
+        )
+        BaseCheckpointManager.ensure_checkpoint_capacity(_)
+        BaseCheckpointManager.register_checkpoint(_, _)
+        should_save_ckpt_esi(max_steps_duration, save_ckpt_duration=60, redundant_time=0)
+        find_latest_ckpt_path(path, directory_format=...)
+        get_checkpoint_tracker_filename(_)
+    """,
+    "verl.utils.dataset.sft_dataset": """
+        SFTDataset(parquet_files, tokenizer, config, max_samples=-1)
     """,
     "verl.workers.fsdp_workers": """
         ActorRolloutRefWorker(config, role)
@@ -156,14 +234,28 @@ TRAINING = {
         ActorRolloutRefWorker.update_actor(data)
         ActorRolloutRefWorker.compute_log_prob(data)
         ActorRolloutRefWorker.compute_ref_log_prob(data)
+        ActorRolloutRefWorker.save_checkpoint(
+            local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None
+        )
+        ActorRolloutRefWorker.load_checkpoint(
+            local_path, hdfs_path=None, del_local_after_load=False
+        )
         CriticWorker(config)
         CriticWorker.init_model()
         CriticWorker.compute_values(data)
         CriticWorker.update_critic(data)
+        CriticWorker.save_checkpoint(
+            local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None
+        )
+        CriticWorker.load_checkpoint(
+            local_path, hdfs_path=None, del_local_after_load=False
+        )
     """,
     "verl.workers.reward_manager": """
         register(name)
         get_reward_manager_cls(name)
+        NaiveRewardManager(tokenizer, num_examine, compute_score=..., reward_fn_key="data_source")
+        DAPORewardManager(tokenizer, num_examine, compute_score=..., reward_fn_key="data_source")*
     """,
     "verl.workers.reward_manager.registry": """
         REWARD_MANAGER_REGISTRY

@@ -1,11 +1,17 @@
-"""The PPO trainer's import path: credit assignment, and where the roles run."""
+"""The trainer's usual import path: `RayPPOTrainer`, credit assignment, and where the roles run.
+
+The trainer is the same on every controller; the name is the one that recipes import.
+"""
 
 from typing import Any
 
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.import_utils import lazy_attribute
 
-__all__ = ["apply_kl_penalty", "compute_advantage", "compute_response_mask"]
+__all__ = ["RayPPOTrainer", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
+
+RayPPOTrainer = PPOTrainer
 
 _LAZY = {
     "ResourcePoolManager": "verl.single_controller.ray:ResourcePoolManager",

@@ -2,6 +2,8 @@
 back on the tokens. `@register("name")` adds one for `reward_manager.name=name`."""
 
 from verl.workers.reward_manager.abstract import AbstractRewardManager
+from verl.workers.reward_manager.dapo import DAPORewardManager
+from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import (
     REWARD_MANAGER_REGISTRY,
     get_reward_manager_cls,
@@ -11,6 +13,8 @@ from verl.workers.reward_manager.registry import (
 __all__ = [
     "REWARD_MANAGER_REGISTRY",
     "AbstractRewardManager",
+    "DAPORewardManager",
+    "NaiveRewardManager",
     "get_reward_manager_cls",
     "register",
 ]

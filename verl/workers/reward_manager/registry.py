@@ -12,7 +12,11 @@ from verl.workers.reward_manager.abstract import AbstractRewardManager
 
 Manager = TypeVar("Manager", bound=type)
 
-REWARD_MANAGER_REGISTRY = Registry[type[AbstractRewardManager]]("reward manager")
+REWARD_MANAGER_REGISTRY = Registry[type[AbstractRewardManager]](
+    "reward manager",
+    naive="verl.workers.reward_manager.naive:NaiveRewardManager",
+    dapo="verl.workers.reward_manager.dapo:DAPORewardManager",
+)
 
 
 def register(name: str) -> Callable[[Manager], Manager]:

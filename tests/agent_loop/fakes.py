@@ -1,0 +1,75 @@
+"""An engine that answers from a table, and a configuration for agent loops."""
+
+import asyncio
+
+from verl.config.agent import AgentLoopConfig
+from verl.config.data import DataConfig
+from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.serving import SamplingConfig
+from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
+
+
+class FakeRollout(Rollout):
+    """Answers with the prompt's last token, its seed and an end token, after some turns."""
+
+    def __init__(self, *, error: Exception | None = None, delay_of: dict[int, int] | None = None):
+        self.requests: list[GenerationRequest] = []
+        self.error = error
+        self.delay_of = delay_of or {}
+
+    @property
+    def policy_version(self) -> int:
+        return 0
+
+    def generate_batch(self, requests):
+        raise NotImplementedError
+
+    async def generate(self, request):
+        self.requests.append(request)
+        for _ in range(self.delay_of.get(request.prompt_ids[-1], 0)):
+            await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        seeds = request.seeds or [0] * request.num_samples
+        return [
+            TokenOutput(
+                token_ids=[request.prompt_ids[-1], seed % 50, 2],
+                log_probs=[-0.5, -1.0, -1.5],
+                policy_versions=[0, 0, 0],
+                stop_reason="stop",
+            )
+            for seed in seeds
+        ]
+
+    def abort(self, request_id):
+        pass
+
+    def close_session(self, session_id):
+        pass
+
+    def sleep(self):
+        pass
+
+    def wake_up(self):
+        pass
+
+
+def loop_config(*, agent: AgentLoopConfig | None = None, **rollout) -> PPOConfig:
+    return PPOConfig(
+        data=DataConfig(max_prompt_length=6, max_response_length=4),
+        actor_rollout_ref=ActorRolloutRefConfig(
+            rollout=RolloutConfig(
+                **{
+                    "prompt_length": 6,
+                    "response_length": 4,
+                    "max_num_seqs": 8,
+                    "temperature": 0.7,
+                    "top_p": 0.9,
+                    "val_kwargs": SamplingConfig(temperature=0.3, do_sample=True, top_k=5),
+                    "agent": agent or AgentLoopConfig(),
+                    **rollout,
+                }
+            )
+        ),
+    )

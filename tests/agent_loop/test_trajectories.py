@@ -1,0 +1,121 @@
+import pytest
+import torch
+
+from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
+from verl.agent_loop.trajectories import as_batch, timing_of
+
+LENGTHS = {"prompt_length": 3, "response_length": 4, "pad_token_id": 2}
+
+
+def output(prompt, response, **more):
+    return AgentLoopOutput(
+        **{
+            "prompt_ids": prompt,
+            "response_ids": response,
+            "response_mask": [1] * len(response),
+            "response_logprobs": [-0.5] * len(response),
+            "num_turns": 2,
+            **more,
+        }
+    )
+
+
+def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
+    batch = as_batch([output([5], [6, 7]), output([8, 9, 10], [11])], **LENGTHS).batch
+    assert batch["prompts"].tolist() == [[2, 2, 5], [8, 9, 10]]
+    assert batch["responses"].tolist() == [[6, 7, 2, 2], [11, 2, 2, 2]]
+    assert batch["input_ids"].tolist() == [[2, 2, 5, 6, 7, 2, 2], [8, 9, 10, 11, 2, 2, 2]]
+    assert batch["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 3, 3, 3]]
+    assert batch["rollout_log_probs"].tolist() == [[-0.5, -0.5, 0, 0], [-0.5, 0, 0, 0]]
+
+
+def test_an_end_token_that_is_also_the_pad_token_is_trained():
+    batch = as_batch([output([5], [6, 2])], **LENGTHS).batch  # 2 ends and pads
+    assert batch["response_mask"].tolist() == [[1, 1, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0]]
+
+
+def test_what_a_tool_said_is_seen_but_not_trained():
+    batch = as_batch([output([5], [6, 7, 8], response_mask=[1, 0, 1])], **LENGTHS).batch
+    assert batch["response_mask"].tolist() == [[1, 0, 1, 0]]
+    assert batch["attention_mask"][0, 3:].tolist() == [1, 1, 1, 0]
+
+
+def test_a_response_that_is_too_long_is_cut_in_all_its_columns():
+    batch = as_batch([output([5], [6, 7, 8, 9, 10, 11])], **LENGTHS).batch
+    assert batch["responses"].tolist() == [[6, 7, 8, 9]]
+    assert batch["response_mask"].tolist() == [[1, 1, 1, 1]]
+    assert batch["rollout_log_probs"].shape == (1, 4)
+
+
+def test_an_empty_response_makes_an_empty_mask():
+    batch = as_batch([output([5], [])], **LENGTHS).batch
+    assert batch["response_mask"].sum() == 0
+    assert batch["attention_mask"].sum() == 1
+
+
+def test_a_prompt_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match=r"a prompt of 4 tokens; rollout\.prompt_length is 3"):
+        as_batch([output([5, 6, 7, 8], [9])], **LENGTHS)
+
+
+def test_scores_of_the_loops_stand_on_the_last_token():
+    outputs = [output([5], [6, 7], reward_score=0.5), output([5], [6], reward_score=-1.0)]
+    assert as_batch(outputs, **LENGTHS).batch["rm_scores"].tolist() == [
+        [0.0, 0.5, 0.0, 0.0],
+        [-1.0, 0.0, 0.0, 0.0],
+    ]
+    assert "rm_scores" not in as_batch([output([5], [6])], **LENGTHS).batch
+
+
+def test_loops_that_disagree_about_scoring_are_refused():
+    outputs = [output([5], [6], reward_score=0.5), output([5], [6])]
+    with pytest.raises(ValueError, match="scored 1 of 2 trajectories"):
+        as_batch(outputs, **LENGTHS)
+
+
+def test_extra_fields_become_columns_with_none_where_a_loop_has_none():
+    outputs = [
+        output([5], [6], extra_fields={"tool_rewards": [1.0]}),
+        output([5], [6], num_turns=4),
+    ]
+    columns = as_batch(outputs, **LENGTHS).non_tensor_batch
+    assert columns["tool_rewards"].tolist() == [[1.0], None]
+    assert columns["__num_turns__"].tolist() == [2, 4]
+
+
+def test_log_probs_are_left_out_when_a_loop_has_none():
+    batch = as_batch([output([5], [6]), output([5], [6], response_logprobs=None)], **LENGTHS)
+    assert "rollout_log_probs" not in batch.batch
+
+
+def test_lists_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="response_mask has 1 entries for 2 response_ids"):
+        output([5], [6, 7], response_mask=[1])
+    with pytest.raises(ValueError, match="response_logprobs has 3 entries for 2"):
+        output([5], [6, 7], response_logprobs=[0.0, 0.0, 0.0])
+
+
+def test_metrics_may_be_a_mapping():
+    made = output([5], [6], metrics={"generate_sequences": 1.5})
+    assert made.metrics == AgentLoopMetrics(generate_sequences=1.5)
+
+
+def test_timing_names_the_slowest_trajectory():
+    outputs = [
+        output([5], [6], metrics={"generate_sequences": 1.0}),
+        output([5, 6], [7, 8, 9], metrics={"generate_sequences": 2.0, "tool_calls": 0.5}),
+    ]
+    timing = timing_of(outputs)
+    assert timing["agent_loop/generate_sequences/mean"] == 1.5
+    assert timing["agent_loop/slowest/tool_calls"] == 0.5
+    assert timing["agent_loop/slowest/prompt_length"] == 2
+    assert timing["agent_loop/slowest/response_length"] == 3
+
+
+def test_columns_have_the_types_that_workers_expect():
+    batch = as_batch([output([5], [6])], **LENGTHS).batch
+    integers = {"prompts", "responses", "response_mask", "input_ids", "attention_mask"}
+    assert {name for name in integers if batch[name].dtype == torch.long} == integers
+    assert batch["rollout_log_probs"].dtype == torch.float32

@@ -1,0 +1,54 @@
+import io
+import os
+import signal
+import threading
+
+import pytest
+from rich.console import Console
+
+from verl.trainer.ppo.progress import RunProgress
+from verl.trainer.ppo.termination import EXIT_AT_ONCE, Termination
+
+
+def shown(*, is_terminal: bool) -> str:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=is_terminal, width=100)
+    with RunProgress(4, console=console) as progress:
+        progress.show(1)
+        progress._bar.refresh()
+    return output.getvalue()
+
+
+def test_a_terminal_shows_how_far_the_run_is_and_how_long_it_takes():
+    text = shown(is_terminal=True)
+    assert "1/4" in text
+    assert "left:" in text
+
+
+def test_anything_else_shows_nothing():
+    assert shown(is_terminal=False) == ""
+
+
+def test_the_first_request_to_stop_is_noted_and_the_second_one_obeyed_at_once():
+    before = signal.getsignal(signal.SIGTERM)
+    with Termination() as termination:
+        assert not termination.is_requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert termination.is_requested
+        with pytest.raises(SystemExit) as end:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert end.value.code == EXIT_AT_ONCE == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_other_threads_may_train_without_listening():
+    seen = []
+
+    def run():
+        with Termination() as termination:
+            seen.append(termination.is_requested)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(5)
+    assert seen == [False]

@@ -1,0 +1,118 @@
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward import RewardError
+from verl.trainer.ppo.reward_functions import WholeBatchReward
+from verl.trainer.ppo.scoring import score_batch, settle_groups
+from verl.workers.reward_manager.results import Abstain, InfraError, Score
+
+FAULT, UNSURE = InfraError("timed out"), Abstain("cannot tell")
+
+
+class Grades:
+    """Gives the grades it was made with, a list per call."""
+
+    def __init__(self, *calls):
+        self.calls = list(calls)
+        self.graded = []
+
+    def grade(self, data):
+        self.graded.append(data.non_tensor_batch["row"].tolist())
+        return self.calls.pop(0)
+
+
+def batch(uids) -> DataProto:
+    count = len(uids)
+    return DataProto.from_dict(
+        tensors={
+            "responses": torch.ones(count, 2, dtype=torch.long),
+            "attention_mask": torch.ones(count, 3, dtype=torch.long),
+        },
+        non_tensors={"uid": list(uids), "row": np.arange(count)},
+    )
+
+
+def scores(*values):
+    return [Score(float(value), {"acc": value > 0}) for value in values]
+
+
+def test_scores_stand_on_the_last_tokens_and_reports_become_columns():
+    scored = score_batch(batch("aabb"), Grades(scores(1, 0, 0, 1)))
+    assert scored.batch.batch["token_level_scores"].tolist() == [[0, 1], [0, 0], [0, 0], [0, 1]]
+    assert scored.batch.non_tensor_batch["acc"].tolist() == [True, False, False, True]
+    assert scored.batch.meta_info["reward_extra_keys"] == ["acc"]
+    assert scored.set_aside == {}
+    assert scored.metrics["reward/num_errors"] == 0
+
+
+def test_a_group_with_a_fault_is_graded_again_as_a_whole(caplog):
+    grader = Grades([*scores(1, 0), *scores(1), FAULT], scores(0, 1))
+    with caplog.at_level(logging.WARNING):
+        scored = score_batch(batch("aabb"), grader)
+    assert grader.graded == [[0, 1, 2, 3], [2, 3]]
+    assert scored.batch.batch["token_level_scores"].sum(1).tolist() == [1, 0, 0, 1]
+    assert scored.metrics["reward/num_errors"] == 1
+    assert "timed out; trying again" in caplog.text
+
+
+def test_a_group_that_fails_twice_is_set_aside_whole_and_counted():
+    grader = Grades([*scores(1, 0), *scores(1), FAULT], [*scores(1), FAULT])
+    scored = score_batch(batch("aabb"), grader)
+    assert scored.batch.non_tensor_batch["uid"].tolist() == ["a", "a"]
+    assert scored.set_aside == {"b": "timed out"}
+    assert scored.metrics == {
+        "reward/num_errors": 2.0,
+        "reward/num_abstained": 0.0,
+        "reward/num_groups_set_aside": 1.0,
+    }
+
+
+def test_an_abstention_removes_the_response_and_two_are_needed_to_compare():
+    keep, gone = settle_groups(
+        "aaabbccc", [*scores(1, 0), UNSURE, *scores(1), UNSURE, *scores(1, 0, 1)]
+    )
+    assert keep == [True, True, False, False, False, True, True, True]
+    assert gone == {"b": "cannot tell"}
+
+
+def test_a_lone_response_is_kept_when_scored_and_set_aside_when_not():
+    assert settle_groups("ab", [*scores(1), UNSURE]) == ([True, False], {"b": "cannot tell"})
+
+
+def test_rows_of_a_group_need_not_stand_together():
+    keep, gone = settle_groups("abab", [*scores(1), FAULT, *scores(1, 1)])
+    assert keep == [True, False, True, False]
+    assert gone == {"b": "timed out"}
+
+
+def test_a_step_in_which_nothing_could_be_graded_stops_with_the_reason():
+    with pytest.raises(RewardError, match="none of 2 responses could be scored: timed out"):
+        score_batch(batch("aa"), Grades([FAULT, FAULT], [FAULT, FAULT]))
+
+
+def test_a_wrong_number_of_grades_stops_before_an_update():
+    with pytest.raises(RewardError, match="3 grades for 2 responses"):
+        score_batch(batch("aa"), Grades(scores(1, 1, 1)))
+
+
+def test_a_function_of_the_whole_batch_is_used_as_it_is():
+    reward = WholeBatchReward(lambda data: torch.arange(len(data)))
+    scored = score_batch(batch("aab"), reward)
+    assert scored.batch.batch["token_level_scores"].sum(1).tolist() == [0, 1, 2]
+
+
+def test_scores_of_agent_loops_are_used_as_they_are():
+    data = batch("aa")
+    data.batch["rm_scores"] = torch.tensor([[0.0, 2.0], [0.0, 3.0]])
+
+    class Manager(Grades):
+        def __call__(self, data, return_dict=False):
+            return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": {}}
+
+    grader = Manager()
+    assert score_batch(data, grader).batch.batch["token_level_scores"].sum(1).tolist() == [2, 3]
+    assert grader.graded == []

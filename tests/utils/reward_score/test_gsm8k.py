@@ -1,0 +1,79 @@
+import time
+
+import pytest
+
+from verl.utils.reward_score import default_compute_score
+from verl.utils.reward_score.gsm8k import compute_score, extract_solution
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so it is\n#### 72", "72"),
+        ("#### 1,234", "1234"),
+        ("#### -5", "-5"),
+        ("#### $18", "18"),
+        ("#### 3.50", "3.50"),
+        ("#### 72.", "72"),
+        ("first #### 1 then #### 2", "2"),
+        ("the answer is 72", None),
+        ("####", None),
+        ("", None),
+        ("#### 7" + "x" * 300, None),  # too far from the end
+    ],
+)
+def test_the_strict_answer_is_the_last_marked_number(text, answer):
+    assert extract_solution(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [("it is 72", "72"), ("from 3 to 4.", "4"), ("none", None)]
+)
+def test_the_flexible_answer_is_the_last_number(text, answer):
+    assert extract_solution(text, method="flexible") == answer
+
+
+def test_a_right_answer_scores_and_a_wrong_one_earns_its_format_at_most():
+    assert compute_score("#### 72", "72") == 1.0
+    assert compute_score("#### 71", "72") == 0.0
+    assert compute_score("#### 71", "72", format_score=0.1) == 0.1
+    assert compute_score("72", "72", format_score=0.1) == 0.0
+    assert compute_score("#### 72", "72", score=5.0) == 5.0
+
+
+def test_the_ground_truth_may_be_the_datasets_whole_solution():
+    assert compute_score("#### 72", "48+24 = <<48+24=72>>72 clips.\n#### 72") == 1.0
+    assert compute_score("#### 1,072", "1072") == 1.0
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="'loose'; it must be one of: strict, flexible"):
+        extract_solution("x", method="loose")
+
+
+@pytest.mark.parametrize("text", ["#" * 10**6, "1," * 10**6, "#### " * 10**6, "9" * 10**6])
+def test_long_responses_cost_no_time(text):
+    start = time.perf_counter()
+    compute_score(text, "1")
+    compute_score(text, "1", method="flexible")
+    assert time.perf_counter() - start < 0.1
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k", "gsm8k"])
+def test_the_data_source_chooses_the_function(source):
+    assert default_compute_score(source, "#### 4", "4") == 1.0
+    assert default_compute_score(data_source=source, solution_str="x", ground_truth="4") == 0.0
+
+
+def test_an_unknown_data_source_lists_those_that_are_known():
+    with pytest.raises(
+        NotImplementedError, match=r"data_source='riddles'.*gsm8k, openai/gsm8k.*path"
+    ):
+        default_compute_score("riddles", "x", "y")
+
+
+def test_the_old_name_still_works_with_a_warning():
+    from verl.utils.reward_score import _default_compute_score
+
+    with pytest.warns(DeprecationWarning, match="default_compute_score"):
+        assert _default_compute_score("gsm8k", "#### 4", "4") == 1.0

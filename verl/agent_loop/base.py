@@ -1,0 +1,147 @@
+"""What an agent loop is: from one prompt to one trajectory, by talking to a rollout engine.
+
+A loop is made for every sample and runs once. It sends token ids and receives token ids; what the
+model has said is never turned into text and back. `response_mask` says which tokens of the response
+are the model's own: only those are trained. Loops are chosen per row by `agent_name`.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from verl.agent_loop.server_manager import AsyncLLMServerManager
+from verl.utils.dataset.prompts import Prompt, encode_prompt
+from verl.utils.registry import Registry
+
+Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
+
+
+@dataclass(kw_only=True)
+class AgentLoopMetrics:
+    """Where the time of one trajectory went."""
+
+    generate_sequences: float = 0.0
+    """Seconds of generation."""
+
+    tool_calls: float = 0.0
+    """Seconds in tools."""
+
+    num_preempted: int = -1
+    """Times the engine had to start over; -1 if it does not say."""
+
+
+@dataclass(kw_only=True)
+class AgentLoopOutput:
+    """One trajectory. `metrics` may be given as a mapping with the fields of `AgentLoopMetrics`."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """Everything after the prompt, replies of tools included."""
+
+    response_mask: list[int]
+    """1 for tokens of the model, 0 for what tools and users said."""
+
+    response_logprobs: list[float] | None = None
+    routed_experts: Any = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    """Set when the loop has scored the trajectory itself."""
+
+    num_turns: int = 0
+    stop_reason: str = ""
+    """Why the model's last turn ended: `stop`, `length` or `abort`."""
+
+    metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    """Columns to add to the batch."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.metrics, Mapping):
+            self.metrics = AgentLoopMetrics(**self.metrics)
+        if len(self.response_mask) != len(self.response_ids):
+            raise ValueError(
+                f"response_mask has {len(self.response_mask)} entries for "
+                f"{len(self.response_ids)} response_ids; each token needs one"
+            )
+        log_probs = self.response_logprobs
+        if log_probs is not None and len(log_probs) != len(self.response_ids):
+            raise ValueError(
+                f"response_logprobs has {len(log_probs)} entries for {len(self.response_ids)} "
+                "response_ids; tokens that were not sampled need 0.0"
+            )
+
+
+@dataclass(frozen=True)
+class DictConfigWrap:
+    """A section of the configuration, handed to loops whole."""
+
+    config: Any
+
+
+class AgentLoopBase(ABC):
+    """One prompt on its way to a trajectory.
+
+    `trainer_config.config` is the whole configuration, `dataset_config.config` its data section.
+    Subclasses take `**kwargs` and pass them on: what their YAML entry adds arrives there too.
+    """
+
+    def __init__(
+        self,
+        trainer_config: DictConfigWrap,
+        server_manager: AsyncLLMServerManager,
+        tokenizer: Any,
+        processor: Any = None,
+        dataset_cls: type[Any] | None = None,
+        dataset_config: DictConfigWrap | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.config = trainer_config.config
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        self.data_config = self.config.data if dataset_config is None else dataset_config.config
+        self.apply_chat_template_kwargs = dict(self.data_config.apply_chat_template_kwargs)
+        self.loop = asyncio.get_running_loop()
+
+    @classmethod  # noqa: B027
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
+        """Called once per class before its first loop is made: for tools, clients and the like."""
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Make the trajectory. `kwargs` are the columns of the row, `raw_prompt` among them."""
+
+    async def apply_chat_template(
+        self,
+        messages: Prompt,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """Token ids of a prompt, within `data.max_prompt_length` as `data.truncation` says."""
+        if images or videos:
+            raise ValueError(
+                "the prompt has images or videos; the built-in engine continues text only"
+            )
+        return encode_prompt(
+            messages,
+            self.tokenizer,
+            max_tokens=self.config.actor_rollout_ref.rollout.prompt_length,
+            truncation=self.data_config.truncation,
+            tools=tools,
+            template_kwargs=self.apply_chat_template_kwargs,
+        )
+
+
+agent_loops = Registry[type[AgentLoopBase]](
+    "agent loop", single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop"
+)
+
+
+def register(agent_name: str) -> Callable[[Loop], Loop]:
+    """Class decorator: rows whose `agent_name` is this name run this loop."""
+    return agent_loops.register(agent_name)

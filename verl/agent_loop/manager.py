@@ -1,0 +1,198 @@
+"""`AgentLoopManager`: a batch of prompts in, a batch of trajectories out.
+
+Every row gets a loop of its own; all of them run at the same time on one event loop, and the
+engines batch what they ask for. Results stand in the order of the rows, whichever finished first.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, DictConfigWrap, agent_loops
+from verl.agent_loop.server_manager import AsyncLLMServerManager
+from verl.agent_loop.trajectories import as_batch, timing_of
+from verl.agent_loop.trajectory_info import trajectory_info
+from verl.protocol import DataProto
+from verl.utils.dataset.rl_dataset import get_dataset_class
+from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
+from verl.workers.rollout.base import Rollout
+
+SEED_COLUMN = "sampling_seed"
+"""Rows may carry the seed of their sample; without it the engine takes a fresh one."""
+
+
+@dataclass(frozen=True)
+class LoopClass:
+    """A class and the further arguments its YAML entry gives it."""
+
+    cls: type[AgentLoopBase]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class AgentLoopManager:
+    """Runs agent loops over `rollouts`, or over the engines of a worker group in this process."""
+
+    def __init__(
+        self,
+        config: Any,
+        worker_group: Any = None,
+        rollout_resource_pool: Any = None,
+        rm_resource_pool: Any = None,
+        *,
+        rollouts: Sequence[Rollout] | None = None,
+        tokenizer: Any = None,
+        processor: Any = None,
+    ) -> None:
+        self.config = config
+        self.worker_group = worker_group
+        self.tokenizer = tokenizer
+        self.processor = processor
+        if rollouts is None:
+            rollouts = [worker.rollout for worker in worker_group.workers]
+        self.rollout_replicas = list(rollouts)
+        self._dataset_cls = get_dataset_class(config.data)
+        trace = config.actor_rollout_ref.rollout.trace
+        if trace.backend is not None:
+            RolloutTraceConfig.init(
+                config.trainer.project_name,
+                config.trainer.experiment_name,
+                trace.backend,
+                trace.token2text,
+                trace.max_samples_per_step_per_worker,
+            )
+        self._loops = listed_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+        self._ready: set[type[AgentLoopBase]] = set()
+
+    @property
+    def server_handles(self) -> list[Rollout]:
+        return self.rollout_replicas
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Continue every row once. For code that has an event loop there is the async one."""
+        return asyncio.run(self.generate_sequences_async(prompts))
+
+    async def generate_sequences_async(self, prompts: DataProto) -> DataProto:
+        params = self.sampling_params(prompts.meta_info)
+        servers = AsyncLLMServerManager(self.config, self.rollout_replicas)
+        rows = rows_of(prompts.non_tensor_batch)
+        # One task per row, made in row order: samples of a prompt reach the engine together.
+        tasks = [
+            asyncio.create_task(self._run_traced(row, dict(params), servers, **info))
+            for row, info in zip(rows, self._trace_infos(prompts), strict=True)
+        ]
+        try:
+            outputs = list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+        batch = as_batch(
+            outputs,
+            prompt_length=self.config.actor_rollout_ref.rollout.prompt_length,
+            response_length=self.config.actor_rollout_ref.rollout.response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        num_cut = sum(output.stop_reason == "length" for output in outputs)
+        batch.meta_info["timing"] = timing_of(outputs)
+        batch.meta_info["metrics"] = {"rollout/truncated_ratio": num_cut / len(outputs)}
+        return batch
+
+    def sampling_params(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
+        """What every loop of a batch samples with.
+
+        With `meta_info["validate"]` those of validation; `meta_info["do_sample"]=False` is greedy.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        is_validation = bool(meta_info.get("validate", False))
+        source = rollout.val_kwargs if is_validation else rollout
+        does_sample = bool(meta_info.get("do_sample", source.do_sample))
+        return {
+            "temperature": source.temperature if does_sample else 0.0,
+            "top_p": source.top_p,
+            "top_k": source.top_k,
+            "repetition_penalty": rollout.repetition_penalty,
+            "ignore_eos": rollout.ignore_eos,
+        }
+
+    def sleep(self) -> None:
+        """Let the engines give back the memory that only generation needs."""
+        for rollout in self.rollout_replicas:
+            rollout.sleep()
+
+    def wake_up(self) -> None:
+        for rollout in self.rollout_replicas:
+            rollout.wake_up()
+
+    def _trace_infos(self, prompts: DataProto) -> list[dict[str, Any]]:
+        """What `rollout_trace_attr` wants to know of each row; beyond the limit none is traced."""
+        meta_info, columns = prompts.meta_info, prompts.non_tensor_batch
+        step, is_validation = meta_info.get("global_steps", -1), meta_info.get("validate", False)
+        index = columns["index"] if "index" in columns else range(len(prompts))
+        infos = trajectory_info(step, list(index), bool(is_validation))
+        limit = RolloutTraceConfig.get_instance().max_samples_per_step_per_worker
+        return [
+            {**info, "trace": limit is None or place < limit} for place, info in enumerate(infos)
+        ]
+
+    async def _run_traced(
+        self,
+        row: dict[str, Any],
+        params: dict[str, Any],
+        servers: AsyncLLMServerManager,
+        **info: Any,
+    ) -> AgentLoopOutput:
+        with rollout_trace_attr(name="agent_loop", **info):
+            return await self._run_row(row, params, servers)
+
+    async def _run_row(
+        self, row: dict[str, Any], params: dict[str, Any], servers: AsyncLLMServerManager
+    ) -> AgentLoopOutput:
+        if row.get(SEED_COLUMN) is not None:
+            params["seed"] = int(row.pop(SEED_COLUMN))
+        default = self.config.actor_rollout_ref.rollout.agent.default_agent_loop
+        loop = self._make_loop(row.get("agent_name") or default, servers)
+        return await loop.run(params, **row)
+
+    def _make_loop(self, name: str, servers: AsyncLLMServerManager) -> AgentLoopBase:
+        known = self._loops.get(name) or LoopClass(agent_loops[name])
+        if known.cls not in self._ready:
+            known.cls.init_class(self.config, self.tokenizer, self.processor, **known.kwargs)
+            self._ready.add(known.cls)
+        return known.cls(
+            trainer_config=DictConfigWrap(self.config),
+            server_manager=servers,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            dataset_cls=self._dataset_cls,
+            dataset_config=DictConfigWrap(self.config.data),
+            **known.kwargs,
+        )
+
+
+def rows_of(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    names = list(columns)
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def listed_loops(path: str | None) -> dict[str, LoopClass]:
+    """The loops of a YAML file: a list of `{name, _target_, ...}`, `_target_` being a class."""
+    if path is None:
+        return {}
+    entries = yaml.safe_load(Path(path).expanduser().read_text())
+    loops: dict[str, LoopClass] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
+            raise ValueError(
+                f"{path} lists {entry!r}; every agent loop needs a name and a _target_, the full "
+                "name of its class"
+            )
+        kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
+        loops[entry["name"]] = LoopClass(
+            load_class_from_fqn(entry["_target_"], "agent loop"), kwargs
+        )
+    return loops

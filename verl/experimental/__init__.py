@@ -1,0 +1,1 @@
+"""Import paths that older code uses; the code itself is elsewhere."""

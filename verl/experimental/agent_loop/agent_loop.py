@@ -1,0 +1,23 @@
+"""Older import path of `verl.agent_loop`."""
+
+from verl.agent_loop import (
+    AgentLoopBase,
+    AgentLoopManager,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    AsyncLLMServerManager,
+    DictConfigWrap,
+    register,
+)
+from verl.agent_loop.trajectory_info import get_trajectory_info
+
+__all__ = [
+    "AgentLoopBase",
+    "AgentLoopManager",
+    "AgentLoopMetrics",
+    "AgentLoopOutput",
+    "AsyncLLMServerManager",
+    "DictConfigWrap",
+    "get_trajectory_info",
+    "register",
+]

@@ -1,0 +1,104 @@
+"""Train a policy: `python -m verl.trainer.main_ppo key=value ...`
+
+The command line goes through `verl.config.command` to Hydra, the composed configuration through
+`load_config` and `validate`; what is wrong is said before anything heavy is loaded. Then the plan
+is printed (`trainer.dry_run=True`) or the run starts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from verl.config import command
+from verl.config.base import ReadLog
+from verl.config.convert import to_dictconfig
+from verl.config.effects import report_unread
+from verl.config.faults import ConfigError
+from verl.config.load import Loaded, load_config
+from verl.config.ppo import PPOConfig
+from verl.config.validate import validate
+from verl.trainer.plan.render import make_plan, print_plan
+from verl.utils.exit_codes import EndsTheRun
+from verl.utils.import_utils import lazy_attribute
+
+CONFIG_NAME = "ppo_trainer"
+CONFIG_DIR = Path(__file__).parent / "config"
+
+
+# What loads torch is imported when a run starts, not when a mistake is reported.
+_LAZY = {
+    "TaskRunner": "verl.trainer.task_runner:TaskRunner",
+    "create_rl_dataset": "verl.trainer.ppo.datasets:create_rl_dataset",
+    "create_rl_sampler": "verl.trainer.ppo.datasets:create_rl_sampler",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return lazy_attribute(__name__, _LAZY, name)
+
+
+def main(config: DictConfig | None = None) -> None:
+    """The command; with a configuration, run that one instead of the command line's."""
+    if config is not None:
+        run_ppo(config)
+    else:
+        command.run(from_hydra, CONFIG_NAME, CONFIG_DIR)
+
+
+@hydra.main(config_path="config", config_name=CONFIG_NAME, version_base=None)
+def from_hydra(config: DictConfig) -> None:
+    try:
+        run(load_config(config, PPOConfig, overrides=command.task_overrides()))
+    except ConfigError as error:
+        command.refuse(str(error))
+    except EndsTheRun as error:
+        command.refuse(str(error), error.exit_code)
+
+
+def run_ppo(config: DictConfig | PPOConfig, task_runner_class: type[Any] | None = None) -> None:
+    """Train with a composed configuration, for programs that have a `main` of their own.
+
+    Keys that verl does not know are kept for them, and they may have registered names of theirs.
+    """
+    run(load_config(config, PPOConfig, keeps_unknown=True), task_runner_class, names_are_open=True)
+
+
+def run(
+    loaded: Loaded, task_runner_class: type[Any] | None = None, *, names_are_open: bool = False
+) -> None:
+    """Say what was translated, refuse what is wrong, then print the plan or train."""
+    command.say(loaded.notices)
+    config = loaded.config
+    faults = validate(
+        config, loaded.user_set, known_faults=loaded.faults, names_are_open=names_are_open
+    )
+    missing = [fault for fault in faults if fault.is_about_machine]
+    mistakes = [fault for fault in faults if not fault.is_about_machine]
+    if config.trainer.dry_run:
+        if mistakes:
+            raise ConfigError(mistakes)
+        print_plan(make_plan(loaded, missing))
+    elif faults:
+        raise ConfigError(faults)
+    else:
+        train(loaded, task_runner_class)
+
+
+def train(loaded: Loaded, task_runner_class: type[Any] | None) -> None:
+    """Run, then name the settings that nothing looked at.
+
+    A runner of somebody's own gets the configuration in the form that Hydra would have given it.
+    """
+    if task_runner_class is not None:
+        task_runner_class().run(to_dictconfig(loaded.config))
+        return
+    log = ReadLog()
+    log.attach(loaded.config)
+    lazy_attribute(__name__, _LAZY, "TaskRunner")().run(loaded.config)
+    command.say(report_unread(loaded.config, loaded.user_set, log))
+
+
+if __name__ == "__main__":
+    main()

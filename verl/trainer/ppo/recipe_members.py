@@ -1,0 +1,82 @@
+"""Members of the trainer that recipes with a loop of their own call, under the names they know."""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.config.ppo import PPOConfig
+from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_dump import dump_generations
+from verl.trainer.ppo.validation import dump_batch
+from verl.utils.profiler import DistProfiler, marked_timer
+from verl.utils.tracking import ValidationGenerationsLogger
+
+
+class RecipeMembers:
+    """What these methods read is set by the trainer."""
+
+    config: PPOConfig
+    tokenizer: Any
+    global_steps: int
+    validation_generations_logger: ValidationGenerationsLogger
+    profiler: DistProfiler
+
+    def _start_profiling(self, do_profile: bool) -> None:
+        """Record this step, if the actor's profiler is enabled; workers here share this process."""
+        if do_profile:
+            self.profiler.start(role="step", profile_step=self.global_steps)
+
+    def _stop_profiling(self, do_profile: bool) -> None:
+        if do_profile:
+            self.profiler.stop()
+
+    def _log_rollout_data(
+        self,
+        batch: DataProto,
+        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        timing_raw: MutableMapping[str, float],
+        rollout_data_dir: str,
+    ) -> None:
+        """Write the responses of a step; what was reported beside scores is in the batch too."""
+        with marked_timer("dump_rollout_generations", timing_raw):
+            dump_batch(batch, rollout_data_dir, self.global_steps, self.tokenizer)
+
+    def _dump_generations(
+        self,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        gts: Sequence[Any],
+        scores: Sequence[float],
+        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        dump_path: str | Path,
+    ) -> None:
+        dump_generations(
+            dump_path,
+            self.global_steps,
+            inputs=inputs,
+            outputs=outputs,
+            gts=gts,
+            scores=scores,
+            reward_extra_infos=reward_extra_infos_dict,
+        )
+
+    def _maybe_log_val_generations(
+        self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[Any]
+    ) -> None:
+        """Show some samples in the trackers: `trainer.log_val_generations` of them."""
+        count = self.config.trainer.log_val_generations
+        if count:
+            table = sample_table(inputs, outputs, scores)[:count]
+            loggers = self.config.trainer.logger
+            self.validation_generations_logger.log(loggers, table, self.global_steps)
+
+
+def sample_table(
+    inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[Any]
+) -> list[tuple[str, str, Any]]:
+    """The samples in an order that is the same each time and does not favour any."""
+    rows = sorted(zip(inputs, outputs, scores, strict=True), key=lambda row: row[0])
+    order = np.random.RandomState(42).permutation(len(rows))
+    return [rows[place] for place in order]

@@ -1,0 +1,132 @@
+"""Validation: held-out prompts, sampling settings of their own, the same graders.
+
+A response that could not be graded has no value (None) and is counted as missing; it is not wrong.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.rollout_dump import dump_generations
+from verl.trainer.ppo.scoring import Grader, graded
+from verl.trainer.ppo.validation_metrics import (
+    collect_reward_extras,
+    name_validation_metrics,
+    process_validation_metrics,
+)
+from verl.workers.reward_manager.abstract import precomputed_rewards
+from verl.workers.reward_manager.results import Score
+
+Extras = dict[str, Any]
+
+
+@dataclass
+class ValidationSamples:
+    """Every response of a validation, column by column."""
+
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    ground_truths: list[Any] = field(default_factory=list)
+    scores: list[float | None] = field(default_factory=list)
+    extras: list[Extras] = field(default_factory=list)
+    uids: list[str] = field(default_factory=list)
+    data_sources: list[str] = field(default_factory=list)
+    num_turns: list[int] = field(default_factory=list)
+
+    def add(
+        self, batch: DataProto, results: list[tuple[float | None, Extras]], tokenizer: Any
+    ) -> None:
+        """Add a batch and, for each of its responses, the score and what else was reported."""
+        arrays = batch.non_tensor_batch
+        inputs, outputs = texts_of(batch, tokenizer)
+        self.inputs += inputs
+        self.outputs += outputs
+        self.ground_truths += [entry["ground_truth"] for entry in arrays["reward_model"]]
+        self.scores += [score for score, _ in results]
+        self.extras += [extras for _, extras in results]
+        self.uids += list(arrays["uid"])
+        self.data_sources += list(arrays["data_source"])
+        self.num_turns += arrays["__num_turns__"].tolist()
+
+    def columns(self) -> dict[str, list[Any]]:
+        """What graders reported beside the score, None where they did not."""
+        return collect_reward_extras(self.extras)
+
+    def dump(self, folder: str, step: int) -> None:
+        """Write all samples as JSON lines."""
+        dump_generations(
+            folder,
+            step,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            gts=self.ground_truths,
+            scores=self.scores,  # pyright: ignore[reportArgumentType]
+            reward_extra_infos=self.columns(),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        values = {"reward": self.scores, **self.columns()}
+        nested = process_validation_metrics(self.data_sources, self.uids, values)
+        turns = np.array(self.num_turns)
+        return {
+            **name_validation_metrics(nested),
+            "val-aux/num_turns/min": float(turns.min()),
+            "val-aux/num_turns/max": float(turns.max()),
+            "val-aux/num_turns/mean": float(turns.mean()),
+        }
+
+
+def validate(
+    batches: Iterable[DataProto], reward_fn: Callable[..., Any], tokenizer: Any
+) -> ValidationSamples:
+    """Grade batches of responses as they are generated."""
+    samples = ValidationSamples()
+    for batch in batches:
+        samples.add(batch, results_of(batch, reward_fn), tokenizer)
+    return samples
+
+
+def results_of(batch: DataProto, reward_fn: Any) -> list[tuple[float | None, Extras]]:
+    """Score and further reports of each response; a score of None where there is no verdict."""
+    if isinstance(reward_fn, Grader) and precomputed_rewards(batch) is None:
+        grades, _ = graded(batch, reward_fn)
+        return [(g.value, g.extras) if isinstance(g, Score) else (None, {}) for g in grades]
+    rewards, extras = compute_reward(batch, reward_fn)  # pyright: ignore[reportArgumentType]
+    return [
+        (score, {name: values[row] for name, values in extras.items()})
+        for row, score in enumerate(rewards.sum(-1).tolist())
+    ]
+
+
+def texts_of(batch: DataProto, tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Prompts and responses as text, without padding and special tokens."""
+    num_positions = batch.batch["responses"].shape[1]
+    masks = (
+        batch.batch["attention_mask"]
+        .bool()
+        .split([batch.batch["prompts"].shape[1], num_positions], dim=1)
+    )
+    texts = []
+    for ids, mask in zip((batch.batch["prompts"], batch.batch["responses"]), masks, strict=True):
+        rows = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+        texts.append(tokenizer.batch_decode(rows, skip_special_tokens=True))
+    return texts[0], texts[1]
+
+
+def dump_batch(batch: DataProto, folder: str, step: int, tokenizer: Any) -> None:
+    """Write the responses of a training batch with their scores."""
+    inputs, outputs = texts_of(batch, tokenizer)
+    extras = batch.meta_info.get("reward_extra_keys", [])
+    dump_generations(
+        folder,
+        step,
+        inputs=inputs,
+        outputs=outputs,
+        gts=[entry["ground_truth"] for entry in batch.non_tensor_batch["reward_model"]],
+        scores=batch.batch["token_level_scores"].sum(-1).tolist(),
+        reward_extra_infos={name: list(batch.non_tensor_batch[name]) for name in extras},
+    )

@@ -1,0 +1,103 @@
+"""`TaskRunner`: from a configuration to a trainer that runs. Recipes override a hook or two.
+
+Each `add_*` method chooses the worker class of a role; `run` makes tokenizer, rewards, datasets and
+trainer out of the configuration, in this order, and trains.
+"""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl.config.ppo import PPOConfig
+from verl.single_controller.base.controller import Controller
+from verl.single_controller.local import CONTROLLER
+from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.run import as_ppo_config
+from verl.trainer.ppo.trainer import PPOTrainer
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from verl.utils.dataset.prompts import set_chat_template
+from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import import_external_libs
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
+
+POOL = "global_pool"
+
+
+class TaskRunner:
+    """Builds and runs one training run in this process."""
+
+    trainer_class: type[PPOTrainer] = PPOTrainer
+
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Role, type] = {}
+        self.mapping: dict[Role, str] = {}
+
+    def controller(self, config: PPOConfig) -> Controller:
+        """Who runs the workers."""
+        num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        if config.trainer.controller == "ray" or num_ranks > 1:
+            raise ValueError(
+                f"trainer.nnodes * trainer.n_gpus_per_node is {num_ranks}, trainer.controller is "
+                f"{config.trainer.controller!r}; this version trains on one device in one process: "
+                "set trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.controller=local"
+            )
+        return CONTROLLER
+
+    def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[type, Any]:
+        """The policy's worker class and the class of its group."""
+        role = Role.ActorRolloutRef if need_reference_policy(config) else Role.ActorRollout
+        self.role_worker_mapping[role] = ActorRolloutRefWorker
+        self.mapping[role] = POOL
+        return ActorRolloutRefWorker, self.controller(config).worker_group
+
+    def add_critic_worker(self, config: PPOConfig) -> None:
+        if need_critic(config):
+            self.role_worker_mapping[Role.Critic] = CriticWorker
+            self.mapping[Role.Critic] = POOL
+
+    def add_reward_model_worker(self, config: PPOConfig) -> None:
+        """Rewards come from functions here; the trainer refuses `reward_model.enable`."""
+
+    def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type) -> None:
+        """The reference lives in the policy's worker; a recipe may give it one of its own."""
+
+    def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
+        pools = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        return self.controller(config).resource_pool_manager(pools, self.mapping)
+
+    def run(self, config: PPOConfig | DictConfig) -> None:
+        trainer = self.build(as_ppo_config(config))
+        trainer.init_workers()
+        trainer.fit()
+
+    def build(self, config: PPOConfig) -> PPOTrainer:
+        """The trainer, its workers not yet started."""
+        import_external_libs(config.actor_rollout_ref.model.external_lib)
+        worker_class, group_class = self.add_actor_rollout_worker(config)
+        self.add_critic_worker(config)
+        self.add_reward_model_worker(config)
+        self.add_ref_policy_worker(config, worker_class)
+        tokenizer, processor = load_tokenizer(config)
+        kwargs = config.reward_model.reward_kwargs
+        return self.trainer_class(
+            config=config,
+            tokenizer=tokenizer,
+            processor=processor,
+            role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=self.init_resource_pool_mgr(config),
+            ray_worker_group_cls=group_class,
+            reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **kwargs),
+            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **kwargs),
+            controller=self.controller(config),
+        )
+
+
+def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:
+    """The tokenizer, with the chat template that the configuration names, and the processor."""
+    model = config.actor_rollout_ref.model
+    path = copy_to_local(config.data.tokenizer or model.tokenizer_path or model.path)
+    trusts = config.data.trust_remote_code or model.trust_remote_code
+    tokenizer = hf_tokenizer(path, trust_remote_code=trusts)
+    set_chat_template(tokenizer, config.data.chat_template or model.custom_chat_template)
+    return tokenizer, hf_processor(path, trust_remote_code=trusts)

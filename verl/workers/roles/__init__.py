@@ -1,0 +1,6 @@
+"""The workers of a run: one class per role, its methods called through a worker group."""
+
+from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
+from verl.workers.roles.critic import CriticWorker
+
+__all__ = ["ActorRolloutRefWorker", "CriticWorker"]

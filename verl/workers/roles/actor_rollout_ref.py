@@ -1,0 +1,183 @@
+"""The policy's worker: trains it, generates with it, and keeps its frozen reference.
+
+All three share one process so that generation uses the very weights that training writes. On one
+device the built-in rollout engine holds no weights of its own; there is nothing to synchronise.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.config.actor import FSDPActorConfig
+from verl.config.ppo import ActorRolloutRefConfig
+from verl.config.ref import FSDPRefConfig
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from verl.single_controller.base.worker import Worker
+from verl.utils.checkpoint.one_device import OneDeviceCheckpointManager
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.roles.building import build_engine, micro_batching
+from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
+from verl.workers.rollout.native.memory import cache_budget
+
+MESH = "actor"
+
+
+class ActorRolloutRefWorker(Worker):
+    """Actor, rollout and reference policy of one rank; `role` names which of them it plays."""
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        role: str,
+        *,
+        device: str = "cpu",
+        total_training_steps: int = -1,
+    ) -> None:
+        super().__init__()
+        assert isinstance(config.actor, FSDPActorConfig)
+        self.config = config
+        self.device = device
+        self.is_ref = "ref" in role
+        self.total_training_steps = total_training_steps
+        self._register_dispatch_collect_info(MESH, dp_rank=self.rank, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the policy, the reference if there is one, and the rollout engine."""
+        config, actor = self.config, self.config.actor
+        assert isinstance(actor, FSDPActorConfig)
+        actor.optim.total_training_steps = self.total_training_steps
+        self.engine = build_engine(
+            config.model,
+            actor.fsdp_config,
+            actor.optim,
+            device=self.device,
+            max_grad_norm=actor.grad_clip,
+            gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        )
+        self.tokenizer = hf_tokenizer(
+            config.model.tokenizer_path or config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        self.actor = DataParallelPPOActor(actor, self.engine)
+        self.rollout = self._build_rollout()
+        self.checkpoints = OneDeviceCheckpointManager(
+            self.engine.module,
+            self.engine,
+            processing_class=self.tokenizer,
+            checkpoint_config=actor.checkpoint,
+        )
+        if self.is_ref:
+            assert isinstance(config.ref, FSDPRefConfig)
+            self.reference = build_engine(
+                config.model,
+                config.ref.fsdp_config,
+                None,
+                device=self.device,
+                path=config.ref.model.path,
+            )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` of the responses under the current policy."""
+        rollout = self.config.rollout
+        columns = self.actor.compute_log_prob(
+            data.batch,
+            micro_batching=micro_batching(
+                by_tokens=rollout.log_prob_use_dynamic_bsz,
+                tokens=rollout.log_prob_max_token_len_per_gpu,
+                rows=rollout.log_prob_micro_batch_size_per_gpu,
+            ),
+            temperature=rollout.temperature,
+        )
+        return DataProto.from_dict(
+            tensors={"old_log_probs": columns["log_probs"], "entropys": columns["entropy"]},
+            meta_info={
+                "temperature": rollout.temperature,
+                "old_policy_version": self.engine.policy_version,
+            },
+        )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob` of the responses under the reference, at the rollout temperature."""
+        ref = self.config.ref
+        columns = self.reference.infer_batch(
+            data.batch,
+            micro_batching=micro_batching(
+                by_tokens=ref.log_prob_use_dynamic_bsz,
+                tokens=ref.log_prob_max_token_len_per_gpu,
+                rows=ref.log_prob_micro_batch_size_per_gpu,
+            ),
+            temperature=self.config.rollout.temperature,
+        )
+        return DataProto.from_dict(tensors={"ref_log_prob": columns["log_probs"]})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
+        config = self.config
+        metrics = self.actor.update_policy(
+            data.batch,
+            rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n // self.world_size,
+            temperature=config.rollout.temperature,
+            old_policy_version=data.meta_info.get("old_policy_version"),
+        )
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write the policy and its optimizer into a folder that the caller commits."""
+        self.checkpoints.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Continue from a folder that the caller has verified."""
+        self.checkpoints.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+    def _build_rollout(self) -> NativeEngine:
+        rollout, tokenizer = self.config.rollout, self.tokenizer
+        if rollout.name != "native":
+            raise ValueError(
+                f"rollout.name is {rollout.name!r}; this worker runs the built-in engine: "
+                "set actor_rollout_ref.rollout.name=native"
+            )
+        return NativeEngine(
+            self.engine.module,
+            EngineLimits(
+                max_num_seqs=rollout.max_num_seqs,
+                max_prompt_tokens=rollout.prompt_length,
+                max_response_tokens=rollout.response_length,
+                max_prefill_tokens=rollout.max_num_batched_tokens,
+                max_cache_bytes=cache_budget(self.engine.device, rollout.gpu_memory_utilization),
+            ),
+            eos_token_ids=end_tokens(self.engine.module, tokenizer),
+            version=lambda: self.engine.policy_version,
+            decode_text=lambda ids: str(tokenizer.decode(ids)),
+        )
+
+
+def end_tokens(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a response: the model's, its generation config's, the tokenizer's."""
+    ids: set[int] = set()
+    stated: list[Any] = [tokenizer.eos_token_id, module.config.get_text_config().eos_token_id]
+    if module.generation_config is not None:
+        stated.append(module.generation_config.eos_token_id)
+    for value in stated:
+        if value is not None:
+            ids.update([value] if isinstance(value, int) else value)
+    return sorted(ids)

@@ -1,0 +1,77 @@
+"""The critic's worker."""
+
+from verl.config.critic import FSDPCriticConfig
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from verl.single_controller.base.worker import Worker
+from verl.utils.checkpoint.one_device import OneDeviceCheckpointManager
+from verl.workers.critic.dp_critic import DataParallelPPOCritic
+from verl.workers.roles.building import build_engine
+
+MESH = "critic"
+
+
+class CriticWorker(Worker):
+    """The value function of one rank."""
+
+    def __init__(
+        self, config: FSDPCriticConfig, *, device: str = "cpu", total_training_steps: int = -1
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.device = device
+        self.total_training_steps = total_training_steps
+        self._register_dispatch_collect_info(MESH, dp_rank=self.rank, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the value model and build its optimizer."""
+        config = self.config
+        config.optim.total_training_steps = self.total_training_steps
+        self.engine = build_engine(
+            config.model,
+            config.model.fsdp_config,
+            config.optim,
+            device=self.device,
+            max_grad_norm=config.grad_clip,
+            is_value_model=True,
+            gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        )
+        self.critic = DataParallelPPOCritic(config, self.engine)
+        self.checkpoints = OneDeviceCheckpointManager(
+            self.engine.module, self.engine, checkpoint_config=config.checkpoint
+        )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def compute_values(self, data: DataProto) -> DataProto:
+        """`values` of the response tokens."""
+        return DataProto.from_dict(tensors={"values": self.critic.compute_values(data.batch)})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
+        rows = self.config.ppo_mini_batch_size * self.config.rollout_n // self.world_size
+        metrics = self.critic.update_critic(data.batch, rows_per_step=rows)
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write the value model and its optimizer into a folder that the caller commits."""
+        self.checkpoints.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Continue from a folder that the caller has verified."""
+        self.checkpoints.load_checkpoint(local_path, hdfs_path, del_local_after_load)
