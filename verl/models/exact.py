@@ -94,36 +94,53 @@ class ExactPackedLayout(AttentionLayout):
         outputs, num_tokens = [], sum(self.lengths)
         parts = (x[:num_tokens].split(self.lengths) for x in (query, key, value))
         for q, k, v in zip(*parts, strict=True):
-            k, v = (F.pad(x, (0, 0, 0, 0, 0, self.capacity - len(x))) for x in (k, v))
-            for start in range(0, len(q), QUERIES):
-                tile = q[start : start + QUERIES]
-                outputs.append(exact_attention(tile, k, v, start, options))
+            outputs.append(exact_sequence_attention(q, k, v, self.capacity, options))
         outputs.append(torch.zeros_like(query[num_tokens:]))  # padding of the pass
         return torch.cat(outputs)
 
 
-def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, first_position: int, options: AttentionOptions
+def exact_sequence_attention(
+    q: Tensor, k: Tensor, v: Tensor, capacity: int, options: AttentionOptions
 ) -> Tensor:
-    """Queries (n <= QUERIES, heads, D) at consecutive positions against keys (capacity, KV, D)."""
-    num_queries, kv_heads = len(q), k.shape[1]
-    q = F.pad(q, (0, 0, 0, 0, 0, QUERIES - num_queries))
-    q = q.unflatten(1, (kv_heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)  # (KV, QUERIES * h, D)
-    k, v = (x.transpose(0, 1).contiguous() for x in (k, v))  # (KV, capacity, D)
-    scores = torch.bmm(q.contiguous(), k.transpose(1, 2)) * options.scaling
+    """Queries (n, H, D) of the last n of the tokens whose keys and values (L, KV, D) are given."""
+    positions = torch.arange(len(k) - len(q), len(k), device=k.device)
+    k, v = (F.pad(x.transpose(0, 1), (0, 0, 0, capacity - len(x)))[None] for x in (k, v))
+    tiles = [
+        exact_attention(tile[None], k, v, places[None], options)[0]
+        for tile, places in zip(q.split(QUERIES), positions.split(QUERIES), strict=True)
+    ]
+    return torch.cat(tiles)
+
+
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: AttentionOptions
+) -> Tensor:
+    """One tile of each of B sequences: queries (B, n <= QUERIES, H, D) at `positions` (B, n).
+
+    Keys and values are (B, KV, capacity, D). What lies behind a query's position is not seen, but
+    it must be finite.
+    """
+    num_queries, (kv_heads, capacity) = q.shape[1], k.shape[1:3]
+    q = F.pad(q, (0, 0, 0, 0, 0, QUERIES - num_queries)).unflatten(2, (kv_heads, -1))
+    q = q.transpose(1, 2)  # (B, KV, QUERIES, h, D)
+    scores = _multiply(q, k.transpose(-1, -2)) * options.scaling  # (B, KV, QUERIES, h, capacity)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    position = torch.arange(first_position, first_position + QUERIES).clamp_max(k.shape[1] - 1)
-    distance = position[:, None] - torch.arange(k.shape[1])
-    visible = distance >= 0
+    positions = F.pad(positions, (0, QUERIES - num_queries))
+    distance = positions[:, :, None] - torch.arange(capacity, device=k.device)
+    is_hidden = distance < 0
     if options.sliding_window is not None:
-        visible &= distance < options.sliding_window
-    heads_per_kv = scores.shape[1] // QUERIES
-    scores = scores.masked_fill(~visible.repeat_interleave(heads_per_kv, 0), -torch.inf)
+        is_hidden |= distance >= options.sliding_window
+    scores = scores.masked_fill(is_hidden[:, None, :, None], -torch.inf)
     if options.sinks is not None:
-        sinks = options.sinks.view(kv_heads, 1, heads_per_kv).expand(-1, QUERIES, -1)
-        scores = torch.cat([scores, sinks.reshape(kv_heads, -1, 1)], -1)
-    weights = scores.softmax(-1)[..., : k.shape[1]]
-    output = torch.bmm(weights.contiguous(), v)  # (KV, QUERIES * h, D)
-    output = output.unflatten(1, (QUERIES, -1)).permute(1, 0, 2, 3).flatten(1, 2)
-    return output[:num_queries]
+        sinks = options.sinks.view(1, kv_heads, 1, -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., :capacity]
+    output = _multiply(weights, v)  # (B, KV, QUERIES, h, D)
+    return output.transpose(1, 2).flatten(2, 3)[:, :num_queries]
+
+
+def _multiply(rows: Tensor, matrices: Tensor) -> Tensor:
+    """(B, KV, QUERIES, h, n) times (B, KV, n, m); every product has the same shape."""
+    product = torch.bmm(rows.flatten(2, 3).flatten(0, 1).contiguous(), matrices.flatten(0, 1))
+    return product.view(*rows.shape[:-1], matrices.shape[-1])

@@ -57,12 +57,14 @@ def scaled_logits(hidden: Tensor, head: OutputHead, temperature: float) -> Tenso
     num_rows = len(hidden)
     if head.is_exact:
         hidden = nn.functional.pad(hidden, (0, 0, 0, -num_rows % ROWS))
-        logits = exact_linear(hidden, head.weight, head.bias).float() * head.scale
+        logits = exact_linear(hidden, head.weight, head.bias).float()
     else:
-        logits = nn.functional.linear(hidden, head.weight, head.bias).float() * head.scale
+        logits = nn.functional.linear(hidden, head.weight, head.bias).float()
+    if head.scale != 1:
+        logits = logits * head.scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    return logits[:num_rows] / temperature
+    return logits[:num_rows] if temperature == 1 else logits[:num_rows] / temperature
 
 
 def token_log_probs(

@@ -1,0 +1,149 @@
+"""Slots and the queue: a thousand random schedules, without any tensors."""
+
+import random
+
+from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.native.scheduler import Move, Scheduler
+from verl.workers.rollout.native.sequence import Group, Sample
+
+
+def build_group(name, num_samples, prompt_length=3, num_tokens=4):
+    ids = list(range(prompt_length))
+    group = Group(
+        request=GenerationRequest(
+            request_id=name, prompt_ids=ids, params=SamplingParams(), num_samples=num_samples
+        ),
+        prompt_ids=ids,
+        num_shared=prompt_length,
+        token_limit=num_tokens,
+        stop_token_ids=(),
+    )
+    group.samples = [Sample(group=group, seed=index) for index in range(num_samples)]
+    return group
+
+
+def test_groups_enter_in_order_and_whole():
+    scheduler = Scheduler(num_slots=4, max_prefill_tokens=100)
+    first, second, third = (build_group(name, n) for name, n in (("a", 3), ("b", 2), ("c", 1)))
+    for group in (first, second, third):
+        scheduler.add(group)
+    assert scheduler.admit() == [first]  # two do not fit beside three, and nobody overtakes
+    assert [sample.slot for sample in first.samples] == [0, 1, 2]
+    assert scheduler.admit() == []
+
+
+def test_a_prefill_keeps_to_its_budget_but_lets_one_long_prompt_in():
+    scheduler = Scheduler(num_slots=9, max_prefill_tokens=10)
+    groups = [build_group(str(n), 1, prompt_length=n) for n in (20, 6, 4, 1)]
+    for group in groups:
+        scheduler.add(group)
+    assert scheduler.admit() == groups[:1]
+    assert scheduler.admit() == groups[1:3]
+    assert scheduler.admit() == groups[3:]
+
+
+def test_the_last_row_takes_the_place_of_one_that_leaves():
+    scheduler = Scheduler(num_slots=4, max_prefill_tokens=100)
+    group = build_group("a", 3)
+    scheduler.add(group)
+    scheduler.admit()
+    assert scheduler.leave(group.samples[0]) == Move(source=2, target=0)
+    assert scheduler.rows == [group.samples[2], group.samples[1]]
+    assert [sample.slot for sample in group.samples] == [-1, 1, 0]
+    assert scheduler.leave(group.samples[1]) is None
+
+
+def test_running_groups_that_must_start_over_are_first_in_the_queue():
+    scheduler = Scheduler(num_slots=2, max_prefill_tokens=100)
+    groups = [build_group(str(n), 1) for n in range(3)]
+    for group in groups:
+        scheduler.add(group)
+    scheduler.admit()
+    scheduler.requeue_running()
+    assert list(scheduler.waiting) == groups
+    assert not scheduler.rows
+    assert all(sample.slot == -1 for group in groups for sample in group.samples)
+
+
+class Simulation:
+    """Plays an engine: slots hold the name of who owns them, and moves copy it."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.scheduler = Scheduler(rng.randint(1, 6), rng.randint(1, 12))
+        self.prompt_slots, self.slots = {}, {}
+        self.finished = []
+
+    def submit(self, name):
+        rng = self.rng
+        num_samples = rng.randint(1, self.scheduler.num_slots)
+        group = build_group(name, num_samples, rng.randint(1, 8), rng.randint(1, 5))
+        self.scheduler.add(group)
+        return group
+
+    def step(self):
+        for group in self.scheduler.admit():
+            self.prompt_slots[group.slot] = group
+            for sample in group.unfinished:
+                self.slots[sample.slot] = sample
+        for sample in self.scheduler.rows:
+            sample.output.token_ids.append(0)
+            if sample.num_tokens >= sample.group.token_limit or self.rng.random() < 0.2:
+                sample.output.stop_reason = "stop"
+        self.release()
+
+    def abort(self, group):
+        for sample in group.unfinished:
+            sample.output.stop_reason = "abort"
+            if sample.slot == -1:
+                self.finished.append(sample)
+        self.scheduler.withdraw(group)
+        self.release()
+
+    def release(self):
+        scheduler = self.scheduler
+        for sample in [row for row in scheduler.rows if row.is_finished]:
+            self.finished.append(sample)
+            self.apply(scheduler.leave(sample), self.slots)
+        for group in [group for group in scheduler.groups if group.is_finished]:
+            self.apply(scheduler.leave_group(group), self.prompt_slots)
+
+    def apply(self, move, store):
+        if move is not None:
+            store[move.target] = store[move.source]
+
+    def check(self):
+        scheduler = self.scheduler
+        assert len(scheduler.rows) <= scheduler.num_slots
+        for slot, sample in enumerate(scheduler.rows):
+            assert sample.slot == slot
+            assert self.slots[slot] is sample
+            assert scheduler.groups[sample.group.slot] is sample.group
+        for slot, group in enumerate(scheduler.groups):
+            assert group.slot == slot
+            assert self.prompt_slots[slot] is group
+
+
+def test_a_thousand_random_schedules_lose_no_request_and_leave_no_slot_behind():
+    for seed in range(1000):
+        simulation = Simulation(random.Random(seed))
+        groups = []
+        for number in range(simulation.rng.randint(1, 12)):
+            groups.append(simulation.submit(str(number)))
+            for _ in range(simulation.rng.randint(0, 3)):
+                simulation.step()
+                simulation.check()
+            if simulation.rng.random() < 0.2:
+                simulation.abort(simulation.rng.choice(groups))
+                simulation.check()
+            if simulation.rng.random() < 0.1:
+                simulation.scheduler.requeue_running()
+        for _ in range(1000):
+            if not simulation.scheduler.unfinished:
+                break
+            simulation.step()
+            simulation.check()
+        assert not simulation.scheduler.unfinished, f"schedule {seed} does not come to an end"
+        assert all(group.is_finished and group.slot == -1 for group in groups)
+        everyone = [id(sample) for group in groups for sample in group.samples]
+        assert sorted(everyone) == sorted(map(id, simulation.finished)), f"schedule {seed}"

@@ -1,0 +1,1 @@
+"""Rollout engines: the built-in one, and adapters for others."""

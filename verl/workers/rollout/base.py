@@ -1,0 +1,141 @@
+"""What a rollout engine does: token ids in; token ids, log-probabilities and weight versions out.
+
+Text is no concern of an engine: chat templates and rewards are applied above, and ids are never
+turned into text and back. A prompt and its `num_samples` continuations travel together, so that an
+engine can run the prompt once; the turns of a conversation name their session, so that an engine
+can keep what it computed for the turns before.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt."""
+
+    temperature: float = 1.0
+    """0 always takes the likeliest token; its log-probability is then that at temperature 1."""
+
+    top_k: int = -1
+    """Sample among the k likeliest tokens, and those as likely as the k-th; -1 or 0 among all."""
+
+    top_p: float = 1.0
+    """Sample among the fewest tokens whose probabilities reach this sum."""
+
+    min_p: float = 0.0
+    """Sample among tokens at least this share as likely as the likeliest."""
+
+    repetition_penalty: float = 1.0
+    """Divide positive logits of tokens seen before (multiply negative ones)."""
+
+    max_tokens: int = 512
+    """Most tokens to generate."""
+
+    stop: tuple[str, ...] = ()
+    """Texts that end the response; the token that completes one is the last."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the response, beside the model's own; kept too."""
+
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens, for measurements of fixed length."""
+
+    seed: int | None = None
+    """Equal seeds give equal responses, whatever else runs at the same time."""
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name} is {value}; {rule}"
+            for name, value, rule, holds in (
+                ("temperature", self.temperature, "it must be 0 or more", self.temperature >= 0),
+                ("top_k", self.top_k, "it must be -1 (off) or more", self.top_k >= -1),
+                ("top_p", self.top_p, "it must be above 0 and at most 1", 0 < self.top_p <= 1),
+                ("min_p", self.min_p, "it must be from 0 to 1", 0 <= self.min_p <= 1),
+                ("max_tokens", self.max_tokens, "it must be 1 or more", self.max_tokens >= 1),
+                (
+                    "repetition_penalty",
+                    self.repetition_penalty,
+                    "it must be above 0",
+                    self.repetition_penalty > 0,
+                ),
+                ("stop", self.stop, "it must be a tuple of texts", is_texts(self.stop)),
+            )
+            if not holds
+        ]
+        if faults:
+            raise ValueError("; ".join(faults))
+
+
+def is_texts(stop: object) -> bool:
+    """Whether it is a collection of texts; one bare text would stop at each of its letters."""
+    return isinstance(stop, tuple | list) and all(isinstance(s, str) and s for s in stop)
+
+
+@dataclass(kw_only=True)
+class TokenOutput:
+    """One continuation of a prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    """Of each token under softmax(logits / temperature), before any filter, as in training."""
+
+    policy_versions: list[int] = field(default_factory=list)
+    """Which weights each token was sampled with: `log_probs[i]` is what the weights of version
+    `policy_versions[i]` give for token i after all tokens before it."""
+
+    stop_reason: str = ""
+    """`stop`, `length` or `abort`; empty while it runs."""
+
+    num_preempted: int = 0
+    """Times its keys and values were computed again, because the weights changed while it ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """A prompt and how often and how to continue it."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    num_samples: int = 1
+    seeds: tuple[int, ...] | None = None
+    """One seed per sample, each worth as much as `params.seed` of a request for it alone."""
+
+    session_ids: tuple[str, ...] | None = None
+    """One conversation per sample. Its next turn is a request whose prompt begins with the tokens
+    of this one's prompt and response; an engine that still has these need not compute them."""
+
+
+class Rollout(ABC):
+    """An engine that continues prompts with the current weights of the policy."""
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """How many updates the weights in use have seen."""
+
+    @abstractmethod
+    def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
+        """Continue all prompts and give their samples, in the order of the requests."""
+
+    @abstractmethod
+    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
+        """Continue one prompt while others join and leave."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Stop a request; it ends with what it has and `stop_reason` "abort"."""
+
+    @abstractmethod
+    def close_session(self, session_id: str) -> None:
+        """Forget what is kept of a conversation. Nothing may be: an engine forgets the oldest."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give the memory for keys and values back; nothing may be running."""
+
+    @abstractmethod
+    def wake_up(self) -> None:
+        """Take that memory again."""

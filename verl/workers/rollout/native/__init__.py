@@ -1,0 +1,1 @@
+"""The built-in engine: generates with the trainer's own module and weights."""

@@ -1,0 +1,289 @@
+"""The built-in rollout engine: continuous batching over the trainer's own weights.
+
+    submit -> waiting -> [prefill: a prompt runs once for all its samples] -> rows -> finished
+                 ^                                                             |
+                 +------------- the weights changed: compute again ------------+
+
+A step lets waiting groups in and then gives every running row a few tokens; only then does the
+host look at them (`steps_per_visit`). `generate_batch` steps until its requests are done. Callers
+of `generate` share one visit at a time: the first to come starts it, the others wait for it too.
+
+    generate(a) --+                        generate(a) --+
+    generate(b) --+--> visit: one step --> generate(c) --+--> visit: one step --> ...
+
+Everything runs on the caller's thread: nothing is locked, and nothing waits for another thread.
+"""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedModel
+
+from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
+from verl.workers.rollout.native.model_runner import ModelRunner
+from verl.workers.rollout.native.prefill_attention import PrefillSequence
+from verl.workers.rollout.native.requests import EngineLimits, build_groups
+from verl.workers.rollout.native.running_batch import NewTokens, RunningBatch
+from verl.workers.rollout.native.scheduler import Scheduler
+from verl.workers.rollout.native.sequence import Group, Sample
+from verl.workers.rollout.native.sessions import KnownTokens, SessionStore
+from verl.workers.rollout.native.stop_text import tokens_until_stop
+
+
+class LostRequestError(RuntimeError):
+    """The engine failed while a request ran; the cause is attached. The engine itself can go on."""
+
+
+class NativeEngine(Rollout):
+    """Continues prompts with `module`; `version` tells how many updates its weights have seen."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        limits: EngineLimits,
+        *,
+        eos_token_ids: Sequence[int],
+        version: Callable[[], int] = lambda: 0,
+        decode_text: Callable[[list[int]], str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.limits = limits
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.runner = ModelRunner(module)
+        self.batch = RunningBatch(self.runner, limits)
+        self.cache = self.batch.cache
+        self.scheduler = Scheduler(self.cache.max_slots, limits.max_prefill_tokens)
+        self.sessions = SessionStore(limits.max_session_bytes)
+        self.num_prefilled_tokens = 0  # all that entered, except what sessions knew
+        self._version = version
+        self._decode_text = decode_text
+        self._fresh_seeds = itertools.count(seed)
+        self._weights = self._current_weights()
+        self._visit: asyncio.Task[None] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        return self._version()
+
+    def submit(self, request: GenerationRequest) -> list[Group]:
+        """Queue a request; it runs as `step` is called."""
+        seed = request.params.seed
+        groups = build_groups(
+            request,
+            self.limits,
+            num_slots=self.cache.max_slots,
+            max_shared=self.cache.shape.max_prompt_tokens,
+            seed=next(self._fresh_seeds) if seed is None else seed,
+            vocabulary=self.runner.vocabulary,
+            eos_token_ids=self.eos_token_ids,
+            can_decode_text=self._decode_text is not None,
+        )
+        for group in groups:
+            self.scheduler.add(group)
+        return groups
+
+    def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
+        submitted: list[list[Group]] = []
+        try:
+            for request in requests:
+                submitted.append(self.submit(request))
+            while not all(group.is_finished for groups in submitted for group in groups):
+                self.step()
+        finally:
+            self._abort([group for groups in submitted for group in groups])
+        return [outputs_of(groups) for groups in submitted]
+
+    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
+        groups = self.submit(request)
+        try:
+            while not all(group.is_finished for group in groups):
+                await asyncio.shield(self._current_visit())
+        finally:
+            self._abort(groups)  # if the caller no longer waits
+        return outputs_of(groups)
+
+    def abort(self, request_id: str) -> None:
+        groups = self.scheduler.unfinished
+        self._abort([group for group in groups if group.request.request_id == request_id])
+
+    def close_session(self, session_id: str) -> None:
+        self.sessions.close(session_id)
+
+    def sleep(self) -> None:
+        num_unfinished = len(self.scheduler.unfinished)
+        if num_unfinished:
+            raise RuntimeError(
+                f"{num_unfinished} requests are not finished; await or abort them before sleep()"
+            )
+        self.cache.free()
+        self.sessions.clear()
+
+    def wake_up(self) -> None:
+        if self.runner.device.type != "cpu":  # there, slots are made as sequences come
+            self.cache.reserve(self.cache.max_slots, self.cache.max_slots)
+
+    def step(self) -> None:
+        """Let in what fits, then give every running sequence up to `steps_per_visit` tokens.
+
+        If that fails, all requests are dropped with the error and the engine is as new.
+        """
+        try:
+            self._advance()
+        except BaseException as error:
+            self._drop_all(error)
+            raise
+
+    # ---- one step ----------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        self.wake_up()
+        self._follow_weights()
+        admitted = self.scheduler.admit()
+        if admitted:
+            samples = [sample for group in admitted for sample in group.unfinished]
+            sequences = [sequence for group in admitted for sequence in self._entering(group)]
+            self._collect(self.batch.prefill(samples, sequences, len(self.scheduler.groups)))
+            self.num_prefilled_tokens += sum(sequence.num_new for sequence in sequences)
+        if self.scheduler.rows:
+            self._collect(self.batch.decode(self.scheduler.rows))
+
+    def _follow_weights(self) -> None:
+        """Keys and values of other weights than the current ones are computed again."""
+        weights = self._current_weights()
+        if weights == self._weights:
+            return
+        self._weights = weights
+        self.sessions.clear()
+        for row in self.scheduler.rows:
+            row.output.num_preempted += 1
+        self.scheduler.requeue_running()
+
+    def _current_weights(self) -> tuple[int, int]:
+        return self.policy_version, self.runner.num_weight_writes
+
+    def _entering(self, group: Group) -> list[PrefillSequence]:
+        """The prompt, once for all samples; or every sample whole, if they have run before."""
+        samples = group.unfinished
+        if group.has_tokens:
+            return [
+                PrefillSequence(
+                    token_ids=sample.token_ids,
+                    num_shared=group.num_shared,
+                    prompt_slot=group.slot if sample is samples[0] else None,
+                    slots=[sample.slot],
+                )
+                for sample in samples
+            ]
+        known = KnownTokens()
+        if len(samples) == 1 and samples[0].session_id is not None:
+            known = self.sessions.take(samples[0].session_id, group.prompt_ids)
+        return [
+            PrefillSequence(
+                token_ids=group.prompt_ids,
+                num_shared=group.num_shared,
+                prompt_slot=group.slot,
+                slots=[sample.slot for sample in samples],
+                known=known,
+            )
+        ]
+
+    def _collect(self, news: Sequence[NewTokens]) -> None:
+        """Append new tokens to their responses, and let those go that have come to their end."""
+        for new in news:
+            self._append(new)
+            new.sample.output.stop_reason = self._stop_reason(new)
+        self._release_finished()
+
+    def _append(self, new: NewTokens) -> None:
+        version = self._weights[0]
+        if not all(map(math.isfinite, new.log_probs)):
+            raise FloatingPointError(
+                f"request {new.sample.group.request.request_id} got log-probabilities "
+                f"{new.log_probs} from version {version} of the weights; they have diverged: go "
+                "back to a checkpoint and lower the learning rate"
+            )
+        output = new.sample.output
+        output.token_ids += new.token_ids
+        output.log_probs += new.log_probs
+        output.policy_versions += [version] * len(new.token_ids)
+
+    def _stop_reason(self, new: NewTokens) -> str:
+        """Why the sample has ended, or ""; tokens behind the end of a stop text are cut off."""
+        group, output = new.sample.group, new.sample.output
+        if group.request.params.stop:
+            assert self._decode_text is not None  # refused in build_groups
+            end = tokens_until_stop(
+                output.token_ids, len(new.token_ids), group.request.params.stop, self._decode_text
+            )
+            if end is not None:
+                for column in (output.token_ids, output.log_probs, output.policy_versions):
+                    del column[end:]
+                return "stop"
+        if not new.is_done:
+            return ""
+        return "stop" if output.token_ids[-1] in group.stop_token_ids else "length"
+
+    def _release_finished(self) -> None:
+        for row in [row for row in self.scheduler.rows if row.is_finished]:
+            self._keep_for_session(row)
+            move = self.scheduler.leave(row)
+            if move is not None:
+                self.batch.move_row(move, self.scheduler.rows[move.target])
+        for group in [group for group in self.scheduler.groups if group.is_finished]:
+            move = self.scheduler.leave_group(group)
+            if move is not None:
+                self.batch.move_group(move, self.scheduler.groups[move.target])
+
+    def _keep_for_session(self, row: Sample) -> None:
+        if row.session_id is None or row.output.stop_reason == "abort":
+            return
+        group = row.group
+        # Without the last token, whose keys and values may not have been computed.
+        layers = self.cache.read(group.slot, group.num_shared, row.slot, row.num_own - 1)
+        self.sessions.put(row.session_id, KnownTokens(row.token_ids[:-1], layers))
+
+    # ---- waiting, leaving, failing -----------------------------------------------------------
+
+    def _current_visit(self) -> asyncio.Task[None]:
+        """The step that everybody waits for; who comes first starts it."""
+        loop = asyncio.get_running_loop()
+        if self._visit is None or self._visit.done() or self._visit.get_loop() is not loop:
+            self._visit = loop.create_task(self._make_visit())
+        return self._visit
+
+    async def _make_visit(self) -> None:
+        try:
+            self._advance()
+        except BaseException as error:
+            self._drop_all(error)  # everybody who waits finds it there
+            if not isinstance(error, Exception):
+                raise
+
+    def _abort(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            for sample in group.unfinished:
+                sample.output.stop_reason = "abort"
+            self.scheduler.withdraw(group)
+        self._release_finished()
+
+    def _drop_all(self, error: BaseException) -> None:
+        for group in self.scheduler.unfinished:
+            group.error = error
+            for sample in group.unfinished:
+                sample.output.stop_reason = "abort"
+        self.scheduler.clear()
+        self.sessions.clear()
+        self.cache.free()  # what is in it may be half-written, or not finite
+
+
+def outputs_of(groups: Sequence[Group]) -> list[TokenOutput]:
+    """What a request's groups have become; raises if the engine gave them up."""
+    for group in groups:
+        if group.error is not None:
+            raise LostRequestError(
+                f"request {group.request.request_id} was lost: a step of the engine failed "
+                f"({group.error!r}); the engine has dropped all requests and can go on"
+            ) from group.error
+    return [sample.output for group in groups for sample in group.samples]

@@ -1,0 +1,28 @@
+"""How much memory keys and values may take."""
+
+import os
+from pathlib import Path
+
+import torch
+
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def cache_budget(device: torch.device, share: float) -> int:
+    """That share of the device's memory in bytes; on a CPU, of what machine and container allow."""
+    if device.type == "cpu":
+        return int(share * host_memory())
+    _, total = torch.get_device_module(device).mem_get_info(device)
+    return int(share * total)
+
+
+def host_memory() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CONTAINER_LIMITS:
+        text = path.read_text().strip() if path.is_file() else "max"
+        if text != "max":
+            memory = min(memory, int(text))
+    return memory

@@ -1,0 +1,125 @@
+"""Forward passes of the engine: sequences in, or one more token for every running row.
+
+The module is the trainer's own. What comes out are the logits that decide the next token, through
+the same head as in training.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from verl.models.attention import AttentionLayout, AttentionOptions
+from verl.models.exact import exact_capacity
+from verl.models.forward import hidden_states
+from verl.models.head import OutputHead, scaled_logits
+from verl.workers.rollout.native.decode_attention import DecodeLayout
+from verl.workers.rollout.native.kv_cache import HeadShape, KVCache
+from verl.workers.rollout.native.prefill_attention import PrefillLayout, PrefillSequence
+from verl.workers.rollout.native.row_table import RowTable
+from verl.workers.rollout.native.sequence import Sample
+
+ROW_TILE = 16
+"""Matrix products with fewer rows take other paths on a CPU and round differently; rows are padded
+to a multiple of this, so on one thread a row's numbers do not depend on how many run beside it."""
+
+COLUMN_TILE = 16
+"""Columns of attention come in multiples of this, for the same reason."""
+
+
+class ModelRunner:
+    """Runs the shared module on the engine's cache."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        self.device = next(module.parameters()).device
+        self.dtype = next(module.parameters()).dtype
+        self.vocabulary = int(module.config.get_text_config().vocab_size)
+
+    @property
+    def exact_capacity(self) -> int | None:
+        """The longest sequence of an exact model; None for one that is not exact."""
+        return exact_capacity(self.module)
+
+    @property
+    def num_weight_writes(self) -> int:
+        """Grows whenever a weight is written in place, whoever did it; torch counts."""
+        return sum(parameter._version for parameter in self.module.parameters())
+
+    @torch.no_grad()
+    def head_shapes(self) -> list[HeadShape]:
+        """What each layer keeps of a token, found by running one."""
+        probe = _ShapeProbe()
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        hidden_states(self.module, zero, zero, probe)
+        layers = sorted(probe.shapes)
+        if layers != list(range(self.module.config.get_text_config().num_hidden_layers)):
+            raise ValueError(
+                f"{type(self.module).__name__} used attention in layers {layers} only; the "
+                "built-in engine keeps keys and values, nothing else: use rollout.name=hf or vllm"
+            )
+        return [probe.shapes[layer] for layer in layers]
+
+    @torch.no_grad()
+    def prefill(self, cache: KVCache, sequences: Sequence[PrefillSequence]) -> Tensor:
+        """Bring sequences into the cache; logits after the last token of each, (sequences, V)."""
+        layout = PrefillLayout(cache, sequences, self.exact_capacity)
+        ids = [token for s in sequences for token in s.token_ids[s.num_known :]]
+        places = [place for s in sequences for place in range(s.num_known, len(s.token_ids))]
+        ends = torch.tensor([s.num_new for s in sequences], device=self.device).cumsum(0)
+        hidden = self._hidden_states(
+            torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device), layout
+        )
+        return self._logits(hidden[ends - 1])
+
+    def decode_layout(
+        self, cache: KVCache, samples: Sequence[Sample], rows: RowTable, num_steps: int
+    ) -> DecodeLayout:
+        """Attention for the next `num_steps` tokens of the samples, whose rows these are."""
+        longest_prompt = max(sample.group.num_shared for sample in samples)
+        longest = max(sample.num_own for sample in samples)
+        return DecodeLayout(
+            cache,
+            rows,
+            [sample.group.slot for sample in samples],
+            num_prompt_columns=min(round_up(longest_prompt), cache.shape.max_prompt_tokens),
+            num_own_columns=min(round_up(longest + num_steps), cache.shape.max_response_tokens),
+            is_exact=self.exact_capacity is not None,
+        )
+
+    @torch.no_grad()
+    def decode(self, layout: DecodeLayout, rows: RowTable) -> Tensor:
+        """Logits after the newest token of each row, (B, V); its keys and values are kept."""
+        layout.begin_step()
+        hidden = self._hidden_states(rows.newest, rows.num_shared + rows.places, layout)
+        return self._logits(hidden)
+
+    def _hidden_states(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
+        num_rows = len(ids)
+        padding = (0, -num_rows % ROW_TILE)
+        ids, positions = F.pad(ids, padding), F.pad(positions, padding)
+        return hidden_states(self.module, ids, positions, layout)[:num_rows]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        num_rows = len(hidden)
+        hidden = F.pad(hidden, (0, 0, 0, -num_rows % ROW_TILE))
+        return scaled_logits(hidden, OutputHead.of(self.module), 1.0)[:num_rows]
+
+
+def round_up(num_columns: int) -> int:
+    return num_columns + -num_columns % COLUMN_TILE
+
+
+class _ShapeProbe(AttentionLayout):
+    """Writes down what each layer hands to attention."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, HeadShape] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        self.shapes[layer] = HeadShape(key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], value.shape[2])

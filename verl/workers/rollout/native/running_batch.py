@@ -1,0 +1,154 @@
+"""The sequences that run at the moment: their tensors, and the steps that give them tokens.
+
+Row i of the table, response slot i of the cache and entry i of the samples handed in belong
+together. A step touches nothing but tensors; then the tokens of several steps are read at once.
+What they mean (whether a text is complete, who waits for it) is the engine's business.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.workers.rollout.native.kv_cache import CacheShape, KVCache
+from verl.workers.rollout.native.model_runner import ModelRunner
+from verl.workers.rollout.native.prefill_attention import PrefillSequence
+from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.row_table import RowTable
+from verl.workers.rollout.native.sampler import Needs, next_tokens
+from verl.workers.rollout.native.scheduler import Move
+from verl.workers.rollout.native.seen_tokens import SeenTokens
+from verl.workers.rollout.native.sequence import Group, Sample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a sample got in the last steps."""
+
+    sample: Sample
+    token_ids: list[int]
+    log_probs: list[float]
+    is_done: bool
+    """The last of them is a stop token, or there is room for no more."""
+
+
+class RunningBatch:
+    """Keys, values and row tensors of up to as many sequences as memory and `limits` allow."""
+
+    def __init__(self, runner: ModelRunner, limits: EngineLimits) -> None:
+        self.runner = runner
+        self.limits = limits
+        self.cache = build_cache(runner, limits)
+        num_rows, device = self.cache.max_slots, runner.device
+        self._table = RowTable.empty(num_rows, limits.max_stop_tokens, device)
+        self._seen = SeenTokens(num_rows, runner.vocabulary, device)
+        block = (limits.steps_per_visit, num_rows)
+        self._tokens = torch.zeros(block, dtype=torch.long, device=device)
+        self._log_probs = torch.zeros(block, device=device)
+
+    def prefill(
+        self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int
+    ) -> list[NewTokens]:
+        """Let samples in, which hold the last of the rows in use, and give each its first token.
+
+        `sequences` are what must be computed for them, in the order of the samples; `num_groups`
+        prompt slots are in use, theirs included.
+        """
+        rows = slice(samples[0].slot, samples[-1].slot + 1)
+        self.cache.reserve(num_groups, rows.stop)
+        self._table[rows] = RowTable.of(samples, self.limits.max_stop_tokens, self.runner.device)
+        self._seen.enter(samples)
+        logits = self.runner.prefill(self.cache, sequences)
+        source = [index for index, sequence in enumerate(sequences) for _ in sequence.slots]
+        logits = logits[torch.tensor(source, device=logits.device)]
+        self._emit(0, rows, self._table[rows], logits, needs_of(samples))
+        return self._read(samples, rows, 1)
+
+    def decode(self, samples: Sequence[Sample]) -> list[NewTokens]:
+        """Give all rows their next tokens, up to `steps_per_visit` each."""
+        rows = slice(0, len(samples))
+        table, needs = self._table[rows], needs_of(samples)
+        # No further than the first row that is full; stop tokens may still end a row in between.
+        num_steps = min(sample.group.token_limit - sample.num_tokens for sample in samples)
+        num_steps = min(num_steps, self.limits.steps_per_visit)
+        layout = self.runner.decode_layout(self.cache, samples, table, num_steps)
+        for step in range(num_steps):
+            self._emit(step, rows, table, self.runner.decode(layout, table), needs)
+        return self._read(samples, rows, num_steps)
+
+    def move_row(self, move: Move, sample: Sample) -> None:
+        """`sample` goes to another row."""
+        self.cache.move_response(move, sample.num_own)
+        self._table[move.target] = self._table[move.source]
+        self._seen.move(move)
+
+    def move_group(self, move: Move, group: Group) -> None:
+        """The prompt of `group` goes to another slot."""
+        self.cache.move_prompt(move, group.num_shared)
+        for sample in group.unfinished:
+            self._table.prompt_slot[sample.slot] = move.target
+
+    def _emit(self, step: int, rows: slice, table: RowTable, logits: Tensor, needs: Needs) -> None:
+        """Sample a token for each of the rows and write it down; nothing goes to the host."""
+        seen = self._seen.rows(rows) if needs.penalty else None
+        tokens, log_probs = next_tokens(logits, table.settings, needs, table.num_tokens, seen)
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        self._tokens[step, rows] = tokens
+        self._log_probs[step, rows] = log_probs
+        table.advance(tokens)
+
+    def _read(self, samples: Sequence[Sample], rows: slice, num_steps: int) -> list[NewTokens]:
+        """Bring to the host what the last steps gave to the rows."""
+        table, news = self._table[rows], []
+        for sample, tokens, log_probs, num_tokens, is_done in zip(
+            samples,
+            self._tokens[:num_steps, rows].t().tolist(),
+            self._log_probs[:num_steps, rows].t().tolist(),
+            table.num_tokens.tolist(),
+            table.is_done.tolist(),
+            strict=True,
+        ):
+            num_new = num_tokens - sample.num_tokens  # fewer than steps if it ended in between
+            news.append(NewTokens(sample, tokens[:num_new], log_probs[:num_new], is_done))
+        return news
+
+
+def build_cache(runner: ModelRunner, limits: EngineLimits) -> KVCache:
+    """As many slots as `limits` ask for, or as fit into the memory they allow."""
+    prompt_tokens, response_tokens = limits.max_prompt_tokens, limits.max_response_tokens
+    capacity = runner.exact_capacity
+    if capacity is not None:
+        if capacity < prompt_tokens + response_tokens:
+            raise ValueError(
+                f"the exact model has capacity {capacity}, but prompt and response may have "
+                f"{prompt_tokens + response_tokens} tokens; give make_exact at least that much"
+            )
+        # Exact attention runs over whole sequences of one length, so they do not share prompts.
+        prompt_tokens, response_tokens = 0, capacity
+    shape = CacheShape(
+        layers=runner.head_shapes(),
+        max_prompt_tokens=prompt_tokens,
+        max_response_tokens=response_tokens,
+        dtype=runner.dtype,
+        device=runner.device,
+    )
+    num_slots = limits.num_slots(shape.bytes_per_sequence)
+    if num_slots < limits.max_num_seqs:
+        logger.warning(
+            "%d sequences run at once instead of rollout.max_num_seqs=%d: each takes %d MiB of "
+            "the %d MiB for keys and values",
+            num_slots,
+            limits.max_num_seqs,
+            shape.bytes_per_sequence >> 20,
+            limits.max_cache_bytes >> 20,
+        )
+    return KVCache(shape, num_slots)
+
+
+def needs_of(samples: Sequence[Sample]) -> Needs:
+    return Needs.of([sample.group.request.params for sample in samples])

@@ -1,0 +1,231 @@
+"""Which token comes next, for many sequences at once, each with its own settings.
+
+One uniform number per token, made from (seed, token index) by a hash, picks the token from the
+cumulative distribution. A sequence's tokens therefore depend on its seed and its logits, not on
+when it runs or beside whom. Filters change what may be picked; the log-probability that is reported
+is always that of the unfiltered distribution, the one training computes.
+
+Everything works on weights, exp(score - largest score), which are 1 for the likeliest token: they
+give the log-sum-exp, the filters are thresholds on them, and their sums give the distribution.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.native.columns import Columns
+
+CHUNK = 128
+"""Tokens whose weights are added up in fp32 before fp64 takes over: a cumulative sum over the whole
+vocabulary in fp32 would lose its unlikely tokens, and one in fp64 takes several times as long."""
+
+FIRST_CANDIDATES = 64
+"""How many of the likeliest tokens top-p looks at first; few distributions need more."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowSettings(Columns):
+    """Sampling settings of B rows as tensors (B,)."""
+
+    temperature: Tensor
+    """1 where the row is greedy."""
+
+    is_greedy: Tensor
+    top_k: Tensor
+    """0 where off."""
+
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    seed: Tensor
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device
+    ) -> "RowSettings":
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            is_greedy=column([p.temperature == 0 for p in params], torch.bool),
+            top_k=column([max(p.top_k, 0) for p in params], torch.long),
+            top_p=column([p.top_p for p in params], torch.float64),
+            min_p=column([p.min_p for p in params], torch.float32),
+            repetition_penalty=column([p.repetition_penalty for p in params], torch.float32),
+            seed=column(seeds, torch.long),
+        )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What any of the rows asks for; the rest costs nothing. A row that does not ask for it gets
+    the same token either way."""
+
+    temperature: bool
+    greedy: bool
+    draw: bool
+    candidates: bool
+    min_p: bool
+    penalty: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "Needs":
+        return cls(
+            temperature=any(p.temperature not in (0, 1) for p in params),
+            greedy=any(p.temperature == 0 for p in params),
+            draw=any(p.temperature != 0 for p in params),
+            candidates=any(p.top_k > 0 or p.top_p < 1 for p in params),
+            min_p=any(p.min_p > 0 for p in params),
+            penalty=any(p.repetition_penalty != 1 for p in params),
+        )
+
+
+def next_tokens(
+    logits: Tensor,
+    settings: RowSettings,
+    needs: Needs,
+    token_indices: Tensor,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Pick a token for each row of `logits` (B, V), which are raw: not yet divided by temperature.
+
+    Gives token ids (B,) and their log-probabilities (B,). `token_indices` (B,) says the how-manieth
+    token of its sequence this is. `seen` (B, V) marks tokens of prompt and response so far; it is
+    needed where a repetition penalty applies.
+    """
+    scaled = logits / settings.temperature[:, None] if needs.temperature else logits
+    weights, log_sum = weights_and_log_sum(scaled)
+    scores = scaled
+    if needs.penalty:
+        assert seen is not None
+        scores = penalised(logits, settings, seen) / settings.temperature[:, None]
+        weights, _ = weights_and_log_sum(scores)
+    tokens = pick(scores, weights, settings, needs, token_indices)
+    return tokens, scaled.gather(1, tokens[:, None]).squeeze(1) - log_sum
+
+
+def weights_and_log_sum(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(score - largest), (B, V), and the log-sum-exp of the scores, (B,).
+
+    The same operations as `Tensor.logsumexp`, to the last bit, but the weights are kept.
+    """
+    largest = scores.amax(-1, keepdim=True)
+    weights = (scores - largest).exp_()
+    return weights, weights.sum(-1).log_() + largest.squeeze(1)
+
+
+def penalised(logits: Tensor, settings: RowSettings, seen: Tensor) -> Tensor:
+    """Logits, those of tokens seen before divided by the penalty, or multiplied if negative."""
+    penalty = settings.repetition_penalty[:, None]
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def pick(
+    scores: Tensor, weights: Tensor, settings: RowSettings, needs: Needs, token_indices: Tensor
+) -> Tensor:
+    """The likeliest token of greedy rows, else one drawn among those that the filters leave."""
+    if not needs.draw:
+        return scores.argmax(-1)
+    if needs.candidates or needs.min_p:
+        floor = settings.min_p
+        if needs.candidates:
+            floor = floor.maximum(smallest_candidate(weights, settings.top_k, settings.top_p))
+        weights = weights.masked_fill(weights < floor[:, None], 0.0)
+    tokens = draw(weights, uniform(settings.seed, token_indices))
+    return torch.where(settings.is_greedy, scores.argmax(-1), tokens) if needs.greedy else tokens
+
+
+def smallest_candidate(
+    weights: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int = FIRST_CANDIDATES
+) -> Tensor:
+    """The weight of the unlikeliest token that top-k, then top-p of the rest, let through; (B,).
+
+    Tokens as likely as that one pass as well, so equal weights are treated equally. Only the
+    `num_candidates` likeliest are sorted, and more where these do not settle a row.
+    """
+    vocabulary = weights.shape[1]
+    num_candidates = min(max(num_candidates, int(top_k.max())), vocabulary)
+    likeliest = weights.topk(num_candidates).values  # (B, candidates), the largest first
+    uses_top_k = (top_k > 0) & (top_k < vocabulary)
+    limit = torch.where(uses_top_k, top_k, vocabulary)[:, None]
+    is_kept = torch.arange(num_candidates, device=weights.device) < limit
+    mass = torch.where(is_kept, likeliest, 0.0).double().cumsum(-1)
+    total = torch.where(uses_top_k, mass[:, -1], weights.sum(-1).double())
+    wanted = torch.where(top_p < 1, top_p * total, torch.inf)[:, None]
+    is_kept[:, 1:] &= mass[:, :-1] < wanted  # what lies before it does not reach top-p yet
+    smallest = likeliest.gather(1, is_kept.sum(1, keepdim=True) - 1).squeeze(1)
+    smallest = torch.where(uses_top_k | (top_p < 1), smallest, 0.0)
+    is_open = ~uses_top_k & (top_p < 1) & (mass[:, -1:] < wanted).squeeze(1)
+    if num_candidates < vocabulary and bool(is_open.any()):
+        smallest[is_open] = smallest_candidate(
+            weights[is_open], top_k[is_open], top_p[is_open], 16 * num_candidates
+        )
+    return smallest
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token at which the cumulative sum of weights (B, V) exceeds uniform x total; (B,).
+
+    First the chunk of the vocabulary, then the token inside it. A token of weight 0 is never drawn.
+    """
+    num_padding = -weights.shape[1] % CHUNK
+    chunks = F.pad(weights, (0, num_padding)) if num_padding else weights
+    chunks = chunks.unflatten(1, (-1, CHUNK))
+    chunk, share = locate(chunks.sum(-1).double(), uniforms)
+    inside = chunks.gather(1, chunk[:, None, None].expand(-1, 1, CHUNK)).squeeze(1)
+    place, _ = locate(inside.double(), share)
+    return (chunk * CHUNK + place).clamp_max_(weights.shape[1] - 1)
+
+
+def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of n weights (B, n) the point uniform x total falls on, and where on it, in [0, 1).
+
+    NaN falls off the end and is put on the last; its log-probability tells.
+    """
+    ends = weights.cumsum(-1)
+    point = uniforms[:, None] * ends[:, -1:]
+    place = torch.searchsorted(ends, point, right=True).clamp_max_(weights.shape[1] - 1)
+    own = weights.gather(1, place)
+    share = (point - ends.gather(1, place) + own) / own
+    return place.squeeze(1), share.clamp(0.0, LARGEST_UNIFORM).squeeze(1)
+
+
+def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
+    """Numbers in [0, 1) that look random and depend on (seed, counter) alone; (B,) in fp64.
+
+    They have 52 bits: their product with any sum is below the sum, also after rounding.
+    """
+    bits = mix(mix(seeds + GOLDEN) + counters * GOLDEN)
+    return shift_right(bits, 12).double() * 2.0**-52
+
+
+def sample_seeds(request_seeds: Sequence[int], indices: Sequence[int]) -> list[int]:
+    """A stream of its own for every (seed of a request, index of a sample)."""
+    seeds = torch.tensor([signed(seed) for seed in request_seeds])
+    return mix(mix(seeds + GOLDEN) + torch.tensor(indices)).tolist()
+
+
+def mix(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64: each input bit changes each output bit with chance one half."""
+    x = (x ^ shift_right(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ shift_right(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ shift_right(x, 31)
+
+
+def shift_right(x: Tensor, places: int) -> Tensor:
+    """Shift as if unsigned; torch keeps the sign."""
+    return (x >> places) & ((1 << (64 - places)) - 1)
+
+
+def signed(number: int) -> int:
+    """Any integer as the 64-bit one with the same lowest bits."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+GOLDEN = -0x61C8864680B583EB
+LARGEST_UNIFORM = 1 - 2.0**-52

@@ -1,0 +1,109 @@
+"""Which prompts enter the next step, and which places in memory they hold. No tensors.
+
+A group is admitted as a whole: one slot for its prompt and one for each sample, large enough for
+the longest response, so that nothing ever has to give its place back half-way. Occupied slots are
+kept dense (0 to n-1): when a sequence leaves, the last one moves into the gap, and the engine is
+told which slots to copy. A step can then work on a plain slice of the cache.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from verl.workers.rollout.native.sequence import Group, Sample
+
+
+@dataclass(frozen=True)
+class Move:
+    """Copy what slot `source` holds to slot `target`."""
+
+    source: int
+    target: int
+
+
+class Scheduler:
+    """First come, first served; a group that does not fit waits and those behind it wait too."""
+
+    def __init__(self, num_slots: int, max_prefill_tokens: int) -> None:
+        self.num_slots = num_slots
+        self.max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[Group] = deque()
+        self.groups: list[Group] = []  # index is the prompt slot
+        self.rows: list[Sample] = []  # index is the response slot
+
+    @property
+    def unfinished(self) -> list[Group]:
+        """All groups here, running and waiting."""
+        return [*self.groups, *self.waiting]
+
+    def add(self, group: Group) -> None:
+        assert len(group.samples) <= self.num_slots, "a group that never fits blocks the queue"
+        self.waiting.append(group)
+
+    def admit(self) -> list[Group]:
+        """Give slots to as many waiting groups as fit; they are prefilled in this step."""
+        admitted: list[Group] = []
+        tokens = 0
+        while self.waiting and self._fits(self.waiting[0], tokens):
+            group = self.waiting.popleft()
+            tokens += group.num_prefill_tokens
+            group.slot = len(self.groups)
+            self.groups.append(group)
+            for sample in group.unfinished:
+                sample.slot = len(self.rows)
+                self.rows.append(sample)
+            admitted.append(group)
+        return admitted
+
+    def leave(self, sample: Sample) -> Move | None:
+        """Free a finished sample's slot; the last row takes its place."""
+        move = _fill_gap(sample.slot, len(self.rows))
+        last = self.rows.pop()
+        if move is not None:
+            self.rows[move.target] = last
+            last.slot = move.target
+        sample.slot = -1
+        return move
+
+    def leave_group(self, group: Group) -> Move | None:
+        """Free the prompt slot of a group whose samples have all left."""
+        move = _fill_gap(group.slot, len(self.groups))
+        last = self.groups.pop()
+        if move is not None:
+            self.groups[move.target] = last
+            last.slot = move.target
+        group.slot = -1
+        return move
+
+    def withdraw(self, group: Group) -> None:
+        """Take a group out of the queue, if it is still there."""
+        if group in self.waiting:
+            self.waiting.remove(group)
+
+    def requeue_running(self) -> None:
+        """All running groups give their slots back and are the first in the queue."""
+        self.waiting.extendleft(reversed(self.groups))
+        self._give_slots_back()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.waiting.clear()
+        self._give_slots_back()
+
+    def _give_slots_back(self) -> None:
+        for holder in (*self.rows, *self.groups):
+            holder.slot = -1
+        self.rows.clear()
+        self.groups.clear()
+
+    def _fits(self, group: Group, tokens: int) -> bool:
+        # There are as many prompt slots as response slots, so these cannot run out first.
+        has_slots = len(self.rows) + len(group.unfinished) <= self.num_slots
+        is_first = tokens == 0  # a prompt longer than the budget runs alone
+        return has_slots and (
+            is_first or tokens + group.num_prefill_tokens <= self.max_prefill_tokens
+        )
+
+
+def _fill_gap(gap: int, num_occupied: int) -> Move | None:
+    last = num_occupied - 1
+    return None if gap == last else Move(source=last, target=gap)
