@@ -1,0 +1,361 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.quickstart.build_model import build_tokenizer
+from tests.tiny_models import plain_twin, tiny_config
+from verl.config.faults import ConfigError
+from verl.config.load import load_config
+from verl.config.sft import SFTConfig
+from verl.models.loading import random_causal_lm
+from verl.trainer import fsdp_sft_trainer
+from verl.trainer.sft.batches import lay_out, load_rows, rows_of_step
+from verl.trainer.sft.trainer import SFTTrainer
+from verl.utils.checkpoint.errors import CheckpointMismatchError
+
+ROWS = [{"prompt": f"{a}+{b}", "response": str(a + b)} for a in range(8) for b in range(8)]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    config = tiny_config("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    random_causal_lm(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def settings(model_folder, tmp_path, **changes):
+    """Options by dotted path."""
+    file = tmp_path / "rows.parquet"
+    if not file.exists():
+        parquet.write_table(pa.Table.from_pylist(ROWS), file)
+    return {
+        "data.train_files": str(file),
+        "data.val_files": str(file),
+        "data.prompt_key": "prompt",
+        "data.response_key": "response",
+        "data.train_batch_size": 8,
+        "data.micro_batch_size_per_gpu": 8,
+        "data.max_length": 16,
+        "model.partial_pretrain": str(model_folder),
+        "optim.lr": 1e-2,
+        "trainer.total_training_steps": 4,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.default_local_dir": str(tmp_path / "checkpoints"),
+        "trainer.logger": [],
+        **changes,
+    }
+
+
+def nested(values):
+    tree = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        branch[name] = value
+    return tree
+
+
+def trainer(model_folder, tmp_path, **changes):
+    values = nested(settings(model_folder, tmp_path, **changes))
+    return SFTTrainer(load_config(values, SFTConfig).checked())
+
+
+def weights(sft):
+    return {name: p.detach().clone() for name, p in sft.engine.module.named_parameters()}
+
+
+def test_the_first_loss_is_the_mean_over_the_tokens_of_all_responses(model_folder, tmp_path):
+    sft = trainer(model_folder, tmp_path)
+    twin = plain_twin(sft.engine.module)
+    total, count = 0.0, 0
+    indices = rows_of_step(0, num_rows=64, batch_size=8, seed=1)
+    for index in indices:
+        row = sft.train_dataset[index]
+        ids = row["input_ids"][row["attention_mask"].bool()][None]
+        log_probs = twin(ids).logits.detach()[0, :-1].log_softmax(-1)
+        trained = row["loss_mask"][: ids.shape[1] - 1].bool()
+        total -= float(log_probs.gather(1, ids[0, 1:, None])[trained].sum())
+        count += int(trained.sum())
+        assert count > 1
+    assert sft.train_step(1)["train/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_gradient_does_not_depend_on_the_micro_batch(model_folder, tmp_path, size):
+    def gradient(rows):
+        sft = trainer(model_folder, tmp_path, **{"data.micro_batch_size_per_gpu": rows})
+        taken = {}
+        step = sft.engine.optimizer.step
+
+        def keep(max_norm):
+            taken.update({n: p.grad.clone() for n, p in sft.engine.module.named_parameters()})
+            return step(max_norm)
+
+        sft.engine.optimizer.step = keep
+        sft.train_step(1)
+        return taken
+
+    expected, found = gradient(8), gradient(size)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
+
+
+def test_training_lowers_the_loss_and_the_saved_model_has_it(model_folder, tmp_path):
+    sft = trainer(model_folder, tmp_path, **{"trainer.total_training_steps": 30})
+    before = sft.mean_loss(sft.val_dataset)
+    sft.fit()
+    after = sft.mean_loss(sft.val_dataset)
+    assert after < 0.7 * before
+    folder = sft.checkpoints.weights(30)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "2+3"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    ours = plain_twin(sft.engine.module)
+    torch.testing.assert_close(model(ids).logits, ours(ids).logits)
+
+
+def test_a_run_reports_what_sft_runs_report(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    changes = {"trainer.logger": ["file"], "trainer.test_freq": 2, "optim.lr_warmup_steps": 2}
+    trainer(model_folder, tmp_path, **changes).fit()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(
+        {"train/loss", "train/lr(1e-3)", "train/time(s)", "train/grad_norm"} <= line["data"].keys()
+        for line in lines
+    )
+    assert ["val/loss" in line["data"] for line in lines] == [False, True, False, True]
+    # lr 1e-2 in thousandths: warm-up 0, 5; then a cosine from 10 over two steps
+    rates = [line["data"]["train/lr(1e-3)"] for line in lines]
+    assert rates == pytest.approx([0.0, 5.0, 10.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.0, 1.0, 1.0, 1.0, 1.0]),
+        ("cosine", [0.0, 1.0, 0.8535534, 0.5, 0.1464466]),
+        ("wsd", [0.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_schedules_warm_up_by_their_share_of_the_steps(model_folder, tmp_path, schedule, expected):
+    changes = {
+        "optim.lr": 1e-3,
+        "optim.lr_warmup_steps_ratio": 0.2,
+        "optim.lr_scheduler": schedule,
+        "trainer.total_training_steps": 5,
+    }
+    sft = trainer(model_folder, tmp_path, **changes)
+    rates = [sft.train_step(step)["train/lr(1e-3)"] for step in range(1, 6)]
+    assert rates == pytest.approx(expected)
+    if schedule == "wsd":  # the last tenth falls to the floor
+        assert sft.engine.optimizer.learning_rate == pytest.approx(0.0, abs=1e-12)
+
+
+def test_epochs_go_over_every_row_in_an_order_of_their_own(model_folder, tmp_path):
+    sft = trainer(
+        model_folder, tmp_path, **{"trainer.total_training_steps": None, "trainer.total_epochs": 2}
+    )
+    assert sft.total_steps == 16
+    epochs = [
+        [
+            row
+            for step in range(8 * epoch, 8 * epoch + 8)
+            for row in rows_of_step(step, num_rows=64, batch_size=8, seed=1)
+        ]
+        for epoch in (0, 1)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(64))
+    assert epochs[0] != epochs[1]
+    assert rows_of_step(0, num_rows=64, batch_size=8, seed=2) != epochs[0][:8]
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(model_folder, tmp_path):
+    changes = {"trainer.save_freq": 2, "optim.lr_scheduler": "wsd", "optim.lr_warmup_steps": 1}
+    whole = trainer(model_folder, tmp_path, **changes)
+    whole.fit()
+    path = str(tmp_path / "checkpoints" / "global_step_2")
+    changes |= {"trainer.default_local_dir": str(tmp_path / "other")}
+    resumed = trainer(model_folder, tmp_path, **changes, **{"trainer.resume_from_path": path})
+    resumed.fit()
+    for name, value in weights(whole).items():
+        assert torch.equal(weights(resumed)[name], value), name
+
+
+def test_a_finished_run_is_not_trained_again(model_folder, tmp_path):
+    first = trainer(model_folder, tmp_path)
+    first.fit()
+    again = trainer(model_folder, tmp_path)
+    assert again.checkpoints.resume() == 4
+    for name, value in weights(first).items():
+        assert torch.equal(weights(again)[name], value), name
+
+
+def test_a_checkpoint_of_another_run_is_refused(model_folder, tmp_path):
+    trainer(model_folder, tmp_path).fit()
+    other = trainer(model_folder, tmp_path, **{"trainer.seed": 7})
+    with pytest.raises(CheckpointMismatchError, match=r"trainer.seed was 1 and is 7"):
+        other.fit()
+    assert trainer(
+        model_folder, tmp_path, **{"trainer.seed": 7, "trainer.resume_mode": "disable"}
+    ).checkpoints.resume() == 0  # fmt: skip
+
+
+def test_only_the_newest_checkpoints_are_kept(model_folder, tmp_path):
+    trainer(model_folder, tmp_path, **{"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 2}).fit()
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("global_step_*"))
+    assert kept == ["global_step_3", "global_step_4"]
+
+
+def test_rows_are_aligned_at_their_first_trained_token():
+    def row(ids, mask, padding):
+        ones = torch.ones(len(ids), dtype=torch.long)
+        blank = torch.zeros(padding, dtype=torch.long)
+        return {
+            "input_ids": torch.cat([torch.tensor(ids), blank]),
+            "attention_mask": torch.cat([ones, blank]),
+            "position_ids": torch.cat([torch.arange(len(ids)), blank]),
+            "loss_mask": torch.cat([torch.tensor(mask), blank]),
+        }
+
+    batch = lay_out([row([5, 6, 7, 8], [0, 0, 1, 1], 2), row([9, 3, 4], [1, 1, 0], 3)])
+    # contexts of 2 and 1 tokens: the first token of a row is never predicted
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [0, 9, 3, 4]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 0, 1, 2]]
+    assert batch["responses"].tolist() == [[7, 8], [3, 4]]
+    assert batch["response_mask"].tolist() == [[1, 1], [1, 0]]
+
+
+def test_a_dataset_of_ones_own_masks_the_tokens_themselves(model_folder, tmp_path):
+    module = tmp_path / "mine.py"
+    module.write_text(
+        "import torch\n"
+        "class Mine(torch.utils.data.Dataset):\n"
+        "    def __init__(self, files, tokenizer, config, max_samples=-1): pass\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, index):\n"
+        "        ids = torch.tensor([4, 5, 6])\n"
+        "        one = torch.ones(3, dtype=torch.long)\n"
+        "        return {'input_ids': ids, 'attention_mask': one,\n"
+        "                'position_ids': torch.arange(3), 'loss_mask': torch.tensor([0, 0, 1])}\n"
+    )
+    changes = {"data.custom_cls.path": str(module), "data.custom_cls.name": "Mine"}
+    sft = trainer(model_folder, tmp_path, **changes)
+    batch = load_rows(sft.train_dataset, [0])
+    assert batch["responses"][batch["response_mask"].bool()].tolist() == [6]
+    assert sft.train_step(1)["train/loss"] > 0
+
+
+def test_a_batch_larger_than_the_dataset_is_refused(model_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"train_batch_size is 100, but .* has 64 rows"):
+        trainer(model_folder, tmp_path, **{"data.train_batch_size": 100})
+
+
+def test_a_row_that_is_too_long_stops_the_run_before_it_starts(model_folder, tmp_path):
+    with pytest.raises(NotImplementedError, match=r"rows.parquet:1 has 7 tokens.*max_length=6"):
+        trainer(model_folder, tmp_path, **{"data.max_length": 6})
+
+
+def test_rows_without_a_token_to_train_on_are_refused(model_folder, tmp_path):
+    changes = {"data.max_length": 4, "data.truncation": "right"}
+    with pytest.raises(ValueError, match="none of its 8 rows has a token to train on"):
+        trainer(model_folder, tmp_path, **changes).train_step(1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("model.lora_rank", 8),
+        ("model.use_liger", True),
+        ("data.multiturn.enable", True),
+        ("ulysses_sequence_parallel_size", 2),
+        ("model.fsdp_config.cpu_offload", True),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(model_folder, tmp_path, option, value):
+    values = nested(settings(model_folder, tmp_path, **{option: value}))
+    with pytest.raises(ConfigError, match=f"{option} is {value}"):
+        fsdp_sft_trainer.run_sft(load_config(values, SFTConfig).checked())
+
+
+def arguments(model_folder, tmp_path, **changes):
+    values = settings(model_folder, tmp_path, **{"trainer.logger": "[console]", **changes})
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def command(monkeypatch, model_folder, tmp_path, **changes):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sft", *arguments(model_folder, tmp_path, **changes)])
+    fsdp_sft_trainer.main()
+
+
+def test_the_command_trains(model_folder, tmp_path, monkeypatch, capsys):
+    command(monkeypatch, model_folder, tmp_path, **{"optim.lr_scheduler": "constant"})
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert any(line.startswith("step:4 - train/loss:") for line in lines)
+    folder = lines[-1].removeprefix("the model is in ")
+    assert (Path(folder) / "model.safetensors").exists()
+
+
+def test_the_command_refuses_a_misspelt_key(model_folder, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command(monkeypatch, model_folder, tmp_path, **{"data.train_bach_size": 8})
+    assert "did you mean data.train_batch_size?" in capsys.readouterr().err
+
+
+def test_the_command_refuses_a_file_that_is_not_there(model_folder, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command(monkeypatch, model_folder, tmp_path, **{"data.train_files": "row.parquet"})
+    assert "the closest existing path is" in capsys.readouterr().err
+
+
+def test_the_command_names_a_bad_row_without_a_traceback(
+    model_folder, tmp_path, monkeypatch, capsys
+):
+    with pytest.raises(SystemExit, match="65"):
+        command(monkeypatch, model_folder, tmp_path, **{"data.max_length": 6})
+    assert "rows.parquet:1 has 7 tokens" in capsys.readouterr().err
+
+
+def test_the_command_names_options_that_nothing_read(model_folder, tmp_path, monkeypatch, capsys):
+    command(monkeypatch, model_folder, tmp_path, **{"data.balance_dp_token": True})
+    notes = capsys.readouterr().err
+    assert "data.balance_dp_token had no effect" in notes
+    assert notes.count("had no effect") == 1
+
+
+def test_a_dry_run_prints_the_plan_and_trains_nothing(model_folder, tmp_path, capsys):
+    values = nested(settings(model_folder, tmp_path, **{"trainer.dry_run": True}))
+    fsdp_sft_trainer.run_sft(load_config(values, SFTConfig).checked())
+    assert "8 rows, 8 at a time" in capsys.readouterr().out
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_the_command_starts_under_torchrun(model_folder, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    done = subprocess.run(
+        [*torchrun, "-m", "verl.trainer.fsdp_sft_trainer", *arguments(model_folder, tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step:4" in done.stdout
