@@ -232,8 +232,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     arguments = vars(parser.parse_args())
     folder = arguments.pop("out")
-    if folder.exists():
-        shutil.rmtree(folder)
+    remove_earlier_run(folder)
     start = time.monotonic()
     run = Run(folder, Recipe(**arguments))
     run.build()
@@ -241,6 +240,14 @@ def main() -> None:
     results = run.results()
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     report(results, folder, model, time.monotonic() - start)
+
+
+def remove_earlier_run(folder: Path) -> None:
+    """Make room for a new run, but never delete what is not one of ours."""
+    if folder.exists():
+        if not (folder / "logs" / "model.txt").exists():
+            sys.exit(f"{folder} exists and is not an earlier run; choose another --out")
+        shutil.rmtree(folder)
 
 
 def report(results: dict[str, Any], folder: Path, model: str, seconds: float) -> None:

@@ -99,7 +99,22 @@ def test_bars_are_as_long_as_the_accuracy():
     assert text_chart(results, width=4).splitlines()[1].split() == ["0", "█···", "25%", "50%", "20"]
 
 
+def test_a_folder_that_is_no_earlier_run_is_not_deleted(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "run.py"), "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "is not an earlier run" in done.stderr
+    assert (tmp_path / "thesis.txt").exists()
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_miniature_of_the_whole_runs_to_its_report(tmp_path):
     command = [sys.executable, str(FOLDER / "run.py"), "--out", str(tmp_path / "run")]
     sizes = ["--sft-steps", "20", "--grpo-steps", "2", "--prompts-per-step", "4"]
@@ -109,7 +124,7 @@ def test_a_miniature_of_the_whole_runs_to_its_report(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=115,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

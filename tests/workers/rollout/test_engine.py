@@ -1,5 +1,6 @@
 """Requests among others: the same tokens as alone, nothing lost, nothing left behind."""
 
+import dataclasses
 import itertools
 import random
 
@@ -77,6 +78,26 @@ def test_all_at_once_gives_what_each_gives_alone(model, alone):
     for samples, expected in zip(outputs, alone, strict=True):
         assert_same(samples, expected)
     assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_a_request_among_thirty_others_that_come_and_go_gives_what_it_gives_alone(
+    model, alone, number
+):
+    engine = build_engine(model, EngineLimits(max_num_seqs=12), decode_text=decode)
+    target = pool()[number]
+    others = [dataclasses.replace(r, request_id=f"other {i}") for i, r in enumerate(pool(30))]
+    for other in others[:10]:
+        engine.submit(other)
+    engine.step()
+    groups = engine.submit(target)
+    for i, other in enumerate(others[10:]):
+        engine.submit(other)
+        engine.step()
+        engine.abort(f"other {2 * i}")
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert_same([sample.output for group in groups for sample in group.samples], alone[number])
 
 
 def test_fifty_random_schedules_give_what_each_request_gives_alone(model, alone):

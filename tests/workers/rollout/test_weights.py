@@ -94,7 +94,7 @@ def test_weights_that_are_not_finite_are_an_error_and_leave_no_trace():
     (bystander,) = engine.submit(request([9], PARAMS, "bystander"))
     engine.step()
     with torch.no_grad():
-        policy.model.model.norm.weight.fill_(torch.nan)
+        policy.model.model.embed_tokens.weight.fill_(torch.nan)  # so keys and values are NaN too
     with pytest.raises(FloatingPointError, match="weights; they have diverged"):
         engine.generate_batch([request([5, 6], PARAMS)])
     assert not engine.scheduler.unfinished

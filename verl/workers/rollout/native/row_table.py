@@ -30,7 +30,6 @@ class RowTable(Columns):
 
     token_limit: Tensor
     is_done: Tensor
-    prompt_slot: Tensor
     num_shared: Tensor
     """Prompt tokens in the prompt slot."""
 
@@ -50,18 +49,19 @@ class RowTable(Columns):
             return torch.tensor(values, dtype=torch.long, device=device)
 
         groups = [sample.group for sample in samples]
-        stop_ids = torch.full((len(samples), max_stop_ids), NO_TOKEN)
-        for row, group in enumerate(groups):
-            stop_ids[row, : len(group.stop_token_ids)] = column(group.stop_token_ids)
+        stop_ids = [
+            token
+            for group in groups
+            for token in (group.stop_token_ids + (NO_TOKEN,) * max_stop_ids)[:max_stop_ids]
+        ]
         return cls(
             newest=column([0] * len(samples)),
             num_tokens=column([sample.num_tokens for sample in samples]),
             token_limit=column([group.token_limit for group in groups]),
             is_done=torch.zeros(len(samples), dtype=torch.bool, device=device),
-            prompt_slot=column([group.slot for group in groups]),
             num_shared=column([group.num_shared for group in groups]),
             num_own_prompt=column([len(g.prompt_ids) - g.num_shared for g in groups]),
-            stop_ids=stop_ids.to(device),
+            stop_ids=column(stop_ids).view(len(samples), max_stop_ids),
             settings=RowSettings.of(
                 [group.request.params for group in groups], [s.seed for s in samples], device
             ),
@@ -77,9 +77,11 @@ class RowTable(Columns):
         return self.num_own_prompt + self.num_tokens - 1
 
     def advance(self, tokens: Tensor) -> None:
-        """Append `tokens` (B,) to the rows that are not done, and see which are done now."""
-        is_running = ~self.is_done
-        self.newest.copy_(torch.where(is_running, tokens, self.newest))
-        self.num_tokens.add_(is_running)
-        is_stop = (self.newest[:, None] == self.stop_ids).any(1)
+        """Append `tokens` (B,) to the rows that are not done, and see which are done now.
+
+        A row that is done runs on with the others, but it stays where it is.
+        """
+        self.newest.copy_(tokens)
+        self.num_tokens.add_(~self.is_done)
+        is_stop = (tokens[:, None] == self.stop_ids).any(1)
         self.is_done.logical_or_(is_stop | (self.num_tokens >= self.token_limit))

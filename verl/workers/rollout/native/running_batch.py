@@ -89,8 +89,6 @@ class RunningBatch:
     def move_group(self, move: Move, group: Group) -> None:
         """The prompt of `group` goes to another slot."""
         self.cache.move_prompt(move, group.num_shared)
-        for sample in group.unfinished:
-            self._table.prompt_slot[sample.slot] = move.target
 
     def _emit(self, step: int, rows: slice, table: RowTable, logits: Tensor, needs: Needs) -> None:
         """Sample a token for each of the rows and write it down; nothing goes to the host."""
