@@ -18,9 +18,12 @@ def scramble(x: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
-    """A number in [0, 1) for each (seed, counter), in fp64; both int64 of one shape."""
+    """A number in [0, 1) for each (seed, counter), in fp64; both int64 of one shape.
+
+    They have 52 bits: their product with any sum is below the sum, also after rounding.
+    """
     bits = scramble(scramble(seeds + GOLDEN) + counters * GOLDEN)
-    return _shift_right(bits, 11).double() * 2.0**-53
+    return _shift_right(bits, 12).double() * 2.0**-52
 
 
 def _shift_right(x: Tensor, places: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.utils.scramble import GOLDEN, scramble, uniform
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native.columns import Columns
 
@@ -195,31 +196,10 @@ def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return place.squeeze(1), share.clamp(0.0, LARGEST_UNIFORM).squeeze(1)
 
 
-def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
-    """Numbers in [0, 1) that look random and depend on (seed, counter) alone; (B,) in fp64.
-
-    They have 52 bits: their product with any sum is below the sum, also after rounding.
-    """
-    bits = mix(mix(seeds + GOLDEN) + counters * GOLDEN)
-    return shift_right(bits, 12).double() * 2.0**-52
-
-
 def sample_seeds(request_seeds: Sequence[int], indices: Sequence[int]) -> list[int]:
     """A stream of its own for every (seed of a request, index of a sample)."""
     seeds = torch.tensor([signed(seed) for seed in request_seeds])
-    return mix(mix(seeds + GOLDEN) + torch.tensor(indices)).tolist()
-
-
-def mix(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64: each input bit changes each output bit with chance one half."""
-    x = (x ^ shift_right(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ shift_right(x, 27)) * -0x6B2FB644ECCEEE15
-    return x ^ shift_right(x, 31)
-
-
-def shift_right(x: Tensor, places: int) -> Tensor:
-    """Shift as if unsigned; torch keeps the sign."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
+    return scramble(scramble(seeds + GOLDEN) + torch.tensor(indices)).tolist()
 
 
 def signed(number: int) -> int:
@@ -227,5 +207,4 @@ def signed(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-GOLDEN = -0x61C8864680B583EB
 LARGEST_UNIFORM = 1 - 2.0**-52
