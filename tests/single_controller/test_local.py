@@ -18,6 +18,7 @@ from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, Work
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.controllers import controllers
 from verl.single_controller.local import LocalWorkerGroup
+from verl.single_controller.local.in_process import RankEnvironment
 from verl.single_controller.local.interrupt import RanTooLong, run_with_deadline
 from verl.single_controller.local.parcel import Parcel
 
@@ -72,6 +73,8 @@ def test_what_a_worker_does_to_its_batch_stays_its_own():
 
 
 def test_the_environment_is_given_back_when_the_last_group_ends(monkeypatch):
+    monkeypatch.setattr(RankEnvironment, "_holders", 0)  # whatever other tests still hold
+    monkeypatch.setattr(RankEnvironment, "_before", {})
     monkeypatch.setenv("RANK", "9")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     first = LocalWorkerGroup(None, ClassWithInitArgs(Actor))

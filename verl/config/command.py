@@ -45,8 +45,8 @@ FLAGS_WITH_VALUE = {
 LEAVES_NOTHING_BEHIND = (
     "hydra.run.dir=.",
     "hydra.output_subdir=null",
-    "hydra/job_logging=disabled",
-    "hydra/hydra_logging=disabled",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
 )
 MISTAKE = 2
 
