@@ -23,6 +23,8 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _no_rank_left_behind() -> Iterator[None]:
     """A worker group in this process makes it rank 0 of 1 until it is gone; trainers hold theirs in
-    reference cycles, which only the collector ends."""
+    reference cycles, which only the collector ends. A process group would be inherited by forks."""
     yield
     gc.collect()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
