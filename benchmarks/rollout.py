@@ -42,6 +42,9 @@ from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 
 RESULTS = Path(__file__).parent / "results" / "rollout.json"
+VARIABLES = ("OMP_WAIT_POLICY", "MKL_CBWR")
+"""What else decides how fast matrix products are."""
+
 SHAPE = {
     "vocab_size": 16384,
     "hidden_size": 512,
@@ -305,6 +308,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), **versions},
         "threads": options.threads,
         "cores": os.cpu_count(),
+        "environment": {name: os.environ.get(name, "") for name in VARIABLES},
         "load_average": load,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "shape": SHAPE,

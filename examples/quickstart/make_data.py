@@ -2,8 +2,8 @@
 
     python examples/quickstart/make_data.py --out runs/quickstart/data --seed 0
 
-A problem is a 4-digit number times a digit, `5071*4`. It can be answered at once or column by
-column, from the right; a line is digit*factor+carry=carry digit:
+A problem is a 4-digit number times a digit with a 5-digit result, `5071*4`. It can be answered at
+once or column by column, from the right; a line is digit*factor+carry=carry digit:
 
     #### 20284                                                          blurted
     1*4+0=04 / 7*4+0=28 / 0*4+2=02 / 5*4+0=20 / #### 20284              worked out
@@ -75,7 +75,8 @@ def sft_rows(problems: list[Problem], rng: random.Random) -> list[dict[str, str]
 
 def make(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
-    universe = [(number, factor) for number in range(1000, 10000) for factor in range(2, 10)]
+    pairs = ((number, factor) for number in range(1000, 10000) for factor in range(2, 10))
+    universe = [problem for problem in pairs if problem[0] * problem[1] >= 10000]
     chosen = rng.sample(universe, NUM_HELD_OUT + NUM_DEMONSTRATIONS + NUM_PROBLEMS)
     held_out, rest = chosen[:NUM_HELD_OUT], chosen[NUM_HELD_OUT:]
     demonstrated, practised = rest[:NUM_DEMONSTRATIONS], rest[NUM_DEMONSTRATIONS:]

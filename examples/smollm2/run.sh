@@ -25,9 +25,9 @@ python -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \
     actor_rollout_ref.rollout.val_kwargs.do_sample=True \
     actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
-    trainer.total_training_steps=40 \
-    trainer.test_freq=10 \
-    trainer.save_freq=40 \
+    trainer.total_training_steps=30 \
+    trainer.test_freq=5 \
+    trainer.save_freq=30 \
     trainer.validation_data_dir="$out/transcripts" \
     trainer.default_local_dir="$out/checkpoints" \
     trainer.logger='[console,file]' \

@@ -46,6 +46,11 @@ def test_the_defaults_are_consistent():
 # what is set, how the message begins, what it offers
 CASES = [
     (
+        {f"{R}.exact": True, f"{R}.name": "vllm"},
+        f'{R}.exact is True, but rollout.name is "vllm"',
+        "rollout.name=native or rollout.exact=False",
+    ),
+    (
         {f"{A}.ppo_mini_batch_size": 250},
         f"{A}.ppo_mini_batch_size (250) must divide",
         "128 and 256",

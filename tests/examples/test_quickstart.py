@@ -47,6 +47,7 @@ def test_every_demonstration_is_right_and_every_answer_can_be_rewarded(data):
     for row in data["train"] + data["test"]:
         number, factor = map(int, row["prompt"][0]["content"].split("*"))
         assert row["reward_model"]["ground_truth"] == str(number * factor)
+        assert 10000 <= number * factor < 100000
 
 
 def test_held_out_problems_occur_nowhere_else(data):

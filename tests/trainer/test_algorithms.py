@@ -64,6 +64,12 @@ ALGORITHMS = {
         "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0",
         "+reward_model.reward_kwargs.overlong_buffer_cfg.log=true",
     ),
+    "optimal_token_baseline": estimator(
+        "optimal_token_baseline", f"{ACTOR}.calculate_sum_pi_squared=true"
+    ),
+    "tir_optimal_token_baseline": estimator(
+        "tir_optimal_token_baseline", f"{ACTOR}.calculate_sum_pi_squared=true"
+    ),
     "gspo": loss("gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"),
     "cispo": loss("cispo"),
     "clip_cov": loss("clip_cov"),
@@ -97,6 +103,25 @@ def test_two_steps_are_finite_and_the_weights_move(toy, tmp_path, start, name):
 def run(toy, tmp_path, name, *more):
     changes = [change.removeprefix("+") for change in ALGORITHMS[name]]
     return small_run(toy, tmp_path, *changes, *more)
+
+
+def test_exact_mode_leaves_the_old_log_prob_pass_out_because_it_would_change_nothing(toy, tmp_path):
+    exact, _ = small_run(toy, tmp_path / "exact", f"{ROLLOUT}.exact=true")
+    usual, _ = small_run(toy, tmp_path / "usual")
+    for step in exact:
+        assert step["training/old_log_prob_pass_skipped"] == 1
+        assert step["actor/old_log_prob_error"] == 0.0, "training has the sampler's own numbers"
+        assert "timing_s/old_log_prob" not in step
+        assert step["actor/entropy"] > 0
+    assert usual[0]["training/old_log_prob_pass_skipped"] == 0
+    assert usual[0]["actor/pg_loss"] == pytest.approx(exact[0]["actor/pg_loss"], abs=1e-6)
+
+
+def test_the_rollouts_log_probs_stand_in_for_the_old_policys_when_asked(toy, tmp_path):
+    metrics, trainer = small_run(toy, tmp_path, f"{ACTOR}.use_rollout_log_probs=true")
+    batch = trainer.batch.batch
+    assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
+    assert metrics[0]["training/old_log_prob_pass_skipped"] == 1
 
 
 def test_the_actor_rests_while_the_critic_warms_up(toy, tmp_path, start):

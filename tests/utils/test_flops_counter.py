@@ -91,6 +91,15 @@ def test_an_unknown_shape_is_not_a_number_with_one_warning(caplog):
     assert len(caplog.records) == 2
 
 
+def test_utilisation_is_the_share_of_the_peak_and_unknown_on_a_cpu(monkeypatch):
+    counter = FlopsCounter(llama())
+    assert counter.utilisation([3], 1.0) is None
+    monkeypatch.setattr(flops_counter, "_current_device", lambda: "NVIDIA H200")
+    whole = counter.step_flops([3, 5]) / 2.0 / 989e12
+    assert counter.utilisation([3, 5], 2.0) == pytest.approx(whole)
+    assert counter.utilisation([3, 5], 2.0, passes=1 / 3) == pytest.approx(whole / 3)
+
+
 @pytest.mark.parametrize(
     ("name", "tera"),
     [

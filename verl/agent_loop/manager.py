@@ -79,6 +79,7 @@ class AgentLoopManager:
 
     async def generate_sequences_async(self, prompts: DataProto) -> DataProto:
         params = self.sampling_params(prompts.meta_info)
+        versions = self._policy_versions()
         servers = AsyncLLMServerManager(self.config, self.rollout_replicas)
         rows = rows_of(prompts.non_tensor_batch)
         # One task per row, made in row order: samples of a prompt reach the engine together.
@@ -99,6 +100,8 @@ class AgentLoopManager:
         )
         num_cut = sum(output.stop_reason == "length" for output in outputs)
         batch.meta_info["timing"] = timing_of(outputs)
+        if versions == self._policy_versions() and len(versions) == 1:
+            (batch.meta_info["policy_version"],) = versions  # every token was sampled with it
         batch.meta_info["metrics"] = {"rollout/truncated_ratio": num_cut / len(outputs)}
         return batch
 
@@ -127,6 +130,9 @@ class AgentLoopManager:
     def wake_up(self) -> None:
         for rollout in self.rollout_replicas:
             rollout.wake_up()
+
+    def _policy_versions(self) -> set[int]:
+        return {rollout.policy_version for rollout in self.rollout_replicas}
 
     def _trace_infos(self, prompts: DataProto) -> list[dict[str, Any]]:
         """What `rollout_trace_attr` wants to know of each row; beyond the limit none is traced."""

@@ -166,7 +166,7 @@ class ActorConfig(BaseConfig):
     """Weight of the entropy bonus."""
 
     calculate_entropy: bool = False
-    """Report the policy's entropy even when `entropy_coeff` is 0."""
+    """Accepted for older scripts: the policy's entropy is always reported."""
 
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss, as GRPO does."""

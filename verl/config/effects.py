@@ -225,6 +225,8 @@ EFFECTS: list[Effect] = [
             "data.project_name",
             "data.experiment_name",
             f"{ACTOR}.fsdp_config.use_orig_params",
+            f"{ACTOR}.calculate_entropy",
+            f"{ACTOR}.sum_pi_squared_checkpointing",
             f"{ROLLOUT}.multi_turn.use_inference_chat_template",
             f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode",
             f"{ROLLOUT}.agent.custom_async_server",

@@ -53,6 +53,11 @@ class RolloutConfig(ServingConfig):
     temperature: float = option(1.0, minimum=0)
     """Sampling temperature. The same temperature scales the log-probabilities in training."""
 
+    exact: bool = False
+    """Built-in engine: the log-probabilities of sampled tokens equal those of training bit for bit.
+    Every product then has one fixed shape. It is slower on a CPU; in turn the pass that computes
+    old log-probabilities is left out, since it would return the same numbers."""
+
     top_k: int = option(-1, minimum=-1)
     """Draw from this many likeliest tokens; -1 (or 0) from all."""
 

@@ -116,6 +116,13 @@ def correction_faults(config: Any) -> Iterator[Fault]:
         key = "actor_rollout_ref.rollout.calculate_log_probs"
         text = f"{key} is False; {path} compares with the rollout's log-probs, so set it to True"
         yield Fault(text, (key,))
+    if rollout.exact and rollout.name != "native":
+        key = "actor_rollout_ref.rollout.exact"
+        text = (
+            f'{key} is True, but rollout.name is "{rollout.name}"; only the built-in engine shares '
+            "the trainer's arithmetic: set rollout.name=native or rollout.exact=False"
+        )
+        yield Fault(text, (key, "actor_rollout_ref.rollout.name"))
     criteria = [name.strip() for name in (correction.rollout_rs or "").split(",") if name.strip()]
     for name in criteria:
         if name not in REJECTION_CRITERIA:

@@ -86,6 +86,16 @@ def token_log_probs(
     )
 
 
+@torch.no_grad()
+def sum_squared_probs(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
+    """sum_v p_v^2 of each row's distribution, (rows,) in fp32: the chance that two draws agree."""
+    result = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    for rows in row_chunks(hidden.shape[0], head.weight.shape[0]):
+        z = scaled_logits(hidden[rows], head, temperature)
+        result[rows] = z.softmax(-1).square().sum(-1)
+    return result
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(

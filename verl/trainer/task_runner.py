@@ -14,12 +14,12 @@ from verl.single_controller.local import CONTROLLER
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.run import as_ppo_config
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
-from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
+from verl.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 POOL = "global_pool"
 
@@ -57,7 +57,9 @@ class TaskRunner:
             self.mapping[Role.Critic] = POOL
 
     def add_reward_model_worker(self, config: PPOConfig) -> None:
-        """Rewards come from functions here; the trainer refuses `reward_model.enable`."""
+        if need_reward_model(config):
+            self.role_worker_mapping[Role.RewardModel] = RewardModelWorker
+            self.mapping[Role.RewardModel] = POOL
 
     def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type) -> None:
         """The reference lives in the policy's worker; a recipe may give it one of its own."""

@@ -62,7 +62,8 @@ def _peak(device_name: str) -> float:
     for pattern, peak in _PEAK.items():
         if re.search(rf"(?<!\w){pattern}(?!\w)", device_name, re.IGNORECASE):
             return peak
-    _warn_once(f"the peak speed of the device {device_name!r} is not known; utilisation reads 0")
+    if device_name != "cpu":  # nobody publishes a peak for those
+        _warn_once(f"the peak speed of the device {device_name!r} is not known; no utilisation")
     return math.inf
 
 
@@ -83,6 +84,16 @@ class FlopsCounter:
         if any(kwargs.values()):
             _warn_once(f"{', '.join(kwargs)}: only the language model's operations are counted")
         return self.step_flops(batch_seqlens) / delta_time / 1e12, get_device_flops("T")
+
+    def utilisation(
+        self, batch_seqlens: Sequence[int], seconds: float, *, passes: float = 1.0
+    ) -> float | None:
+        """The share of the device's peak that `passes` training passes over these rows reached.
+
+        A forward pass alone is a third of a pass. None where the peak or the model is not known.
+        """
+        share = passes * self.step_flops(batch_seqlens) / seconds / get_device_flops("")
+        return share if share > 0 else None  # NaN: unknown model; 0: unknown peak
 
     def step_flops(self, batch_seqlens: Sequence[int]) -> float:
         """Operations of one forward and backward pass; a forward pass alone takes a third."""

@@ -1,5 +1,5 @@
 """Old import path of the workers."""
 
-from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
+from verl.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker"]
+__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]

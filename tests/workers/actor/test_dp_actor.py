@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.tiny_models import VOCABULARY, tiny_model
+from tests.tiny_models import VOCABULARY, plain_twin, tiny_model
 from verl.config.actor import FSDPActorConfig, PolicyLossConfig
 from verl.config.critic import FSDPCriticConfig
 from verl.config.optimizer import FSDPOptimizerConfig
@@ -102,6 +102,19 @@ def test_on_the_first_update_the_ratio_is_exactly_one():
     mask, advantages = data["response_mask"], data["advantages"]
     expected = -(advantages * mask).sum() / mask.sum()  # the ratio is 1, so the loss is -A
     assert metrics["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_sums_of_squared_probabilities_come_when_asked_for_and_match_the_softmax():
+    data, two_rows = batch(), MicroBatching(rows=2)
+    plain = actor().compute_log_prob(data, micro_batching=two_rows, temperature=0.7)
+    assert "sum_pi_squared" not in plain
+    built = actor(calculate_sum_pi_squared=True)
+    found = built.compute_log_prob(data, micro_batching=two_rows, temperature=0.7)
+    with torch.no_grad():
+        row = data["input_ids"][:1]  # its response is full: no padding
+        logits = plain_twin(built.engine.module)(input_ids=row).logits
+    expected = (logits[0, PROMPT - 1 : -1] / 0.7).softmax(-1).square().sum(-1)
+    torch.testing.assert_close(found["sum_pi_squared"][0], expected)
 
 
 def test_the_second_mini_batch_sees_a_policy_that_has_moved():

@@ -32,6 +32,12 @@ from verl.trainer.ppo.datasets import (
     train_loader,
     validation_loader,
 )
+from verl.trainer.ppo.model_scores import (
+    add_model_scores,
+    is_asked_per_response,
+    is_for_the_model,
+    refuse_unsuited_reward_model,
+)
 from verl.trainer.ppo.progress import RunProgress
 from verl.trainer.ppo.recipe_members import RecipeMembers
 from verl.trainer.ppo.reporting import batch_metrics
@@ -48,6 +54,7 @@ from verl.utils.dataset.rl_dataset import LearnsFromBatches
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.device import resolve_device
 from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import DistProfiler, marked_timer
 from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
@@ -161,6 +168,8 @@ class TrainingRun(RecipeMembers):
         roles = {"actor": self.actor_rollout_wg}
         if self.use_critic:
             roles["critic"] = self.critic_wg = self._start(Role.Critic, self.config.critic, {})
+        if self.use_rm:
+            self.rm_wg = self._start(Role.RewardModel, self.config.reward_model, {})
         self.async_rollout_manager = self._agent_loop_manager()
         self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
 
@@ -337,7 +346,19 @@ class TrainingRun(RecipeMembers):
             samples_per_prompt = self.config.actor_rollout_ref.rollout.val_kwargs.n
             batch = self.generate(prompts, samples_per_prompt, validate=True)
             batch.meta_info = {}
+            if self.use_rm and (self._model_score_is_extra or is_for_the_model(batch)):
+                batch = self.with_model_scores(batch)
             yield batch
+
+    @property
+    def _model_score_is_extra(self) -> bool:
+        return is_asked_per_response(self.config, self.reward_fn)
+
+    def with_model_scores(self, batch: DataProto) -> DataProto:
+        """What the reward model says about the responses, where the reward function looks."""
+        found = self.rm_wg.compute_rm_score(batch)
+        self.metrics.update(reduce_metrics(found.meta_info.pop("metrics")))
+        return add_model_scores(batch, found, as_extra_info=self._model_score_is_extra)
 
     def generate(self, prompts: DataProto, num_samples: int, **meta_info: Any) -> DataProto:
         """Repeat each prompt and continue it; the trainer knows how."""
@@ -398,10 +419,7 @@ def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:
 def refuse_what_is_not_here(config: PPOConfig) -> None:
     """Settings that are valid and that this trainer cannot honour."""
     if need_reward_model(config):
-        raise ValueError(
-            "reward_model.enable is True, but this trainer scores with functions; set it to False "
-            "and use custom_reward_function or a built-in data source"
-        )
+        refuse_unsuited_reward_model(config)
     groups = config.algorithm.filter_groups
     if groups.enable and groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         raise ValueError(

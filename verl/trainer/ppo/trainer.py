@@ -107,6 +107,8 @@ class PPOTrainer(TrainingRun):
     def _with_greedy_baselines(self, batch: DataProto, prompts: DataProto) -> DataProto:
         """ReMax: `reward_baselines`, the score of the greedy response; prompts without one go."""
         greedy = self.generate(prompts, 1, do_sample=False)
+        if self.use_rm:
+            greedy = self.with_model_scores(greedy)
         scored = score_batch(greedy, self.reward_fn).batch
         totals = scored.batch["token_level_scores"].sum(-1).tolist()
         baseline_of = dict(zip(scored.non_tensor_batch["uid"], totals, strict=True))
@@ -128,6 +130,8 @@ class PPOTrainer(TrainingRun):
         if "token_level_scores" in batch.batch.keys():  # noqa: SIM118  # dynamic sampling did it
             return batch
         with self.timed("reward"):
+            if self.use_rm:
+                batch = self.with_model_scores(batch)
             scored = score_batch(batch, self.reward_fn)
         for name, count in scored.metrics.items():  # dynamic sampling scores several batches
             self.metrics[name] = self.metrics.get(name, 0.0) + count
@@ -161,14 +165,33 @@ class PPOTrainer(TrainingRun):
             loss = self.config.actor_rollout_ref.actor.policy_loss
             apply_bypass_mode(batch, correction, loss)
             return batch
+        if self._sampled_log_probs_will_do(batch):
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
+            return batch
         with self.timed("old_log_prob"):
             found = self.actor_rollout_wg.compute_log_prob(batch)
+        self.metrics.update(found.meta_info.pop("metrics"))
         entropy = masked_mean(found.batch.pop("entropys"), batch.batch["response_mask"])
         self.metrics["actor/entropy"] = entropy.item()
         batch = batch.union(found)
         if "rollout_log_probs" in batch.batch.keys():  # noqa: SIM118
             self.metrics.update(calculate_debug_metrics(batch))
         return batch
+
+    def _sampled_log_probs_will_do(self, batch: DataProto) -> bool:
+        """Whether a pass for `old_log_probs` is left out; counted, so that a curve shows it.
+
+        In exact mode it would return the very numbers that came with the tokens, as long as all of
+        them were sampled with the current weights. `use_rollout_log_probs` asks for it outright.
+        """
+        section = self.config.actor_rollout_ref
+        is_exact = section.rollout.exact and "policy_version" in batch.meta_info
+        does_skip = is_exact and not section.actor.calculate_sum_pi_squared
+        if does_skip:
+            batch.meta_info["old_policy_version"] = batch.meta_info["policy_version"]
+        does_skip = does_skip or section.actor.use_rollout_log_probs
+        self.metrics["training/old_log_prob_pass_skipped"] = float(does_skip)
+        return does_skip
 
     def _balance_batch(
         self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen"

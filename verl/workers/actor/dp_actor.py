@@ -27,8 +27,16 @@ class DataParallelPPOActor:
     def compute_log_prob(
         self, data: TensorDict, *, micro_batching: MicroBatching, temperature: float
     ) -> Columns:
-        """`log_probs` and `entropy` of the response tokens, (B, T) each."""
-        return self.engine.infer_batch(data, micro_batching=micro_batching, temperature=temperature)
+        """`log_probs` and `entropy` of the response tokens, (B, T) each.
+
+        With `calculate_sum_pi_squared` also `sum_pi_squared`, which some baselines weigh by.
+        """
+        return self.engine.infer_batch(
+            data,
+            micro_batching=micro_batching,
+            temperature=temperature,
+            with_sum_pi_squared=self.config.calculate_sum_pi_squared,
+        )
 
     def update_policy(
         self,
@@ -102,9 +110,8 @@ class DataParallelPPOActor:
             report["actor/old_log_prob_error"] = float(drift)
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * self._aggregate(entropy, mask)
-        if config.entropy_coeff or config.calculate_entropy:
-            mean = (entropy.detach() * mask).sum() / mask.sum().clamp_min(1)
-            report["actor/entropy"] = float(mean)
+        mean_entropy = (entropy.detach() * mask).sum() / mask.sum().clamp_min(1)
+        report["actor/entropy"] = float(mean_entropy)
         if config.use_kl_loss:
             kl = kl_penalty(log_prob, rows["ref_log_prob"], config.kl_loss_type)
             kl_loss = self._aggregate(kl, mask)

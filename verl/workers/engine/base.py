@@ -64,9 +64,17 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def infer_batch(
-        self, data: TensorDict, *, micro_batching: MicroBatching, temperature: float = 1.0
+        self,
+        data: TensorDict,
+        *,
+        micro_batching: MicroBatching,
+        temperature: float = 1.0,
+        with_sum_pi_squared: bool = False,
     ) -> Columns:
-        """Columns of every row, in row order, without gradients."""
+        """Columns of every row, in row order, without gradients.
+
+        A language model adds `sum_pi_squared` when asked; it costs a second output layer.
+        """
 
     @abstractmethod
     def train_batch(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.forward import hidden_states, packed_layout
-from verl.models.head import OutputHead, token_log_probs
+from verl.models.head import OutputHead, sum_squared_probs, token_log_probs
 from verl.models.value import score_head
 from verl.workers.engine.base import BaseEngine, Columns, LossFunction, MicroBatching, TrainResult
 from verl.workers.engine.micro_batch import cut_by_count, cut_by_tokens
@@ -56,12 +56,17 @@ class OneDeviceEngine(BaseEngine):
 
     @torch.no_grad()
     def infer_batch(
-        self, data: TensorDict, *, micro_batching: MicroBatching, temperature: float = 1.0
+        self,
+        data: TensorDict,
+        *,
+        micro_batching: MicroBatching,
+        temperature: float = 1.0,
+        with_sum_pi_squared: bool = False,
     ) -> Columns:
         self.module.eval()
         columns: Columns = {}
         for rows in self._schedule(data, micro_batching):
-            for name, part in self._forward(data[rows], temperature).items():
+            for name, part in self._forward(data[rows], temperature, with_sum_pi_squared).items():
                 whole = columns.setdefault(name, part.new_zeros(len(data), part.shape[1]))
                 whole[rows] = part
         return columns
@@ -128,18 +133,21 @@ class OneDeviceEngine(BaseEngine):
         lengths = data["attention_mask"].sum(1).tolist()
         return cut_by_tokens(lengths, micro_batching.tokens)
 
-    def _forward(self, rows: TensorDict, temperature: float) -> Columns:
+    def _forward(
+        self, rows: TensorDict, temperature: float, with_sum_pi_squared: bool = False
+    ) -> Columns:
         ids, mask, positions, responses = (rows[name].to(self.device) for name in ROW_COLUMNS)
         packed = pack_rows(ids, mask, positions, responses.shape[1])
         layout = packed_layout(self.module, packed.lengths)
         hidden = hidden_states(self.module, packed.input_ids, packed.position_ids, layout)
         if self._is_value_model:
             return {"values": packed.unpack(self._values(hidden, packed))}
-        head = OutputHead.of(self.module)
-        log_probs, entropy = token_log_probs(
-            hidden[packed.sources], head, packed.targets, temperature=temperature
-        )
-        return {"log_probs": packed.unpack(log_probs), "entropy": packed.unpack(entropy)}
+        head, sources = OutputHead.of(self.module), hidden[packed.sources]
+        log_probs, entropy = token_log_probs(sources, head, packed.targets, temperature=temperature)
+        columns = {"log_probs": log_probs, "entropy": entropy}
+        if with_sum_pi_squared:
+            columns["sum_pi_squared"] = sum_squared_probs(sources, head, temperature=temperature)
+        return {name: packed.unpack(values) for name, values in columns.items()}
 
     def _values(self, hidden: Tensor, packed: PackedRows) -> Tensor:
         return score_head(self.module)(hidden[packed.sources]).squeeze(-1).float()

@@ -4,6 +4,7 @@ All three share one process so that generation uses the very weights that traini
 device the built-in rollout engine holds no weights of its own; there is nothing to synchronise.
 """
 
+import time
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.config.actor import FSDPActorConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
+from verl.models.exact import make_exact
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import (
     Dispatch,
@@ -19,9 +21,11 @@ from verl.single_controller.base.decorator import (
 )
 from verl.single_controller.base.worker import Worker
 from verl.utils.checkpoint.one_device import OneDeviceCheckpointManager
+from verl.utils.flops_counter import FlopsCounter
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.roles.building import build_engine, micro_batching
+from verl.workers.roles.utilisation import utilisation
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 from verl.workers.rollout.native.memory import cache_budget
 
@@ -61,6 +65,10 @@ class ActorRolloutRefWorker(Worker):
             max_grad_norm=actor.grad_clip,
             gradient_checkpointing=config.model.enable_gradient_checkpointing,
         )
+        if config.rollout.exact:
+            capacity = config.rollout.prompt_length + config.rollout.response_length
+            make_exact(self.engine.module, capacity)
+        self.flops = FlopsCounter(self.engine.module.config)
         self.tokenizer = hf_tokenizer(
             config.model.tokenizer_path or config.model.path,
             trust_remote_code=config.model.trust_remote_code,
@@ -85,8 +93,11 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` of the responses under the current policy."""
-        rollout = self.config.rollout
+        """`old_log_probs` and `entropys` of the responses under the current policy.
+
+        With `actor.calculate_sum_pi_squared` also `sum_pi_squared`.
+        """
+        rollout, start = self.config.rollout, time.perf_counter()
         columns = self.actor.compute_log_prob(
             data.batch,
             micro_batching=micro_batching(
@@ -96,11 +107,14 @@ class ActorRolloutRefWorker(Worker):
             ),
             temperature=rollout.temperature,
         )
+        seconds = time.perf_counter() - start
+        names = {"log_probs": "old_log_probs", "entropy": "entropys"}
         return DataProto.from_dict(
-            tensors={"old_log_probs": columns["log_probs"], "entropys": columns["entropy"]},
+            tensors={names.get(name, name): column for name, column in columns.items()},
             meta_info={
                 "temperature": rollout.temperature,
                 "old_policy_version": self.engine.policy_version,
+                "metrics": utilisation("actor_infer", self.flops, data, seconds, passes=1 / 3),
             },
         )
 
@@ -122,13 +136,15 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
-        config = self.config
+        config, start = self.config, time.perf_counter()
         metrics = self.actor.update_policy(
             data.batch,
             rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n // self.world_size,
             temperature=config.rollout.temperature,
             old_policy_version=data.meta_info.get("old_policy_version"),
         )
+        seconds, epochs = time.perf_counter() - start, config.actor.ppo_epochs
+        metrics.update(utilisation("actor", self.flops, data, seconds, passes=epochs))
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,5 +1,7 @@
 """The critic's worker."""
 
+import time
+
 from verl.config.critic import FSDPCriticConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import (
@@ -9,8 +11,10 @@ from verl.single_controller.base.decorator import (
 )
 from verl.single_controller.base.worker import Worker
 from verl.utils.checkpoint.one_device import OneDeviceCheckpointManager
+from verl.utils.flops_counter import FlopsCounter
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.roles.building import build_engine
+from verl.workers.roles.utilisation import utilisation
 
 MESH = "critic"
 
@@ -41,6 +45,7 @@ class CriticWorker(Worker):
             is_value_model=True,
             gradient_checkpointing=config.model.enable_gradient_checkpointing,
         )
+        self.flops = FlopsCounter(self.engine.module.config)
         self.critic = DataParallelPPOCritic(config, self.engine)
         self.checkpoints = OneDeviceCheckpointManager(
             self.engine.module, self.engine, checkpoint_config=config.checkpoint
@@ -54,8 +59,11 @@ class CriticWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
+        start, epochs = time.perf_counter(), self.config.ppo_epochs
         rows = self.config.ppo_mini_batch_size * self.config.rollout_n // self.world_size
         metrics = self.critic.update_critic(data.batch, rows_per_step=rows)
+        seconds = time.perf_counter() - start
+        metrics.update(utilisation("critic", self.flops, data, seconds, passes=epochs))
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -95,9 +95,9 @@ def next_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Pick a token for each row of `logits` (B, V), which are raw: not yet divided by temperature.
 
-    Gives token ids (B,) and their log-probabilities (B,). `token_indices` (B,) says the how-manieth
-    token of its sequence this is. `seen` (B, V) marks tokens of prompt and response so far; it is
-    needed where a repetition penalty applies.
+    Gives token ids (B,) and their log-probabilities (B,). `token_indices` (B,) counts the tokens
+    that each response has already. `seen` (B, V) marks the tokens of prompt and response so far; it
+    is needed where a repetition penalty applies.
     """
     scaled = logits / settings.temperature[:, None] if needs.temperature else logits
     weights, log_sum = weights_and_log_sum(scaled)
@@ -150,9 +150,10 @@ def smallest_candidate(
     `num_candidates` likeliest are sorted, and more where these do not settle a row.
     """
     vocabulary = weights.shape[1]
-    num_candidates = min(max(num_candidates, int(top_k.max())), vocabulary)
-    likeliest = weights.topk(num_candidates).values  # (B, candidates), the largest first
     uses_top_k = (top_k > 0) & (top_k < vocabulary)
+    largest_k = int(torch.where(uses_top_k, top_k, 0).max())
+    num_candidates = min(max(num_candidates, largest_k), vocabulary)
+    likeliest = weights.topk(num_candidates).values  # (B, candidates), the largest first
     limit = torch.where(uses_top_k, top_k, vocabulary)[:, None]
     is_kept = torch.arange(num_candidates, device=weights.device) < limit
     mass = torch.where(is_kept, likeliest, 0.0).double().cumsum(-1)
