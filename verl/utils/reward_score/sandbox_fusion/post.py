@@ -1,0 +1,72 @@
+"""One POST of JSON with a deadline for all of it and a limit on the answer."""
+
+import json
+import socket
+import threading
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class RequestFailed(Exception):
+    """No answer, or one that is no use; `status` is the HTTP status if there was one."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def post_json(
+    url: str, payload: dict[str, Any], *, timeout_seconds: float, max_response_bytes: int
+) -> Any:
+    """The answer's JSON. Redirects are not followed and proxies not used."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"the address of the service is {url!r}; it must begin with http://")
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=timeout_seconds)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    body = json.dumps(payload).encode()
+    try:
+        status, content = _exchange(connection, target, body, timeout_seconds, max_response_bytes)
+    except (OSError, HTTPException) as error:
+        raise RequestFailed(f"{type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+    if status != 200:
+        raise RequestFailed(f"HTTP {status}: {content[:200].decode(errors='replace')}", status)
+    if len(content) > max_response_bytes:
+        raise RequestFailed(f"the answer has more than {max_response_bytes} bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RequestFailed(f"the answer is not JSON: {error}") from error
+
+
+def _exchange(
+    connection: HTTPConnection, target: str, body: bytes, timeout_seconds: float, max_bytes: int
+) -> tuple[int, bytes]:
+    """The time-out of a socket is for each read; the alarm ends a sender that drips."""
+    connection.connect()
+    expired = threading.Event()
+    alarm = threading.Timer(timeout_seconds, _cut, (connection.sock, expired))
+    alarm.daemon = True
+    alarm.start()
+    try:
+        connection.request("POST", target, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = response.status, response.read(max_bytes + 1)
+    except (OSError, HTTPException) as error:
+        if expired.is_set():
+            raise TimeoutError(f"no answer within {timeout_seconds} s") from error
+        raise
+    finally:
+        alarm.cancel()
+    if expired.is_set():
+        raise TimeoutError(f"no answer within {timeout_seconds} s")
+    return answer
+
+
+def _cut(connected: socket.socket, expired: threading.Event) -> None:
+    expired.set()
+    connected.shutdown(socket.SHUT_RDWR)
