@@ -1,8 +1,8 @@
 """Built-in reward functions; the row's `data_source` chooses one.
 
 Each entry of `scorers` takes (solution_str, ground_truth, extra_info, **options) and returns a
-number or a mapping with `score`. A dataset that none of them knows needs a function of the user's,
-`custom_reward_function.path`.
+number, a tuple whose first entry is one, or a mapping with `score`; None abstains. A dataset that
+none of them knows needs a function of the user's, `custom_reward_function.path`.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,16 +10,17 @@ from typing import Any
 
 from verl.utils.import_utils import deprecated
 from verl.utils.registry import Registry
-from verl.utils.reward_score import gsm8k
+from verl.utils.reward_score import (
+    geo3k,
+    gsm8k,
+    math_dapo,
+    math_reward,
+    prime_math,
+    search_r1_like_qa_em,
+)
 
 Scorer = Callable[..., Any]
 scorers = Registry[Scorer]("data source")
-
-
-@scorers.register("openai/gsm8k", built_in=True)
-@scorers.register("gsm8k", built_in=True)
-def _gsm8k(solution_str: str, ground_truth: Any, extra_info: Any, **options: Any) -> float:
-    return gsm8k.compute_score(solution_str, ground_truth)
 
 
 def default_compute_score(
@@ -31,17 +32,13 @@ def default_compute_score(
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
     **kwargs: Any,
-) -> float | dict[str, Any]:
+) -> float | dict[str, Any] | None:
     """The score of one response by the function built in for its data source.
 
-    Mappings are returned as they are, numbers as float, of a tuple the first entry as float.
+    Mappings are returned as they are, numbers as float, of a tuple the first entry as float. None
+    means that the grader could not judge the response.
     """
-    if data_source not in scorers:
-        raise NotImplementedError(
-            f"there is no built-in reward function for data_source={data_source!r}; there is one "
-            f"for: {', '.join(scorers)}. For other data set custom_reward_function.path"
-        )
-    result = scorers[data_source](
+    result = _scorer_for(data_source)(
         solution_str,
         ground_truth,
         extra_info,
@@ -52,9 +49,108 @@ def default_compute_score(
     )
     if isinstance(result, Mapping):
         return dict(result)
-    return float(result[0] if isinstance(result, tuple) else result)
+    score = result[0] if isinstance(result, tuple) else result
+    return None if score is None else float(score)
 
 
 @deprecated("verl.utils.reward_score.default_compute_score")
-def _default_compute_score(*args: Any, **kwargs: Any) -> float | dict[str, Any]:
+def _default_compute_score(*args: Any, **kwargs: Any) -> float | dict[str, Any] | None:
     return default_compute_score(*args, **kwargs)
+
+
+def _scorer_for(data_source: str) -> Scorer:
+    if data_source in scorers:
+        return scorers[data_source]
+    if str(data_source).startswith("aime"):
+        return scorers["math_dapo"]
+    raise NotImplementedError(
+        f"there is no built-in reward function for data_source={data_source!r}; there is one "
+        f"for: {', '.join(scorers)}, and aime*. For other data set custom_reward_function.path"
+    )
+
+
+# ---- the functions behind the data sources -------------------------------------------------------
+
+
+def _built_in(*data_sources: str) -> Callable[[Scorer], Scorer]:
+    def add(scorer: Scorer) -> Scorer:
+        for data_source in data_sources:
+            scorers.register(data_source, built_in=True)(scorer)
+        return scorer
+
+    return add
+
+
+@_built_in("openai/gsm8k", "gsm8k")
+def _gsm8k(solution_str: str, ground_truth: Any, extra_info: Any, **options: Any) -> float:
+    return gsm8k.compute_score(solution_str, ground_truth)
+
+
+@_built_in("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+def _math(solution_str: str, ground_truth: Any, extra_info: Any, **options: Any) -> float:
+    return math_reward.compute_score(solution_str, ground_truth)
+
+
+@_built_in("math_dapo", "math", "math_dapo_reasoning")
+def _dapo(solution_str: str, ground_truth: Any, extra_info: Any, **options: Any) -> dict[str, Any]:
+    return math_dapo.compute_score(solution_str, ground_truth)
+
+
+@_built_in(
+    "numina_aops_forum",
+    "numina_synthetic_math",
+    "numina_amc_aime",
+    "numina_synthetic_amc",
+    "numina_cn_k12",
+    "numina_olympiads",
+)
+def _numina(
+    solution_str: str, ground_truth: Any, extra_info: Any, **options: Any
+) -> tuple[float | None, float, str]:
+    return prime_math.compute_score(solution_str, ground_truth)
+
+
+@_built_in("hiyouga/geometry3k")
+def _geo3k(solution_str: str, ground_truth: Any, extra_info: Any, **options: Any) -> float | None:
+    return geo3k.compute_score(solution_str, ground_truth)
+
+
+@_built_in(
+    "searchR1_nq",
+    "searchR1_triviaqa",
+    "searchR1_popqa",
+    "searchR1_hotpotqa",
+    "searchR1_2wikimultihopqa",
+    "searchR1_musique",
+    "searchR1_bamboogle",
+)
+def _search(solution_str: str, ground_truth: Any, extra_info: Any, **options: Any) -> float:
+    return search_r1_like_qa_em.compute_score(solution_str, ground_truth)
+
+
+@_built_in("codecontests", "apps", "codeforces", "taco")
+def _code(
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any,
+    *,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    **options: Any,
+) -> tuple[float, list[Any]]:
+    """The fraction of the first ten tests passed, on a Sandbox Fusion server or in our sandbox."""
+    if sandbox_fusion_url:
+        from verl.utils.reward_score import sandbox_fusion  # noqa: PLC0415 - only for code
+
+        return sandbox_fusion.compute_score(
+            sandbox_fusion_url,
+            concurrent_semaphore,
+            memory_limit_mb,
+            solution_str,
+            ground_truth,
+            continuous=True,
+        )
+    from verl.utils.reward_score import prime_code  # noqa: PLC0415 - only for code
+
+    return prime_code.compute_score(solution_str, ground_truth, continuous=True)

@@ -1,0 +1,84 @@
+"""DAPO's rule for mathematics (arXiv:2503.14476): 1 for the right answer, -1 for any other.
+
+The answer is what follows the last "Answer:" near the end of the response, compared as text after
+the normalisation of Minerva (arXiv:2206.14858, appendix G); or, with `strict_box_verify`, the text
+in the last box exactly. Only the end is looked at, with fixed strings and patterns that cannot
+backtrack, so the time is bounded.
+"""
+
+import re
+from typing import Any
+
+from verl.utils.reward_score.math_grader.extract import last_boxed, unboxed
+
+CLIP_CHARACTERS = 300
+"""Answers stand at the end; also the most a response can cost."""
+
+MAX_ANSWER_CHARACTERS = 10_000
+"""A longer text is no answer and is not normalised."""
+
+NO_ANSWER = "[INVALID]"
+_ANSWER = re.compile(r"(?i)answer\s{0,9}:\s{0,9}([^\n]+)")
+
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units",
+    "\\ldots", "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm",
+    "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples",
+    "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_WRAPPED = re.compile(r"\\(?:text|textbf|overline|boxed)\{([^{}]*)\}")
+_FRACTION = re.compile(r"frac([^{])(.)")
+_ROOT = re.compile(r"sqrt([^{\[])")
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, strict_box_verify: bool = False
+) -> dict[str, Any]:
+    """`score` 1 or -1, `acc` whether it is right, `pred` the answer that was found."""
+    end = solution_str[-CLIP_CHARACTERS:]
+    verify = is_correct_strict_box if strict_box_verify else is_correct_minerva
+    is_correct, answer = verify(end, str(ground_truth))
+    return {"score": 1.0 if is_correct else -1.0, "acc": is_correct, "pred": answer}
+
+
+def is_correct_minerva(solution_str: str, gt: str) -> tuple[bool, str]:
+    """Whether the last "Answer:" gives the ground truth, and what it gives."""
+    found = _ANSWER.findall(solution_str)
+    answer = normalize_final_answer(found[-1]) if found else NO_ANSWER
+    return answer == normalize_final_answer(gt), answer
+
+
+def is_correct_strict_box(pred: str, gt: str) -> tuple[bool, str]:
+    """Whether the last box holds the ground truth, character by character, and what it holds."""
+    box = last_boxed(pred)
+    answer = NO_ANSWER if box is None else unboxed(box)
+    return answer == gt, answer
+
+
+def normalize_final_answer(final_answer: str) -> str:
+    """The spelling in which answers are compared."""
+    if len(final_answer) > MAX_ANSWER_CHARACTERS:
+        return final_answer
+    text = final_answer.rpartition("=")[2]
+    for before, after in _REPLACED:
+        text = text.replace(before, after)
+    for removed in _REMOVED:
+        text = text.replace(removed, "")
+    before, opening, rest = text.partition("$")
+    formula, closing, _ = rest.partition("$")
+    text = formula if closing else before + opening + rest
+    text = _WRAPPED.sub(r"\1", text)
+    text = _FRACTION.sub(_braced_fraction, text)
+    text = _ROOT.sub(r"sqrt{\1}", text).replace("$", "")
+    digits = text.replace(",", "")
+    return digits if digits.isdecimal() else text
+
+
+def _braced_fraction(match: re.Match[str]) -> str:
+    over, under = match.groups()
+    return f"frac{{{over}}}{under}" if under == "{" else f"frac{{{over}}}{{{under}}}"

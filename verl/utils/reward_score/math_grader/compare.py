@@ -1,0 +1,212 @@
+"""Whether two answers say the same: form against form, then number against number.
+
+Points, intervals and matrices agree entry by entry; sets and bare lists in any order; equations
+when one is a multiple of the other. A unit, a percent or a degree sign, or a base that only one
+side writes does not count against it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+
+from verl.utils.reward_score.math_grader import units
+from verl.utils.reward_score.math_grader.equality import Equality
+from verl.utils.reward_score.math_grader.forms import (
+    first_and_last,
+    plain_words,
+    rewritten,
+    rounded_value,
+    without_name,
+)
+from verl.utils.reward_score.math_grader.limits import Unsupported
+from verl.utils.reward_score.math_grader.nodes import (
+    Constant,
+    Degree,
+    Group,
+    Listing,
+    Matrix,
+    Negate,
+    Node,
+    Number,
+    Percent,
+    Quantity,
+    Relation,
+    SetOf,
+    Sum,
+    Unary,
+    Union,
+    Words,
+    symbols,
+)
+
+_FORMS = (Listing, SetOf, Union, Group, Matrix, Relation, Words)
+
+
+class Comparison:
+    def __init__(self, equality: Equality) -> None:
+        self._equality = equality
+
+    def same(self, gold: Node, answer: Node) -> bool:
+        self._equality.work.spend(2)
+        if gold == answer:
+            return True
+        rounded = rounded_value(gold)
+        if rounded is not None:
+            return self._is_close(rounded, without_name(answer, is_gold=False))
+        if not (isinstance(gold, Relation) and isinstance(answer, Relation)):
+            gold = without_name(gold, is_gold=True)
+            answer = without_name(answer, is_gold=False)
+        return self._same_form(rewritten(gold), rewritten(answer))
+
+    def _same_form(self, gold: Node, answer: Node) -> bool:
+        match gold, answer:
+            case (Quantity(), _) | (_, Quantity()):
+                return self._same_quantity(gold, answer)
+            case (Listing(), Listing()):
+                return self._same_lists(gold.items, answer.items)
+            case (SetOf() | Listing(), SetOf() | Listing()):
+                return self._same_sets(gold.items, answer.items)
+            case (Union(), Union()):
+                return self._same_sets(gold.items, answer.items)
+            case (Group(), Group()):
+                brackets = (gold.opening, gold.closing) == (answer.opening, answer.closing)
+                return brackets and self._same_in_order(gold.items, answer.items)
+            case (Matrix(), Matrix()):
+                shapes = [(len(node.rows), len(node.rows[0])) for node in (gold, answer)]
+                return shapes[0] == shapes[1] and self._same_in_order(
+                    gold.children(), answer.children()
+                )
+            case (Relation(), Relation()):
+                return self._same_relation(first_and_last(gold), first_and_last(answer))
+            case (Words(), Words()):
+                return plain_words(gold.text) == plain_words(answer.text)
+        if isinstance(gold, _FORMS) or isinstance(answer, _FORMS):
+            return self._refuse_or_differ(gold, answer)
+        return self._same_number(gold, answer)
+
+    def _refuse_or_differ(self, gold: Node, answer: Node) -> bool:
+        """Forms of different kinds differ, except a list of inequalities, which may be a union."""
+        for one, other in ((gold, answer), (answer, gold)):
+            has_relations = any(isinstance(item, Relation) for item in one.children())
+            if isinstance(one, Listing) and isinstance(other, Union | Group) and has_relations:
+                raise Unsupported("inequalities joined by words against an interval")
+        return False
+
+    # ---- several things
+
+    def _same_in_order(self, gold: Sequence[Node], answer: Sequence[Node]) -> bool:
+        return len(gold) == len(answer) and all(
+            self.same(one, other) for one, other in zip(gold, answer, strict=True)
+        )
+
+    def _same_lists(self, gold: Sequence[Node], answer: Sequence[Node]) -> bool:
+        if len(gold) != len(answer):
+            return False
+        counts = _counted(gold), _counted(answer)
+        if counts[0] is not None and counts[1] is not None:
+            return counts[0] == counts[1]
+        unmatched = list(answer)
+        for item in gold:
+            match = next((k for k, other in enumerate(unmatched) if self.same(item, other)), None)
+            if match is None:
+                return False
+            del unmatched[match]
+        return True
+
+    def _same_sets(self, gold: Sequence[Node], answer: Sequence[Node]) -> bool:
+        counts = _counted(gold), _counted(answer)
+        if counts[0] is not None and counts[1] is not None:
+            return counts[0].keys() == counts[1].keys()
+        return all(any(self.same(one, other) for other in answer) for one in gold) and all(
+            any(self.same(one, other) for one in gold) for other in answer
+        )
+
+    # ---- one thing
+
+    def _same_quantity(self, gold: Node, answer: Node) -> bool:
+        gold_value, gold_unit = _quantity(gold)
+        answer_value, answer_unit = _quantity(answer)
+        if not self.same(gold_value, answer_value):
+            return False
+        if gold_unit == answer_unit or not gold_unit or not answer_unit:
+            return True
+        if units.is_known(gold_unit) and units.is_known(answer_unit):
+            return False
+        raise Unsupported(f"whether {answer_unit!r} is another name for {gold_unit!r}")
+
+    def _same_relation(self, gold: Relation, answer: Relation) -> bool:
+        gold, answer = _pointing_left(gold), _pointing_left(answer)
+        if gold.operators != answer.operators:
+            return False
+        if len(gold.operators) > 1 or any(
+            isinstance(member, _FORMS) for node in (gold, answer) for member in node.members
+        ):
+            return self._same_in_order(gold.members, answer.members)
+        is_directed = set(gold.operators) <= {"<", "<="}
+        return self._equality.is_proportional(
+            _difference(gold), _difference(answer), same_sign=is_directed
+        )
+
+    def _same_number(self, gold: Node, answer: Node) -> bool:
+        if _infinite_sign(gold) or _infinite_sign(answer):
+            return _infinite_sign(gold) == _infinite_sign(answer)
+        if _base(gold) or _base(answer):
+            return self._same_in_base(gold, answer)
+        if self._equality.holds(gold, answer):
+            return True
+        return any(
+            isinstance(gold, mark) != isinstance(answer, mark)
+            and self._equality.holds(_unmarked(gold, mark), _unmarked(answer, mark))
+            for mark in (Percent, Degree)
+        )
+
+    def _same_in_base(self, gold: Node, answer: Node) -> bool:
+        """The gold answer's base must be kept; it may be left unwritten."""
+        if not isinstance(gold, Number) or not isinstance(answer, Number):
+            return not _base(gold) and self._equality.holds(gold, answer)
+        is_same_text = gold.digits.lstrip("0") == answer.digits.lstrip("0") and gold.digits != ""
+        if gold.base is None:
+            return gold.value == answer.value or is_same_text
+        return answer.base in (gold.base, None) and is_same_text
+
+    def _is_close(self, gold: Number, answer: Node) -> bool:
+        if isinstance(answer, _FORMS) or symbols(answer):
+            return False
+        answer = answer.value if isinstance(answer, Quantity) else answer
+        return self._equality.is_within(gold, answer, Fraction(1, 2 * 10**gold.decimals))
+
+
+def _counted(items: Sequence[Node]) -> Counter[Fraction] | None:
+    """How often each number occurs; None where something is not a plain number."""
+    values = [item.value for item in items if isinstance(item, Number) and item.base is None]
+    return Counter(values) if len(values) == len(items) else None
+
+
+def _quantity(node: Node) -> tuple[Node, str]:
+    return (node.value, node.unit) if isinstance(node, Quantity) else (node, "")
+
+
+def _unmarked(node: Node, mark: type[Unary]) -> Node:
+    return node.operand if isinstance(node, mark) else node
+
+
+def _base(node: Node) -> int | None:
+    return node.base if isinstance(node, Number) else None
+
+
+def _infinite_sign(node: Node) -> int:
+    if isinstance(node, Negate):
+        return -_infinite_sign(node.operand)
+    return int(node == Constant("infinity"))
+
+
+def _pointing_left(node: Relation) -> Relation:
+    """a > b is b < a."""
+    if set(node.operators) <= {">", ">="}:
+        turned = tuple({">": "<", ">=": "<="}[operator] for operator in reversed(node.operators))
+        return Relation(node.members[::-1], turned)
+    return node
+
+
+def _difference(node: Relation) -> Node:
+    return Sum((node.members[0], Negate(node.members[1])))

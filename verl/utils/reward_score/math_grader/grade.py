@@ -1,0 +1,109 @@
+"""`grade`: is this answer the gold answer?
+
+Plain numbers are compared at once. Otherwise both texts are parsed and compared; what cannot be
+read or computed within the limits gives `Abstain`, unless the fault is the answer's own. Nothing
+here keeps state, waits, or uses signals, so the verdict is the same from any thread or process.
+"""
+
+import re
+
+from verl.utils.reward_score.math_grader.compare import Comparison
+from verl.utils.reward_score.math_grader.equality import Equality
+from verl.utils.reward_score.math_grader.extract import last_boxed, unboxed
+from verl.utils.reward_score.math_grader.lexer import tokenize
+from verl.utils.reward_score.math_grader.limits import (
+    MAX_CHARACTERS,
+    GradingStopped,
+    Malformed,
+    Work,
+)
+from verl.utils.reward_score.math_grader.literals import simple_number
+from verl.utils.reward_score.math_grader.nodes import Call, Node, walk
+from verl.utils.reward_score.math_grader.parser import parse
+from verl.utils.reward_score.math_grader.verdict import Abstain, Correct, Verdict, Wrong
+
+_LOOSE_SPACE = re.compile(r"(?<![0-9A-Za-z\\])\s+|(?<!\\)\s+(?![0-9A-Za-z])")
+_FINAL_STOP = re.compile(r"(?<!\\)[.,;:]{1,9}$")
+_DIGIT_GROUP = re.compile(r"[0-9][, ][0-9]{3}")
+_LETTER = r"(?:\\(?:text[a-z]{0,6}|math[a-z]{2})\s?\{\s?)?\(?([A-J])"
+_LONE_LETTER = re.compile(_LETTER + r"[).:}\s]{0,4}")
+_LETTER_CHOICE = re.compile(_LETTER + r"(?:[).:}]|$)")
+
+
+def grade(answer: str, gold: str) -> Verdict:
+    """Whether `answer` says the same as `gold`; both are what stands in a box, not solutions."""
+    answer_number, gold_number = simple_number(answer), simple_number(gold)
+    if answer_number is not None and gold_number is not None:
+        if answer_number == gold_number:
+            return Correct()
+        if "," not in answer and "," not in gold:
+            return Wrong("the numbers differ")
+    if max(len(answer), len(gold)) > MAX_CHARACTERS:
+        return Correct() if answer.strip() == gold.strip() else Abstain("the text is too long")
+    answer, gold = _trimmed(answer), _trimmed(gold)
+    if not gold:
+        return Abstain("there is no gold answer")
+    if not answer:
+        return Wrong("there is no answer")
+    if answer == gold:
+        return Correct()
+    return _graded_choice(answer, gold) or _graded_readings(answer, gold)
+
+
+def _trimmed(text: str) -> str:
+    """Without what surrounds an answer: spaces, dollars, a full stop, an equals sign, a box."""
+    text = _FINAL_STOP.sub("", _LOOSE_SPACE.sub("", text).strip("$"))
+    text = text.strip("$").lstrip("=").rstrip("\\ ").strip()
+    return unboxed(text) if text.startswith("\\boxed{") and last_boxed(text) == text else text
+
+
+def _graded_choice(answer: str, gold: str) -> Verdict | None:
+    """Where the gold answer is a letter, (B) 12 is the choice of B."""
+    expected, chosen = _LONE_LETTER.fullmatch(gold), _LETTER_CHOICE.match(answer)
+    if expected is None or chosen is None:
+        return None
+    return Correct() if chosen.group(1) == expected.group(1) else Wrong("another choice")
+
+
+def _graded_readings(answer: str, gold: str) -> Verdict:
+    """1,234 may be one number or two; either reading may match, the usual one is asked first."""
+    verdict = _graded(answer, gold, commas_group_digits=True)
+    if isinstance(verdict, Correct) or not _DIGIT_GROUP.search(answer + " " + gold):
+        return verdict
+    as_lists = _graded(answer, gold, commas_group_digits=False)
+    return as_lists if isinstance(as_lists, Correct) else verdict
+
+
+def _graded(answer: str, gold: str, *, commas_group_digits: bool) -> Verdict:
+    try:
+        gold_tree = parse(tokenize(gold, commas_group_digits=commas_group_digits))
+    except GradingStopped as reason:
+        return Abstain(f"the gold answer cannot be read: {reason}")
+    try:
+        answer_tree = parse(tokenize(answer, commas_group_digits=commas_group_digits))
+    except Malformed as reason:
+        return Wrong(f"not mathematics: {reason}")
+    except GradingStopped as reason:
+        return Abstain(str(reason))
+    try:
+        return _compared(answer_tree, gold_tree, seed=gold + "\n" + answer)
+    except GradingStopped as reason:
+        return Abstain(str(reason))
+
+
+def _compared(answer: Node, gold: Node, *, seed: str) -> Verdict:
+    """\\log without a base may be the natural one: the verdict must not depend on it."""
+    work = Work()
+    is_ambiguous = "log" in seed and (_has_plain_log(answer) or _has_plain_log(gold))
+    bases = (10, None) if is_ambiguous else (10,)
+    results = {Comparison(Equality(seed, work, base)).same(gold, answer) for base in bases}
+    if len(results) > 1:
+        return Abstain("the base of a logarithm is not given, and matters")
+    return Correct() if results.pop() else Wrong("the answers differ")
+
+
+def _has_plain_log(tree: Node) -> bool:
+    return any(
+        isinstance(part, Call) and part.function == "log" and len(part.arguments) == 1
+        for part in walk(tree)
+    )

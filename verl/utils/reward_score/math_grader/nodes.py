@@ -1,0 +1,215 @@
+"""The syntax tree of an answer.
+
+Expressions stand for one number (given values for their symbols); the other nodes are the forms
+that answers come in. Nodes are plain values: equal text gives equal trees.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Base of all nodes; `children` are the nodes directly inside."""
+
+    def children(self) -> "tuple[Node, ...]":
+        return ()
+
+
+# ---- expressions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Node):
+    """A literal. `digits` and `base` are set for one like 1011_2, `decimals` for one like 3.14."""
+
+    value: Fraction
+    decimals: int = 0
+    digits: str = ""
+    base: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Node):
+    """`pi`, `e`, `i` or `infinity`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol(Node):
+    """A variable, with whatever index or accent belongs to its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sum(Node):
+    terms: tuple[Node, ...]
+
+    def children(self) -> tuple[Node, ...]:
+        return self.terms
+
+
+@dataclass(frozen=True, slots=True)
+class Product(Node):
+    factors: tuple[Node, ...]
+
+    def children(self) -> tuple[Node, ...]:
+        return self.factors
+
+
+@dataclass(frozen=True, slots=True)
+class Unary(Node):
+    """One operand inside."""
+
+    operand: Node
+
+    def children(self) -> tuple[Node, ...]:
+        return (self.operand,)
+
+
+class Negate(Unary):
+    __slots__ = ()
+
+
+class Inverse(Unary):
+    """One divided by the operand."""
+
+    __slots__ = ()
+
+
+class Percent(Unary):
+    __slots__ = ()
+
+
+class Degree(Unary):
+    """An angle in degrees."""
+
+    __slots__ = ()
+
+
+class PlusMinus(Unary):
+    """Both the operand and its negative."""
+
+    __slots__ = ()
+
+
+class MinusPlus(Unary):
+    """Like `PlusMinus`, with the other sign of the two."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Power(Node):
+    base: Node
+    exponent: Node
+
+    def children(self) -> tuple[Node, ...]:
+        return (self.base, self.exponent)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Node):
+    """A function of `evaluate.FUNCTIONS` applied to its arguments."""
+
+    function: str
+    arguments: tuple[Node, ...]
+
+    def children(self) -> tuple[Node, ...]:
+        return self.arguments
+
+
+# ---- forms of answers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Items(Node):
+    """Several things side by side."""
+
+    items: tuple[Node, ...]
+
+    def children(self) -> tuple[Node, ...]:
+        return self.items
+
+
+class Listing(Items):
+    """Separated by commas or words, without brackets: the order does not matter."""
+
+    __slots__ = ()
+
+
+class SetOf(Items):
+    """In braces: neither order nor repetition matters."""
+
+    __slots__ = ()
+
+
+class Union(Items):
+    """Pieces joined by a cup."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group(Node):
+    """In brackets, in order: a point, a vector or an interval; the brackets tell which."""
+
+    opening: str
+    items: tuple[Node, ...]
+    closing: str
+
+    def children(self) -> tuple[Node, ...]:
+        return self.items
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix(Node):
+    rows: tuple[tuple[Node, ...], ...]
+
+    def children(self) -> tuple[Node, ...]:
+        return tuple(cell for row in self.rows for cell in row)
+
+
+@dataclass(frozen=True, slots=True)
+class Relation(Node):
+    """A chain such as 1 < x <= 3: `operators` stand between the members."""
+
+    members: tuple[Node, ...]
+    operators: tuple[str, ...]
+
+    def children(self) -> tuple[Node, ...]:
+        return self.members
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity(Node):
+    """A value with a unit."""
+
+    value: Node
+    unit: str
+
+    def children(self) -> tuple[Node, ...]:
+        return (self.value,)
+
+
+@dataclass(frozen=True, slots=True)
+class Words(Node):
+    """An answer in words."""
+
+    text: str
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """The node and everything inside it."""
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        yield current
+        pending.extend(current.children())
+
+
+def symbols(node: Node) -> set[str]:
+    return {part.name for part in walk(node) if isinstance(part, Symbol)}
