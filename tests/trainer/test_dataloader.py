@@ -1,10 +1,14 @@
+import tracemalloc
 from collections import Counter
+from itertools import chain
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
+from tests.toy import make_toy, toy_run, weights
 from verl.config.data import DataConfig, SamplerConfig
 from verl.trainer.ppo.dataloader import EndOfData, PromptLoader
 from verl.trainer.ppo.datasets import create_rl_sampler
@@ -195,3 +199,147 @@ def test_without_a_sampler_shuffle_decides():
     shuffled = create_rl_sampler(DataConfig(seed=None), Numbers(3))
     assert isinstance(shuffled, RandomOrder)
     assert shuffled.seed == 1
+
+
+class Learning(AbstractCurriculumSampler):
+    """Draws next the row that stands furthest from what was trained last."""
+
+    def __init__(self, data_source, data_config=None):
+        self.left, self.last = list(range(len(data_source))), 0
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        while self.left:
+            chosen = max(self.left, key=lambda row: abs(row - self.last))
+            self.left.remove(chosen)
+            yield chosen
+        self.left = list(range(8))
+
+    def update(self, batch):
+        self.last = int(batch["number"][-1])
+
+
+class Remembering(Learning):
+    def state_dict(self):
+        return {"left": self.left, "last": self.last}
+
+    def load_state_dict(self, state_dict):
+        self.left, self.last = state_dict["left"], state_dict["last"]
+
+
+def learn(made, count):
+    seen = []
+    for _ in range(count):
+        batch = made.next_batch()
+        made.sampler.update(batch)
+        seen.append(batch["number"].tolist())
+    return seen
+
+
+@pytest.mark.parametrize("count", range(7))
+def test_a_curriculum_that_remembers_continues_as_if_it_had_not_stopped(count):
+    expected = learn(PromptLoader(Numbers(8), Remembering(Numbers(8)), 2), 9)
+    stopped = PromptLoader(Numbers(8), Remembering(Numbers(8)), 2)
+    seen = learn(stopped, count)
+    resumed = PromptLoader(Numbers(8), Remembering(Numbers(8)), 2)
+    resumed.load_state_dict(stopped.state_dict())
+    assert seen + learn(resumed, 9 - count) == expected
+
+
+def test_a_curriculum_that_forgets_is_noticed_when_it_is_resumed(caplog):
+    made = PromptLoader(Numbers(8), Learning(Numbers(8)), 2)
+    made.load_state_dict(made.state_dict())
+    assert "Learning has no state_dict and load_state_dict" in caplog.text
+
+
+def test_a_sampler_that_gives_fewer_rows_than_it_says_is_named():
+    class Short(AbstractSampler):
+        def __init__(self, data_source, data_config=None): ...
+
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            return iter([0, 1, 2])
+
+    made = PromptLoader(Numbers(4), Short(Numbers(4)), 2)
+    take(made, 1)
+    with pytest.raises(ValueError, match="Short gave 3 rows in epoch 0, but its length is 4"):
+        made.next_batch()
+
+
+def test_an_epoch_has_the_rows_that_the_data_had_when_it_began():
+    data = Numbers(4)
+    made = PromptLoader(data, RandomOrder(data, 3), 2)
+    first = take(made, 1)
+    data.count = 8
+    resumed = PromptLoader(data, RandomOrder(data, 3), 2)
+    resumed.load_state_dict(made.state_dict())
+    assert sorted(chain(*first, *take(resumed, 1))) == [0, 1, 2, 3]
+    assert sorted(chain(*take(resumed, 4))) == list(range(8))
+
+
+def test_millions_of_rows_are_shuffled_without_a_list_of_them():
+    data = Numbers(2 * 10**6)
+    order = iter(RandomOrder(data, 1))
+    assert [type(next(order)) for _ in range(3)] == [int] * 3
+    tracemalloc.start()
+    iter(RandomOrder(data, 1))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20 << 20
+
+
+# ---- in a run ------------------------------------------------------------------------------------
+
+GROWING = """
+from verl.utils.dataset.dynamicgen_dataset import AbstractDataGenerator
+from verl.utils.dataset.sampler import AbstractCurriculumSampler
+
+class Subtract(AbstractDataGenerator):
+    def generate(self, dataset):
+        number = len(dataset) % 10
+        return [{"prompt": f"{number}-{number}=", "answer": "7", "data_source": "sevens"}]
+
+class Newest(AbstractCurriculumSampler):
+    def __init__(self, data_source, data_config):
+        self.data_source, self.num_updates, self.drawn = data_source, 0, 0
+
+    def __len__(self):
+        return len(self.data_source)
+
+    def __iter__(self):
+        while self.drawn < len(self):
+            self.drawn += 1
+            yield (len(self) - self.drawn * (self.num_updates + 1)) % len(self)
+        self.drawn = 0
+
+    def update(self, batch):
+        self.num_updates += 1
+
+    def state_dict(self):
+        return {"num_updates": self.num_updates, "drawn": self.drawn}
+
+    def load_state_dict(self, state_dict):
+        self.num_updates, self.drawn = state_dict["num_updates"], state_dict["drawn"]
+"""
+
+
+def test_a_run_on_growing_data_with_a_curriculum_resumes_bit_for_bit(tmp_path):
+    toy = make_toy(tmp_path / "toy")
+    (toy / "growing.py").write_text(GROWING)
+    options = [
+        f"data.datagen.path={toy / 'growing.py'}", "data.datagen.name=Subtract",
+        f"data.sampler.class_path={toy / 'growing.py'}", "data.sampler.class_name=Newest",
+        "data.dataloader_num_workers=0", "trainer.save_freq=1",
+    ]  # fmt: skip
+    _, straight = toy_run(toy, tmp_path / "a", *options, "trainer.total_training_steps=4")
+    toy_run(toy, tmp_path / "b", *options, "trainer.total_training_steps=2")
+    _, resumed = toy_run(toy, tmp_path / "b", *options, "trainer.total_training_steps=4")
+    assert len(straight.train_dataset) == 24 + 1 + 4
+    assert resumed.train_dataset.generated == straight.train_dataset.generated
+    assert resumed.train_dataloader.sampler.num_updates == 4
+    expected = weights(straight)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())

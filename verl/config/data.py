@@ -84,7 +84,8 @@ class DataConfig(BaseConfig):
     """Seed of the random order; null takes 1, so that a run can be repeated."""
 
     dataloader_num_workers: int = option(8, minimum=0)
-    """Processes that read rows ahead. Must be 0 with a sampler of your own."""
+    """Accepted for older scripts: a row is read when it is needed, which takes well under a
+    millisecond. Must be 0 with a sampler of your own."""
 
     prompt_key: str = "prompt"
     """Column with the prompt."""
@@ -126,7 +127,7 @@ class DataConfig(BaseConfig):
     """Copy the files to shared memory first."""
 
     cache_dir: str = "~/.cache/verl/rlhf"
-    """Folder for copies of remote files."""
+    """Folder for copies of remote files, large parquet files unpacked, and reports of bad rows."""
 
     custom_cls: CustomClassConfig = option(default_factory=CustomClassConfig)
     """A dataset class of your own."""
@@ -144,13 +145,16 @@ class DataConfig(BaseConfig):
     """Accepted for older scripts: the messages are always part of a row."""
 
     return_raw_input_ids: bool = False
-    """Add the token ids of the prompt without the chat template to each row."""
+    """Add `raw_prompt_ids`, the token ids of the prompt, to each row; without it a row computes
+    them when they are asked for."""
 
     return_full_prompt: bool = False
-    """Add the templated text of the prompt to each row."""
+    """Add `full_prompts`, the templated text of the prompt, to each row; without it a row computes
+    it when it is asked for."""
 
     return_multi_modal_inputs: bool = True
-    """Add the processor's outputs for images and videos to each row."""
+    """Let rows with images or videos compute `multi_modal_inputs`, the processor's outputs, when
+    these are asked for."""
 
     chat_template_func: str | None = None
     """Accepted for older scripts; has no effect."""

@@ -1,5 +1,6 @@
 import json
 import logging
+import pickle
 
 import numpy as np
 import pyarrow as pa
@@ -179,7 +180,10 @@ BAD_ROWS = {
     "no content": (row([{"role": "user"}]), "message 0 is no mapping"),
     "strange content": (row([{"role": "user", "content": 3}]), "content that is int"),
     "strange role": (row([{"role": 3, "content": "x"}]), "role that is int"),
-    "half a surrogate": (row("a\ud800b"), "not valid Unicode at character 1"),
+    "half a surrogate": (
+        row("a\ud800b"),
+        "is not valid Unicode: it holds half of a surrogate pair",
+    ),
     "NaN answer": (row(answer=float("nan")), "has NaN for an answer"),
     "text for extra_info": (row(extra_info="x"), "extra_info is str, not a mapping"),
     "a list": ([1, 2], "is list, not an object with columns"),
@@ -232,7 +236,7 @@ def test_text_that_is_not_utf8_is_named_and_the_rows_around_it_are_kept(tmp_path
         ("a.parquet", b"PAR1" + b"\0" * 40, "not a readable parquet file"),
         ("a.json", b"[{", "not readable JSON"),
         ("a.csv", b"a,b", "neither .parquet nor .json nor .jsonl"),
-        ("a.jsonl", b"", "no rows"),
+        ("a.jsonl", b"", "there are no rows in .*a.jsonl"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, complaint):
@@ -275,3 +279,118 @@ def test_a_dataset_class_of_ones_own_is_loaded_from_its_file(tmp_path):
     assert get_dataset_class(DataConfig()) is RLHFDataset
     with pytest.raises(TypeError, match=r"must be a subclass of torch\.utils\.data\.Dataset"):
         get_dataset_class(DataConfig(custom_cls=CustomClassConfig(path=path, name="Not")))
+
+
+# ---- what rows offer, and what prompts are measured with -----------------------------------------
+
+
+def test_a_row_computes_the_columns_of_older_datasets_when_it_is_asked(tmp_path):
+    path = json_lines(tmp_path / "a.jsonl", [row("1+1=")])
+    entry = dataset(path)[0]
+    assert "input_ids" not in list(entry)
+    ids = tiny_tokenizer()("1+1=").input_ids
+    assert entry["input_ids"].tolist() == [0] * 4 + ids
+    assert entry["attention_mask"].tolist() == [0] * 4 + [1] * 4
+    assert entry["position_ids"].tolist() == [0] * 4 + [0, 1, 2, 3]
+    assert (entry["raw_prompt_ids"], entry["full_prompts"]) == (ids, "1+1=")
+    with pytest.raises(KeyError):
+        entry["nothing"]
+    assert "input_ids" not in pickle.loads(pickle.dumps(dataset(path)[0]))
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "3456789="), ("right", "12345678")])
+def test_older_columns_are_cut_as_truncation_says(tmp_path, side, kept):
+    path = json_lines(tmp_path / "a.jsonl", [row("123456789=")])
+    entry = dataset(path, truncation=side)[0]
+    assert entry["input_ids"].tolist() == tiny_tokenizer()(kept).input_ids
+
+
+def test_tools_count_when_prompts_are_measured(tmp_path, caplog):
+    tools = tmp_path / "tools.yaml"
+    schema = "{type: function, function: {name: calc, description: null}}"
+    tools.write_text(f"tools:\n  - {{class_name: a.B, config: {{}}, tool_schema: {schema}}}\n")
+    path = json_lines(tmp_path / "a.jsonl", [row("12345")])
+    template = (
+        "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}{{ messages[0].content }}"
+    )
+    options = {"chat_template": template, "filter_overlong_prompts": True}
+    assert len(dataset(path, **options)) == 1
+    with pytest.raises(DataError, match="no prompt of"):  # "calc12345" is one too long
+        dataset(path, tool_config_path=str(tools), **options)
+    tools.write_text("tools: [{class_name: a.B}]")
+    assert len(dataset(path, tool_config_path=str(tools), **options)) == 1
+    assert "1 of 1 tools in" in caplog.text
+    tools.write_text("nothing: 1")
+    with pytest.raises(DataError, match="has no list of `tools`"):
+        dataset(path, tool_config_path=str(tools))
+
+
+def test_a_row_that_needs_tools_kwargs_and_has_none_is_noticed(tmp_path, caplog):
+    path = json_lines(tmp_path / "a.jsonl", [row(extra_info={"need_tools_kwargs": True})])
+    dataset(path)[0]
+    assert f"{path}:1 needs tools_kwargs and has none" in caplog.text
+
+
+def test_a_row_that_the_chat_template_refuses_is_a_bad_row(tmp_path, caplog):
+    template = (
+        "{% if messages[0].content == 'no' %}{{ raise_exception('roles must alternate') }}"
+        "{% endif %}{{ messages[0].content }}"
+    )
+    rows = [row(f"{i}=") for i in range(150)]
+    path = json_lines(tmp_path / "a.jsonl", [*rows, row("no")])
+    assert len(dataset(path, chat_template=template)) == 150
+    assert f"{path}:151: roles must alternate" in caplog.text
+    with pytest.raises(DataError, match=r"1 of 2 rows are bad(.|\n)*roles must alternate"):
+        dataset(json_lines(tmp_path / "b.jsonl", [row(), row("no")]), chat_template=template)
+
+
+def test_nulls_that_a_table_adds_to_messages_are_not_part_of_them(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": "1"}]},
+        {"prompt": [{"role": "user", "content": "2", "tool_calls": [{"name": "x"}]}]},
+    ]
+    made = dataset(parquet(tmp_path / "a.parquet", rows), truncation="left")
+    assert made[0]["raw_prompt"] == [{"role": "user", "content": "1"}]
+
+
+def test_repeated_ids_are_counted(tmp_path, caplog):
+    ids = [{"index": number, "split": "train"} for number in (1, 2, 1)]
+    rows = [row(f"{place}=", extra_info=extra) for place, extra in enumerate(ids)]
+    dataset(json_lines(tmp_path / "a.jsonl", rows))
+    assert "1 of 3 ids repeat an earlier one" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_pickled_dataset_opens_its_files_again(tmp_path, form):
+    rows = [row(f"{number}=") for number in range(2000)]
+    write = parquet if form == "parquet" else json_lines
+    made = dataset(write(tmp_path / f"a.{form}", rows), max_samples=500)
+    octets = pickle.dumps(made.dataframe)
+    assert len(octets) < 500 * 8 + 2000, "row numbers, no rows"
+    again = pickle.loads(pickle.dumps(made))
+    assert [again[i]["raw_prompt"] for i in (0, 499)] == [made[i]["raw_prompt"] for i in (0, 499)]
+
+
+@pytest.mark.slow
+def test_prompts_are_measured_in_several_processes_with_the_same_result(tmp_path):
+    rows = [row("1" * (1 + number % 12) + "é=") for number in range(700)]
+    path = json_lines(tmp_path / "a.jsonl", rows)
+    options = {"filter_overlong_prompts": True}
+    alone = dataset(path, **options)
+    together = dataset(path, filter_overlong_prompts_workers=2, **options)
+    assert len(alone) < 700
+    assert together.dataframe.numbers.tolist() == alone.dataframe.numbers.tolist()
+
+
+def test_a_subclass_may_read_its_rows_with_another_library(tmp_path):
+    datasets = pytest.importorskip("datasets")
+
+    class Mine(RLHFDataset):
+        def _read_files_and_tokenize(self):
+            rows = [{"prompt": [{"role": "user", "content": str(n)}]} for n in range(4)]
+            self.dataframe = self.maybe_filter_out_long_prompts(datasets.Dataset.from_list(rows))
+
+    config = DataConfig(truncation="left")
+    made = Mine("unused.parquet", tiny_tokenizer(), config)
+    assert [entry["raw_prompt"][0]["content"] for entry in made] == ["0", "1", "2", "3"]
+    assert [len(part) for part in made.split(3)] == [2, 1, 1]

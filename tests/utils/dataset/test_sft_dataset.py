@@ -1,4 +1,6 @@
+import json
 import logging
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -82,7 +84,7 @@ def test_keys_lead_into_dict_columns(tmp_path):
         response_dict_keys=["answer"],
     )
     assert text(inside[0], inside[0]["attention_mask"]) == "<|user|>1+2<|assistant|>3</s>"
-    with pytest.raises(ValueError, match=r"rows.parquet:1 has no 'solution' .* question, answer"):
+    with pytest.raises(ValueError, match=r"rows.parquet:1: has no 'solution' .* question, answer"):
         dataset(tmp_path, rows, **options, prompt_dict_keys=["solution"])
 
 
@@ -125,28 +127,31 @@ def test_a_file_without_rows_is_refused(tmp_path):
     schema = pa.schema([("prompt", pa.string()), ("response", pa.string())])
     parquet.write_table(schema.empty_table(), file)
     config = SFTDataConfig(prompt_key="prompt", response_key="response")
-    with pytest.raises(ValueError, match=r"no rows to train on: .*empty.parquet is empty"):
+    with pytest.raises(ValueError, match=r"no rows in .*empty.parquet"):
         SFTDataset(str(file), build_tokenizer(), config)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"prompt": "1", "response": None},
-            "rows.parquet:1: the response is None; it must be text",
-        ),
-        (
-            {"prompt": None, "response": "1"},
-            "rows.parquet:1: the prompt is None; it must be text or",
-        ),
-        ({"prompt": {"a": "1"}, "response": "1"}, r"prompt is {'a': '1'}.*data.prompt_dict_keys"),
-    ],
-)
-def test_a_value_that_is_no_text_is_named(tmp_path, row, message):
-    data = dataset(tmp_path, [row])
-    with pytest.raises(ValueError, match=message):
-        data[0]
+BAD_ROWS = {
+    "no response": ({"prompt": "1", "response": None}, "the response is None; it must be text"),
+    "no prompt": ({"prompt": None, "response": "1"}, "the prompt is null"),
+    "no messages": ({"prompt": [], "response": "1"}, "the prompt has no messages"),
+    "a dict": ({"prompt": {"a": "1"}, "response": "1"}, "the prompt is dict.*prompt_dict_keys"),
+    "another column": ({"prompt": "1", "answer": "2"}, "has no column 'response'.*It has: prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_is_left_out_by_name_and_too_many_stop_the_run(tmp_path, caplog, name):
+    bad, reason = BAD_ROWS[name]
+    config = {"prompt_key": "prompt", "response_key": "response", "max_length": 8}
+    file = tmp_path / "rows.jsonl"
+    good = json.dumps({"prompt": "1", "response": "2"}) + "\n"
+    file.write_text(good * 150 + json.dumps(bad) + "\n")
+    assert len(SFTDataset(str(file), build_tokenizer(), config)) == 150
+    assert re.search(f"rows.jsonl:151: {reason}", caplog.text)
+    file.write_text(good + json.dumps(bad) + "\n")
+    with pytest.raises(ValueError, match=f"1 of 2 rows are bad(.|\n)*rows.jsonl:2: {reason}"):
+        SFTDataset(str(file), build_tokenizer(), config)
 
 
 def test_files_follow_each_other_and_max_samples_takes_the_first_rows(tmp_path):
@@ -154,19 +159,9 @@ def test_files_follow_each_other_and_max_samples_takes_the_first_rows(tmp_path):
     second = write(tmp_path / "b.parquet", [{"prompt": c, "response": c} for c in "23"])
     config = {"prompt_key": "prompt", "response_key": ["response"], "max_length": 8}
     whole = SFTDataset([first, second], build_tokenizer(), OmegaConf.create(config))
-    assert whole.prompts == ["1", "2", "3"]
-    assert whole.places[2] == f"{second}:2"
+    assert [row["prompt"] for row in whole.rows] == ["1", "2", "3"]
+    assert whole.rows.place(2) == f"{second}:2"
     assert len(SFTDataset([first, second], build_tokenizer(), config, max_samples=2)) == 2
-
-
-def test_rows_may_be_json_lines(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "1", "response": "2"}\n{"prompt": "3"}\n')
-    config = {"prompt_key": "prompt", "response_key": "response", "max_length": 8}
-    with pytest.raises(ValueError, match=r"rows.jsonl:2 has no column 'response'"):
-        SFTDataset(str(file), build_tokenizer(), config)
-    file.write_text('{"prompt": "1", "response": "2"}\n')
-    assert SFTDataset(str(file), build_tokenizer(), config).responses == ["2"]
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):

@@ -1,32 +1,28 @@
 """`PromptLoader`: batches of rows, and the exact place in the data at which the next one begins.
 
 The place is (epoch, rows taken in it), and it moves when a batch is handed out. A checkpoint taken
-after a step therefore names the first row that no step has seen, at the end of an epoch too.
+after a step therefore names the first row that no step has seen, at the end of an epoch too. An
+epoch has the rows that the data had when it began: what a growing dataset adds comes in the next.
 """
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
-from verl.utils.dataset.sampler import EpochSampler
+from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler, Stateful
+
+logger = logging.getLogger(__name__)
 
 Rows = dict[str, Any]
 
 
 class EndOfData(Exception):
     """All epochs are over."""
-
-
-@runtime_checkable
-class StatefulSampler(Protocol):
-    """A sampler that continues by itself where it was, rather than being wound forward."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class PromptLoader:
@@ -54,6 +50,7 @@ class PromptLoader:
         self.max_epochs = max_epochs
         self.epoch = 0
         self.position = 0
+        self.epoch_rows = self.num_rows
         self._order: Iterator[int] | None = None
         if not len(self):
             raise ValueError(
@@ -63,6 +60,7 @@ class PromptLoader:
 
     @property
     def num_rows(self) -> int:
+        """Rows of an epoch that begins now."""
         return len(self.sampler)  # pyright: ignore[reportArgumentType]
 
     def __len__(self) -> int:
@@ -85,44 +83,63 @@ class PromptLoader:
         return self._take()
 
     def state_dict(self) -> dict[str, Any]:
-        own = self.sampler.state_dict() if isinstance(self.sampler, StatefulSampler) else None
         return {
             "epoch": self.epoch,
             "position": self.position,
             "num_rows": self.num_rows,
-            "sampler": own,
+            "epoch_rows": self.epoch_rows,
+            "sampler": self.sampler.state_dict() if isinstance(self.sampler, Stateful) else None,
+            "dataset": self.dataset.state_dict() if isinstance(self.dataset, Stateful) else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self.dataset, Stateful):
+            self.dataset.load_state_dict(state["dataset"])
         if state["num_rows"] != self.num_rows:
             raise ValueError(
                 f"the data had {state['num_rows']} rows when the run was saved and has "
                 f"{self.num_rows} now; continue with the same files and filters"
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.epoch_rows = int(state.get("epoch_rows", self.num_rows))
         self._order = None
-        if isinstance(self.sampler, StatefulSampler):
+        if isinstance(self.sampler, Stateful):
             self.sampler.load_state_dict(state["sampler"])
             self._order = iter(self.sampler)
+        elif isinstance(self.sampler, AbstractCurriculumSampler):
+            logger.warning(
+                "%s has no state_dict and load_state_dict: what it has learned is lost, and rows "
+                "may come twice or not at all in this epoch", type(self.sampler).__name__,
+            )  # fmt: skip
 
     def _has_batch(self) -> bool:
-        left = self.num_rows - self.position
+        left = self.epoch_rows - self.position
         return left >= self.batch_size if self.drop_last else left > 0
 
     def _take(self) -> Rows:
         if self._order is None:
             self._order = self._wound_forward()
-        chosen = list(islice(self._order, self.batch_size))
+        wanted = min(self.batch_size, self.epoch_rows - self.position)
+        chosen = list(islice(self._order, wanted))
+        if len(chosen) < wanted:
+            raise ValueError(
+                f"{type(self.sampler).__name__} gave {self.position + len(chosen)} rows in epoch "
+                f"{self.epoch}, but its length is {self.epoch_rows}; both must agree"
+            )
         self.position += len(chosen)
         return self.collate_fn([self.dataset[row] for row in chosen])
 
     def _wound_forward(self) -> Iterator[int]:
         """The order of this epoch from the current position on."""
         if isinstance(self.sampler, EpochSampler):
-            self.sampler.set_epoch(self.epoch)
+            self.sampler.set_epoch(self.epoch, self.epoch_rows)
         return islice(iter(self.sampler), self.position, None)
 
     def _next_epoch(self) -> None:
+        # A sampler may do something when its epoch is over: it learns so by being asked once more.
+        if self._order is not None and not isinstance(self.sampler, EpochSampler):
+            deque(islice(self._order, self.epoch_rows - self.position + 1), maxlen=0)
         self.epoch += 1
         self.position = 0
+        self.epoch_rows = self.num_rows
         self._order = None

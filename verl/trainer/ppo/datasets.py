@@ -9,6 +9,7 @@ from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.trainer.ppo.dataloader import PromptLoader
 from verl.trainer.ppo.seeds import DEFAULT_SEED
+from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.dataset.sampler import AbstractSampler, RandomOrder, SequentialOrder
 from verl.utils.import_utils import load_extern_object
@@ -24,8 +25,10 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset[Any]:
-    """`data.custom_cls` or the built-in dataset; only the built-in one knows `max_samples`."""
+    """`data.custom_cls`, or the built-in dataset; with `data.datagen` it grows in training."""
     cls: Any = get_dataset_class(data_config)
+    if is_train and data_config.custom_cls.path is None and data_config.datagen.path is not None:
+        cls = DynamicGenDataset
     limit = {"max_samples": max_samples} if max_samples >= 0 else {}
     return cls(
         data_files=data_paths,

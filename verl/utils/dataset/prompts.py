@@ -4,6 +4,9 @@ A prompt is a list of chat messages, which the chat template turns into text, or
 that holds special tokens of the tokenizer has been through a template already and is taken as it
 is. Any other text is one message of a user where there is a chat template, and plain text where
 there is none. Whoever measures and whoever sends uses `encode_prompt`: both see the same ids.
+
+What people write in a message is text and nothing else: `<|im_end|>` inside it does not end the
+turn, it becomes the tokens of these ten characters (`special_text`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from verl.utils.dataset.special_text import NOTHING_SHIELDED, Shield, shield
 
 Message = Mapping[str, Any]
 Prompt = str | list[dict[str, Any]]
@@ -33,7 +38,7 @@ class PromptTooLong(ValueError):
 def as_prompt(value: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """What the value of a prompt column stands for: messages, or text that is sent as it is."""
     if not isinstance(value, str):
-        return [dict(message) for message in value]
+        return [without_nulls(message) for message in value]
     if tokenizer.chat_template is None or holds_special_tokens(value, tokenizer):
         return value
     return [{"role": "user", "content": value}]
@@ -41,6 +46,15 @@ def as_prompt(value: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase
 
 def holds_special_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     return any(token in text for token in tokenizer.all_special_tokens)
+
+
+def without_nulls(message: Message) -> dict[str, Any]:
+    """A table gives every message all fields that any message has; templates ask which are set."""
+    return {
+        name: value
+        for name, value in message.items()
+        if value is not None or name in ("role", "content")
+    }
 
 
 def prompt_text(
@@ -53,6 +67,20 @@ def prompt_text(
     """The text of a prompt, ready for the model to continue."""
     if isinstance(prompt, str):
         return prompt
+    return render(
+        prompt, tokenizer, add_generation_prompt=True, tools=tools, template_kwargs=template_kwargs
+    )
+
+
+def render(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """Messages as the chat template writes them."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the prompt is a list of messages, but the tokenizer {tokenizer.name_or_path!r} has "
@@ -60,9 +88,9 @@ def prompt_text(
             "prompts as text"
         )
     text = tokenizer.apply_chat_template(
-        list(prompt),
-        tools=None if tools is None else [dict(tool) for tool in tools],
-        add_generation_prompt=True,
+        [dict(message) for message in messages],
+        tools=None if not tools else [dict(tool) for tool in tools],
+        add_generation_prompt=add_generation_prompt,
         tokenize=False,
         **(template_kwargs or {}),
     )
@@ -84,12 +112,15 @@ def encode_prompt(
     A text far beyond the limit is cut (or refused) before it is tokenized, because tokenizers may
     need much more time and memory for it than its length suggests.
     """
+    marks: Shield = NOTHING_SHIELDED
+    if not isinstance(prompt, str):
+        prompt, marks = shield(prompt, tokenizer)
     text = prompt_text(prompt, tokenizer, tools=tools, template_kwargs=template_kwargs)
     if max_tokens is not None:
         text = _within_reach(text, max_tokens * longest_token(tokenizer), max_tokens, truncation)
     # A template writes the special tokens itself; plain text still needs those that begin a text.
     is_plain = isinstance(prompt, str) and not holds_special_tokens(prompt, tokenizer)
-    ids = list(tokenizer(text, add_special_tokens=is_plain)["input_ids"])
+    ids = marks.encode(text, tokenizer, add_special_tokens=is_plain)
     return ids if max_tokens is None else truncate(ids, max_tokens, truncation)
 
 

@@ -6,9 +6,10 @@ is made: bad ones are left out by name, and so are over-long prompts where the c
 so. Token ids are made by the agent loop; here prompts are only measured.
 """
 
+import asyncio
 import logging
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,9 +22,16 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.convert import Conversion
 from verl.config.data import DataConfig
 from verl.config.faults import ConfigError
-from verl.utils.dataset.prompts import Prompt, PromptTooLong, as_prompt, encode_prompt, prompt_text
-from verl.utils.dataset.row_checks import fault_of, ground_truth_of, settle
-from verl.utils.dataset.tables import BadRow, DataError, RowFile, open_files
+from verl.utils.dataset.prompt_encoder import PromptEncoder
+from verl.utils.dataset.prompt_lengths import Verdict, measured
+from verl.utils.dataset.prompt_row import PromptRow
+from verl.utils.dataset.prompts import Prompt, PromptTooLong, as_prompt, set_chat_template
+from verl.utils.dataset.quarantine import settle_refused, sound_rows
+from verl.utils.dataset.row_checks import CHECKED_COLUMNS, fault_of, ground_truth_of
+from verl.utils.dataset.row_table import RowTable, open_table
+from verl.utils.dataset.tables import DataError, RowFile
+from verl.utils.dataset.tool_schemas import load_tool_schemas
+from verl.utils.dataset.vision import load_media, media_fault, with_media
 from verl.utils.import_utils import load_extern_object
 
 logger = logging.getLogger(__name__)
@@ -39,11 +47,24 @@ class LearnsFromBatches(Protocol):
     def on_batch_end(self, batch: Any) -> None: ...
 
 
+class Rows(Protocol):
+    """What holds the rows: our `RowTable`, or a Hugging Face dataset that a subclass has made."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: Any, /) -> Any: ...
+
+    def select(self, indices: Any, /) -> Any: ...
+
+
 class RLHFDataset(Dataset[dict[str, Any]]):
     """Prompts from parquet, JSON or JSON Lines files.
 
     `max_samples` limits the rows: random ones when `config.shuffle` is on, else the first ones.
+    Pickled, it takes no rows along: the copy opens the files again.
     """
+
+    dataframe: Rows
 
     def __init__(
         self,
@@ -54,60 +75,172 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         max_samples: int = -1,
     ) -> None:
         self.config = as_data_config(config)
+        self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
         self.tokenizer = tokenizer
+        set_chat_template(tokenizer, self.config.chat_template)
         self.processor = processor
-        self.files: list[RowFile] = open_files(
-            data_files, cache_dir=self.config.cache_dir, use_shm=self.config.use_shm
-        )
-        places = self._sound_places()
-        if 0 <= max_samples < len(places):
-            places = self._some_of(places, max_samples)
-        self._places = self.maybe_filter_out_long_prompts(places)
-        if not self._places:
+        self.max_samples = max_samples
+        self._keys = (self.config.prompt_key, self.config.image_key, self.config.video_key)
+        self.tool_schemas = load_tool_schemas(self.config.tool_config_path)
+        self.encoder = PromptEncoder(tokenizer, processor, self.config, self.tool_schemas)
+        self._read_files_and_tokenize()
+        if not len(self.dataframe):
             raise DataError(f"no prompt of {data_files} is left after filtering")
 
+    def _read_files_and_tokenize(self) -> None:
+        """Set `dataframe`. A subclass may read other formats into a Hugging Face dataset here."""
+        config = self.config
+        table = open_table(self.data_files, cache_dir=config.cache_dir, use_shm=config.use_shm)
+        table = self._sound(table)
+        if 0 <= self.max_samples < len(table):
+            table = table.select(self._some_of(len(table), self.max_samples))
+        self.dataframe = self.maybe_filter_out_long_prompts(table)
+
+    @property
+    def files(self) -> list[RowFile]:
+        """The files behind the rows, where there are any."""
+        return self.dataframe.files if isinstance(self.dataframe, RowTable) else []
+
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.dataframe)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        row = self._row(self._places[item])
-        prompt = as_prompt(row.pop(self.config.prompt_key), self.tokenizer)
+        row = dict(self.dataframe[item])
+        prompt = self._build_messages(row)
         extra = dict(row.get("extra_info") or {})
-        if self.config.return_full_prompt:
-            row["full_prompts"] = self._text(prompt)
-        if self.config.return_raw_input_ids:
-            row["raw_prompt_ids"] = self._encode(prompt)
-        return {
+        columns = {
             **row,
             "raw_prompt": prompt,
             "data_source": row.get(self.config.reward_fn_key) or UNKNOWN_SOURCE,
             "reward_model": self._reward_model(row),
             "extra_info": extra,
             "index": extra.get("index", item),
-            "tools_kwargs": extra.get("tools_kwargs") or {},
+            "tools_kwargs": self._tools_kwargs(extra, item),
             "interaction_kwargs": extra.get("interaction_kwargs") or {},
             "dummy_tensor": torch.zeros(1, dtype=torch.uint8),
         }
+        offered = self.encoder.offered(prompt)
+        if self.config.return_full_prompt:
+            columns["full_prompts"] = offered["full_prompts"]()
+        if self.config.return_raw_input_ids:
+            columns["raw_prompt_ids"] = offered["raw_prompt_ids"]()
+        return PromptRow(columns, offered)
 
-    def maybe_filter_out_long_prompts(self, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[item] for item in range(len(self)))
+
+    # ---- choosing rows ---------------------------------------------------------------------------
+
+    def _sound(self, table: RowTable) -> RowTable:
+        config = self.config
+        return sound_rows(
+            table,
+            self._fault,
+            columns={*self._keys, config.reward_fn_key, *CHECKED_COLUMNS},
+            prompt_key=config.prompt_key,
+            cache_dir=config.cache_dir,
+        )
+
+    def _fault(self, row: Mapping[str, Any]) -> str | None:
+        prompt_key, image_key, video_key = self._keys
+        fault = fault_of(row, prompt_key)
+        images, videos = row.get(image_key) or (), row.get(video_key) or ()
+        if fault is not None or not (images or videos):
+            return fault
+        if self.processor is None:
+            return (
+                f"has {image_key if images else video_key}, and the model has no processor for "
+                "them; choose a model that sees, or leave the column out"
+            )
+        return media_fault(row[prompt_key], images, videos)
+
+    def _some_of(self, num_rows: int, count: int) -> np.ndarray:
+        if not self.config.shuffle:
+            return np.arange(count)
+        seed = DEFAULT_SEED if self.config.seed is None else self.config.seed
+        return np.sort(np.random.default_rng(seed).choice(num_rows, count, replace=False))
+
+    def maybe_filter_out_long_prompts(self, dataframe: Rows) -> Any:
         """Leave over-long prompts out, or refuse them, where nothing else will happen to them."""
         config = self.config
         if not config.filter_overlong_prompts and config.truncation != "error":
-            return places
-        faults = {place: self._length_fault(place) for place in places}
-        too_long = [place for place, fault in faults.items() if fault is not None]
-        if too_long and not config.filter_overlong_prompts:
-            file, row = too_long[0]
+            return dataframe
+        found = measured(
+            partial(self._verdict, dataframe),
+            len(dataframe),
+            num_workers=config.filter_overlong_prompts_workers,
+        )
+        too_long = np.flatnonzero(found == Verdict.TOO_LONG)
+        if len(too_long) and not config.filter_overlong_prompts:
+            first = int(too_long[0])
             raise DataError(
-                f"{len(too_long)} of {len(places)} prompts are too long, the first at "
-                f"{self.files[file].bad(row, faults[too_long[0]])}"
+                f"{len(too_long)} of {len(dataframe)} prompts are too long, the first at "
+                f"{place_of(dataframe, first)}: {self._length_fault(dataframe[first])}"
             )
-        if too_long:
+        if len(too_long):
             logger.warning(
                 "%d of %d prompts are longer than data.max_prompt_length (%d) and are left out",
-                len(too_long), len(places), config.max_prompt_length,
+                len(too_long), len(dataframe), config.max_prompt_length,
             )  # fmt: skip
-        return [place for place, fault in faults.items() if fault is None]
+        self._settle_refused(dataframe, np.flatnonzero(found == Verdict.REFUSED))
+        return dataframe.select(np.flatnonzero(found == Verdict.FITS))
+
+    def _settle_refused(self, dataframe: Rows, refused: np.ndarray) -> None:
+        """Rows that the chat template does not take are bad rows like others."""
+        if not len(refused):
+            return
+        if not isinstance(dataframe, RowTable):
+            raise DataError(f"row {refused[0]}: {self._length_fault(dataframe[int(refused[0])])}")
+        settle_refused(
+            dataframe,
+            refused,
+            lambda item: self._length_fault(dataframe[item]),
+            cache_dir=self.config.cache_dir,
+        )
+
+    def _verdict(self, dataframe: Rows, item: int) -> Verdict:
+        fault = self._length_fault(dataframe[item])
+        if fault is None:
+            return Verdict.FITS
+        return Verdict.TOO_LONG if isinstance(fault, PromptTooLong) else Verdict.REFUSED
+
+    def _length_fault(self, row: Mapping[str, Any]) -> Exception | None:
+        return self.encoder.fault(self._build_messages(dict(row)))
+
+    # ---- what a row gives ------------------------------------------------------------------------
+
+    def _build_messages(self, example: dict[str, Any]) -> Prompt:
+        """The prompt of a row, with its images and videos in place; their columns are taken out."""
+        prompt_key, image_key, video_key = self._keys
+        prompt = as_prompt(example.pop(prompt_key), self.tokenizer)
+        images = example.pop(image_key, None) or ()
+        videos = example.pop(video_key, None) or ()
+        if not images and not videos:
+            return prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return with_media(messages, images, videos)
+
+    def _reward_model(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        stated = dict(row.get("reward_model") or {})
+        return {"style": "rule", **stated, "ground_truth": ground_truth_of(row)}
+
+    def _tools_kwargs(self, extra: Mapping[str, Any], item: int) -> dict[str, Any]:
+        found = extra.get("tools_kwargs") or {}
+        if not found and (self.config.need_tools_kwargs or extra.get("need_tools_kwargs")):
+            logger.warning("%s needs tools_kwargs and has none", place_of(self.dataframe, item))
+        return found
+
+    @classmethod
+    async def process_vision_info(
+        cls, messages: Sequence[Mapping[str, Any]], image_patch_size: int, config: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """The images and videos of messages, loaded; resizing them is the processor's part.
+
+        Agent loops call it; a subclass may override it to prepare media for its model.
+        """
+        return await asyncio.to_thread(load_media, messages)
+
+    # ---- over time -------------------------------------------------------------------------------
 
     def resume_dataset_state(self) -> None:
         """Nothing to restore: rows are read from the files, and the loader knows the position."""
@@ -121,64 +254,14 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         for chosen in np.array_split(np.arange(len(self)), num_splits):
             part = object.__new__(type(self))
             part.__dict__.update(self.__dict__)
-            part._places = [self._places[i] for i in chosen]
+            part.dataframe = self.dataframe.select(chosen)
             parts.append(part)
         return parts
 
-    def _sound_places(self) -> list[tuple[int, int]]:
-        """(file, row) of every row that passes the checks."""
-        sound: list[tuple[int, int]] = []
-        bad: list[BadRow] = []
-        prompts: set[int] = set()
-        for number, file in enumerate(self.files):
-            for index, row in enumerate(file):
-                fault = None if isinstance(row, BadRow) else fault_of(row, self.config.prompt_key)
-                if isinstance(row, BadRow) or fault is not None:
-                    bad.append(row if isinstance(row, BadRow) else file.bad(index, fault))
-                    continue
-                sound.append((number, index))
-                prompts.add(hash(repr(row[self.config.prompt_key])))
-        settle(bad, len(bad) + len(sound))
-        if len(prompts) < len(sound):
-            repeated = len(sound) - len(prompts)
-            logger.warning("%d of %d prompts repeat an earlier one", repeated, len(sound))
-        return sound
 
-    def _some_of(self, places: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-        if not self.config.shuffle:
-            return places[:count]
-        seed = DEFAULT_SEED if self.config.seed is None else self.config.seed
-        return sorted(random.Random(seed).sample(places, count))
-
-    def _row(self, place: tuple[int, int]) -> dict[str, Any]:
-        file, index = place
-        row = self.files[file].read(index)
-        if isinstance(row, BadRow):
-            raise DataError(f"{row} (it was readable when the dataset was made)")
-        return dict(row)
-
-    def _reward_model(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        stated = dict(row.get("reward_model") or {})
-        return {"style": "rule", **stated, "ground_truth": ground_truth_of(row)}
-
-    def _length_fault(self, place: tuple[int, int]) -> str | None:
-        prompt = as_prompt(self._row(place)[self.config.prompt_key], self.tokenizer)
-        limit = self.config.max_prompt_length
-        if len(self._text(prompt).encode()) < limit:
-            return None  # every token is at least one byte
-        try:
-            self._encode(prompt, max_tokens=limit)
-        except PromptTooLong as fault:
-            return str(fault)
-        return None
-
-    def _text(self, prompt: Prompt) -> str:
-        kwargs = self.config.apply_chat_template_kwargs
-        return prompt_text(prompt, self.tokenizer, template_kwargs=kwargs)
-
-    def _encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
-        kwargs = self.config.apply_chat_template_kwargs
-        return encode_prompt(prompt, self.tokenizer, max_tokens=max_tokens, template_kwargs=kwargs)
+def place_of(dataframe: Rows, item: int) -> str:
+    """Where a row comes from, for messages."""
+    return dataframe.place(item) if isinstance(dataframe, RowTable) else f"row {item}"
 
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.ndarray]:

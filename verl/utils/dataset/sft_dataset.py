@@ -23,7 +23,10 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.sft import SFTDataConfig
 from verl.utils.dataset.prompts import as_prompt, encode_prompt, holds_special_tokens
-from verl.utils.dataset.tables import BadRow, DataError, RowFile, open_files
+from verl.utils.dataset.quarantine import sound_rows
+from verl.utils.dataset.row_checks import prompt_fault
+from verl.utils.dataset.row_table import open_table
+from verl.utils.dataset.tables import DataError
 from verl.utils.exit_codes import BadData
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -47,20 +50,15 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
         self.config: SFTDataConfig = omega_conf_to_dataclass(config, SFTDataConfig)
         self.tokenizer = hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.eos_token_id = end_token(self.tokenizer)
-        files = open_files(parquet_files, use_shm=self.config.use_shm)
-        self.prompts: list[Any] = []
-        self.responses: list[Any] = []
-        self.places: list[str] = []
-        for file in files:
-            self._read(file)
+        table = open_table(parquet_files, use_shm=self.config.use_shm)
+        names = [*column_names(self.config.prompt_key), *column_names(self.config.response_key)]
+        self.rows = sound_rows(table, self._fault, columns=names)
         if max_samples > 0:
-            del self.prompts[max_samples:], self.responses[max_samples:], self.places[max_samples:]
-        if not self.prompts:
-            raise DataError(f"no rows to train on: {parquet_files} is empty")
+            self.rows = self.rows.select(range(min(max_samples, len(self.rows))))
         self._warn_without_turn_start()
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         prompt_ids, response_ids = self.token_ids(index)
@@ -83,13 +81,13 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
 
     def token_ids(self, index: int) -> tuple[list[int], list[int]]:
         """The tokens of the prompt, and of the response with its end, before any truncation."""
+        prompt, response = self._parts(self.rows[index])
         prompt_ids = encode_prompt(
-            as_prompt(self._prompt(index), self.tokenizer),
+            as_prompt(prompt, self.tokenizer),
             self.tokenizer,
             template_kwargs=self.config.apply_chat_template_kwargs,
         )
-        response = self.tokenizer(self._response(index), add_special_tokens=False)
-        response_ids = list(response["input_ids"])
+        response_ids = list(self.tokenizer(response, add_special_tokens=False)["input_ids"])
         if response_ids[-1:] != [self.eos_token_id]:
             response_ids.append(self.eos_token_id)
         return prompt_ids, response_ids
@@ -102,43 +100,40 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
                 if length > self.config.max_length:
                     self._kept(index, length)
 
-    def _read(self, file: RowFile) -> None:
+    def _parts(self, row: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The prompt and the response, from wherever the options say they are."""
         config = self.config
-        for number, row in enumerate(file, start=1):
-            if isinstance(row, BadRow):
-                raise DataError(str(row))
-            place = f"{file.path}:{number}"
-            prompt = cell(row, config.prompt_key, "data.prompt_key", place)
-            response = cell(row, config.response_key, "data.response_key", place)
-            self.prompts.append(descend(prompt, config.prompt_dict_keys or [], place))
-            self.responses.append(descend(response, config.response_dict_keys or [], place))
-            self.places.append(place)
+        prompt = cell(row, config.prompt_key, "data.prompt_key")
+        response = cell(row, config.response_key, "data.response_key")
+        return (
+            descend(prompt, config.prompt_dict_keys or []),
+            descend(response, config.response_dict_keys or []),
+        )
 
-    def _prompt(self, index: int) -> str | list[dict[str, Any]]:
-        prompt = self.prompts[index]
-        if not isinstance(prompt, str | list) or not prompt:
-            raise DataError(
-                f"{self.places[index]}: the prompt is {prompt!r:.80}; it must be text or a list of "
-                "messages. Name its column with data.prompt_key, and the way inside a dict with "
-                "data.prompt_dict_keys"
+    def _fault(self, row: Mapping[str, Any]) -> str | None:
+        """What is wrong with a row, or None."""
+        try:
+            prompt, response = self._parts(row)
+        except DataError as fault:
+            return str(fault)
+        fault = prompt_fault(prompt)
+        if fault is not None:
+            return (
+                f"the prompt {fault} (it is {prompt!r:.80}). Name its column with data.prompt_key, "
+                "and the way inside a dict with data.prompt_dict_keys"
             )
-        return prompt
-
-    def _response(self, index: int) -> str:
-        response = self.responses[index]
         if not isinstance(response, str):
-            raise DataError(
-                f"{self.places[index]}: the response is {response!r:.80}; it must be text. Name "
-                "its column with data.response_key, and the way inside a dict with "
-                "data.response_dict_keys"
+            return (
+                f"the response is {response!r:.80}; it must be text. Name its column with "
+                "data.response_key, and the way inside a dict with data.response_dict_keys"
             )
-        return response
+        return None
 
     def _kept(self, index: int, length: int) -> slice:
         limit = self.config.max_length
         if self.config.truncation == "error":
             raise RowTooLong(
-                f"{self.places[index]} has {length} tokens, more than data.max_length={limit}; "
+                f"{self.rows.place(index)} has {length} tokens, more than data.max_length={limit}; "
                 "raise it, or cut such rows with data.truncation=left or right"
             )
         is_left = self.config.truncation == "left"
@@ -146,7 +141,7 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
 
     def _warn_without_turn_start(self) -> None:
         """A templated prompt that stops before the assistant's turn teaches to skip its start."""
-        prompt = self.prompts[0]
+        prompt, _ = self._parts(self.rows[0])
         if self.tokenizer.chat_template is None or not isinstance(prompt, str):
             return
         opening = generation_prompt(self.tokenizer)
@@ -158,7 +153,7 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
             logger.warning(
                 "%s is templated but does not end with the start of the assistant's turn (%r); "
                 "make it with apply_chat_template(..., add_generation_prompt=True)",
-                self.places[0], opening,
+                self.rows.place(0), opening,
             )  # fmt: skip
 
 
@@ -186,25 +181,27 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
-def cell(row: Mapping[str, Any], key: str | list[str], option: str, place: str) -> Any:
+def column_names(key: str | list[str]) -> list[str]:
+    return [key] if isinstance(key, str) else list(key)
+
+
+def cell(row: Mapping[str, Any], key: str | list[str], option: str) -> Any:
     """The value in the column that an option names."""
-    names = [key] if isinstance(key, str) else list(key)
+    names = column_names(key)
     if len(names) != 1:
         raise DataError(f"{option} is {names}; it must name one column")
     if names[0] not in row:
         close = get_close_matches(names[0], row, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise DataError(
-            f"{place} has no column {names[0]!r} ({option}); {hint}It has: {', '.join(row)}"
-        )
+        raise DataError(f"has no column {names[0]!r} ({option}); {hint}It has: {', '.join(row)}")
     return row[names[0]]
 
 
-def descend(value: Any, keys: Sequence[str], place: str) -> Any:
+def descend(value: Any, keys: Sequence[str]) -> Any:
     """Follow keys into nested dicts."""
     for key in keys:
         if not isinstance(value, Mapping) or key not in value:
             known = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no keys"
-            raise DataError(f"{place} has no {key!r} ({list(keys)}); there is: {known}")
+            raise DataError(f"has no {key!r} ({list(keys)}); there is: {known}")
         value = value[key]
     return value

@@ -1,0 +1,1 @@
+"""Older import path of datasets that grow."""
