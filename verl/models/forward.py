@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from verl.models.attention import ATTENTION, AttentionLayout
 from verl.models.exact import ROWS, ExactPackedLayout, exact_capacity
 from verl.models.packed import PackedLayout
+from verl.models.varlen import VarlenLayout
 
 
 def hidden_states(
@@ -40,6 +41,8 @@ def packed_layout(model: PreTrainedModel, lengths: Sequence[int]) -> AttentionLa
     capacity = exact_capacity(model)
     if capacity is not None:
         return ExactPackedLayout(lengths, capacity)
+    if model.device.type == "cuda":
+        return VarlenLayout(lengths, model.device)
     return PackedLayout(lengths, model.device)
 
 

@@ -2,8 +2,9 @@
 
 The logits of a batch are its largest tensor by far ([tokens, vocabulary]). Here they exist for one
 chunk of rows at a time, in the forward pass and again in the backward pass. Training, the frozen
-reference and the sampler all go through `scaled_logits`, so temperature, soft cap and precision
-are the same wherever a log-probability is computed.
+reference and the sampler all start from `raw_logits` and score them by one rule, so temperature,
+soft cap and precision are the same wherever a log-probability is computed. On a GPU Triton kernels
+read the logits in the dtype they have; elsewhere plain torch works on an fp32 copy.
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.exact import ROWS, exact_capacity, exact_linear
+from verl.models.kernels.availability import can_run_triton
 
 WORKSPACE_ELEMENTS = 1 << 26
-"""Logits that may exist at once: 256 MiB in fp32."""
+"""Logits that plain torch may hold at once: 256 MiB in fp32, and as much for each step of the
+formula. The kernels hold no such copies and take four times the rows."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,30 @@ class OutputHead:
         return cls(layer.weight, layer.bias, softcap, scale, exact_capacity(model) is not None)
 
 
+def raw_logits(hidden: Tensor, head: OutputHead) -> Tensor:
+    """What the output layer gives, in its dtype; (rows, V) for hidden states (rows, hidden)."""
+    if not head.is_exact:
+        return nn.functional.linear(hidden, head.weight, head.bias)
+    padded = nn.functional.pad(hidden, (0, 0, 0, -len(hidden) % ROWS))
+    return exact_linear(padded, head.weight, head.bias)[: len(hidden)]
+
+
 def scaled_logits(hidden: Tensor, head: OutputHead, temperature: float) -> Tensor:
     """fp32 logits divided by the temperature; (rows, V) for hidden states (rows, hidden)."""
-    num_rows = len(hidden)
-    if head.is_exact:
-        hidden = nn.functional.pad(hidden, (0, 0, 0, -num_rows % ROWS))
-        logits = exact_linear(hidden, head.weight, head.bias).float()
-    else:
-        logits = nn.functional.linear(hidden, head.weight, head.bias).float()
+    return scores(raw_logits(hidden, head), head, temperature)
+
+
+def scores(logits: Tensor, head: OutputHead, temperature: float) -> Tensor:
+    """softcap(logits * scale) / temperature in fp32."""
+    z = logits.float()
     if head.scale != 1:
-        logits = logits * head.scale
+        z = z * head.scale
     if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    return logits[:num_rows] if temperature == 1 else logits[:num_rows] / temperature
+        num_rows = len(z)
+        if head.is_exact:  # tanh takes other code for the last elements of an odd-sized tensor
+            z = nn.functional.pad(z, (0, 0, 0, -num_rows % ROWS))
+        z = head.softcap * torch.tanh(z / head.softcap)[:num_rows]
+    return z if temperature == 1 else z / temperature
 
 
 def token_log_probs(
@@ -109,11 +123,11 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_prob = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         log_sum, mean = torch.empty_like(log_prob), torch.empty_like(log_prob)
-        for rows in row_chunks(hidden.shape[0], weight.shape[0]):
-            z = scaled_logits(hidden[rows], head, temperature)
-            log_sum[rows] = z.logsumexp(-1)
-            log_prob[rows] = z.gather(1, targets[rows, None]).squeeze(1) - log_sum[rows]
-            mean[rows] = ((z - log_sum[rows, None]).exp() * z).sum(-1)
+        for rows in _scoring_chunks(hidden, weight.shape[0]):
+            logits = raw_logits(hidden[rows], head)
+            log_prob[rows], log_sum[rows], mean[rows] = _statistics(
+                logits, targets[rows], head, temperature
+            )
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum, mean)
         ctx.head, ctx.temperature = head, temperature
         return log_prob, log_sum - mean
@@ -126,24 +140,69 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for rows in row_chunks(hidden.shape[0], weight.shape[0]):
-            z = scaled_logits(hidden[rows], head, temperature)
-            p = (z - log_sum[rows, None]).exp()
-            grad = p * (mean[rows, None] - z) * grad_entropy[rows, None]
-            grad -= p * grad_log_prob[rows, None]
-            grad.scatter_add_(1, targets[rows, None], grad_log_prob[rows, None])
-            if head.softcap is not None:
-                grad *= 1 - (z * temperature / head.softcap).square()
-            grad = (grad * (head.scale / temperature)).to(hidden.dtype)
+        for rows in _scoring_chunks(hidden, weight.shape[0]):
+            logits = raw_logits(hidden[rows], head)
+            vectors = (x[rows] for x in (targets, log_sum, mean, grad_log_prob, grad_entropy))
+            grad = _logits_gradient(logits, *vectors, head=head, temperature=temperature)
             grad_hidden[rows] = grad @ weight
             grad_weight += grad.t() @ hidden[rows]
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias += grad.sum(0, dtype=torch.float32)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
-def row_chunks(num_rows: int, vocabulary: int) -> list[slice]:
+def _statistics(
+    logits: Tensor, targets: Tensor, head: OutputHead, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target), logsumexp(z) and sum_v p_v z_v of each row, in fp32."""
+    if can_run_triton(logits.device):
+        from verl.models.kernels.log_probs import logits_log_probs  # noqa: PLC0415 - needs triton
+
+        return logits_log_probs(
+            logits, targets, temperature=temperature, scale=head.scale, softcap=head.softcap
+        )
+    z = scores(logits, head, temperature)
+    log_sum = z.logsumexp(-1)
+    log_prob = z.gather(1, targets[:, None]).squeeze(1) - log_sum
+    return log_prob, log_sum, ((z - log_sum[:, None]).exp() * z).sum(-1)
+
+
+def _logits_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_sum: Tensor,
+    mean: Tensor,
+    grad_log_prob: Tensor,
+    grad_entropy: Tensor,
+    *,
+    head: OutputHead,
+    temperature: float,
+) -> Tensor:
+    """The gradient with respect to the raw logits, in their dtype; may overwrite them."""
+    if can_run_triton(logits.device):
+        from verl.models.kernels.log_probs import logits_gradient_  # noqa: PLC0415 - needs triton
+
+        return logits_gradient_(
+            logits, targets, log_sum, mean, grad_log_prob, grad_entropy,
+            temperature=temperature, scale=head.scale, softcap=head.softcap,
+        )  # fmt: skip
+    z = scores(logits, head, temperature)
+    p = (z - log_sum[:, None]).exp()
+    grad = p * (mean[:, None] - z) * grad_entropy[:, None]
+    grad -= p * grad_log_prob[:, None]
+    grad.scatter_add_(1, targets[:, None], grad_log_prob[:, None])
+    if head.softcap is not None:
+        grad *= 1 - (z * temperature / head.softcap).square()
+    return (grad * (head.scale / temperature)).to(logits.dtype)
+
+
+def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
+    num_workspaces = 4 if can_run_triton(hidden.device) else 1
+    return row_chunks(hidden.shape[0], vocabulary, num_workspaces=num_workspaces)
+
+
+def row_chunks(num_rows: int, vocabulary: int, *, num_workspaces: int = 1) -> list[slice]:
     """Cut the rows so that one chunk's logits fit the workspace."""
-    size = max(16, WORKSPACE_ELEMENTS // vocabulary)
+    size = max(16, num_workspaces * WORKSPACE_ELEMENTS // vocabulary)
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]

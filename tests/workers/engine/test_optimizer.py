@@ -36,6 +36,18 @@ def test_steps_too_small_for_bf16_add_up_in_the_master():
     assert math.isclose(weight.item(), 0.99, abs_tol=0.003), "bf16 alone would have stayed at 1.0"
 
 
+def test_weights_that_were_loaded_are_where_training_continues():
+    weight = nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
+    optimizer = optimizer_for(weight)
+    weight.grad = torch.ones(1, dtype=torch.bfloat16)
+    optimizer.step(max_norm=10.0)
+    with torch.no_grad():
+        weight.copy_(torch.tensor([5.0]))
+    weight.grad = torch.ones(1, dtype=torch.bfloat16)
+    optimizer.step(max_norm=10.0)
+    assert math.isclose(weight.item(), 4.9, abs_tol=0.02), "the old master would have brought 0.8"
+
+
 def test_clipping_scales_the_whole_gradient_to_the_norm():
     weight = nn.Parameter(torch.zeros(2))
     optimizer = MasterOptimizer(

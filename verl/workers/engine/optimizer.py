@@ -42,6 +42,7 @@ class MasterOptimizer:
         self.optimizer = build_optimizer(self.masters.values(), config)
         self.schedule = build_schedule(self.optimizer, config)
         self.num_skipped_steps = 0
+        self._num_writes = self._count_writes()
 
     @property
     def learning_rate(self) -> float:
@@ -50,6 +51,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def step(self, max_norm: float) -> StepResult:
         """Clip by global norm, update the masters, write back, clear the gradients."""
+        self._follow_others_writes()
         self._move_gradients_to_masters()
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
         grad_norm = float(norm)
@@ -97,6 +99,17 @@ class MasterOptimizer:
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
+        self._num_writes = self._count_writes()
+
+    def _follow_others_writes(self) -> None:
+        """Weights that somebody else has written (a checkpoint without optimizer state, a user's
+        code) are what training continues from; the next step would undo them otherwise."""
+        for name, count in self._count_writes().items():
+            if count != self._num_writes[name] and self.masters[name] is not self.parameters[name]:
+                self.masters[name].copy_(self.parameters[name])
+
+    def _count_writes(self) -> dict[str, int]:
+        return {name: parameter._version for name, parameter in self.parameters.items()}
 
 
 def master_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -30,6 +30,8 @@ from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 from verl.workers.rollout.native.memory import cache_budget
 
 MESH = "actor"
+STEPS_PER_VISIT = {"cpu": 4, "cuda": 16}
+"""Tokens per sequence between two looks of the host, for which a GPU would have to wait."""
 
 
 class ActorRolloutRefWorker(Worker):
@@ -180,6 +182,7 @@ class ActorRolloutRefWorker(Worker):
                 max_response_tokens=rollout.response_length,
                 max_prefill_tokens=rollout.max_num_batched_tokens,
                 max_cache_bytes=cache_budget(self.engine.device, rollout.gpu_memory_utilization),
+                steps_per_visit=STEPS_PER_VISIT[self.engine.device.type],
             ),
             eos_token_ids=end_tokens(self.engine.module, tokenizer),
             version=lambda: self.engine.policy_version,

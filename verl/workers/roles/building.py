@@ -1,12 +1,12 @@
 """From the options of a role to its engine."""
 
-from functools import partial
-
 import torch
+from transformers import PreTrainedModel
 
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import BaseModelConfig, HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
 from verl.models.value import load_value_model
 from verl.utils.device import check_cpu_bf16
@@ -30,14 +30,19 @@ def build_engine(
 ) -> OneDeviceEngine:
     """An engine on one device, its model loaded. `path` replaces the model's own."""
     import_external_libs(model.external_lib)
-    build_model = partial(
-        load_value_model if is_value_model else load_causal_lm,
-        copy_to_local(path or model.path),
-        dtype=compute_dtype(engine.dtype, device),
-        device=device,
-        override_config=dict(model.override_config),
-        trust_remote_code=model.trust_remote_code,
-    )
+    load = load_value_model if is_value_model else load_causal_lm
+
+    def build_model() -> PreTrainedModel:
+        built = load(
+            copy_to_local(path or model.path),
+            dtype=compute_dtype(engine.dtype, device),
+            device=device,
+            override_config=dict(model.override_config),
+            trust_remote_code=model.trust_remote_code,
+        )
+        fuse_model(built)  # on a GPU; elsewhere it changes nothing
+        return built
+
     built = OneDeviceEngine(
         build_model,
         optimizer,

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
+from verl.models.kernels.availability import can_run_triton
 from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
@@ -52,7 +53,7 @@ class NativeEngine(Rollout):
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
         self.runner = ModelRunner(module)
-        self.batch = RunningBatch(self.runner, limits)
+        self.batch = build_batch(self.runner, limits)
         self.cache = self.batch.cache
         self.scheduler = Scheduler(self.cache.max_slots, limits.max_prefill_tokens)
         self.sessions = SessionStore(limits.max_session_bytes)
@@ -226,11 +227,15 @@ class NativeEngine(Rollout):
         return "stop" if output.token_ids[-1] in group.stop_token_ids else "length"
 
     def _release_finished(self) -> None:
-        for row in [row for row in self.scheduler.rows if row.is_finished]:
+        finished = [row for row in self.scheduler.rows if row.is_finished]
+        for row in finished:
             self._keep_for_session(row)
+        moves = []
+        for row in finished:
             move = self.scheduler.leave(row)
             if move is not None:
-                self.batch.move_row(move, self.scheduler.rows[move.target])
+                moves.append((move, self.scheduler.rows[move.target]))
+        self.batch.move_rows(moves)
         for group in [group for group in self.scheduler.groups if group.is_finished]:
             move = self.scheduler.leave_group(group)
             if move is not None:
@@ -239,9 +244,8 @@ class NativeEngine(Rollout):
     def _keep_for_session(self, row: Sample) -> None:
         if row.session_id is None or row.output.stop_reason == "abort":
             return
-        group = row.group
         # Without the last token, whose keys and values may not have been computed.
-        layers = self.cache.read(group.slot, group.num_shared, row.slot, row.num_own - 1)
+        layers = self.batch.read(row, row.num_own - 1)
         self.sessions.put(row.session_id, KnownTokens(row.token_ids[:-1], layers))
 
     # ---- waiting, leaving, failing -----------------------------------------------------------
@@ -276,6 +280,15 @@ class NativeEngine(Rollout):
         self.scheduler.clear()
         self.sessions.clear()
         self.cache.free()  # what is in it may be half-written, or not finite
+
+
+def build_batch(runner: ModelRunner, limits: EngineLimits) -> RunningBatch:
+    """Through kernels where there are some; the plain one is exact and runs anywhere."""
+    if runner.exact_capacity is None and can_run_triton(runner.device):
+        from verl.workers.rollout.native.kernel_batch import KernelBatch  # noqa: PLC0415 (Triton)
+
+        return KernelBatch(runner, limits)
+    return RunningBatch(runner, limits)
 
 
 def outputs_of(groups: Sequence[Group]) -> list[TokenOutput]:

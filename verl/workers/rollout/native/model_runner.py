@@ -17,7 +17,7 @@ from verl.models.forward import hidden_states
 from verl.models.head import OutputHead, scaled_logits
 from verl.workers.rollout.native.decode_attention import DecodeLayout
 from verl.workers.rollout.native.kv_cache import HeadShape, KVCache
-from verl.workers.rollout.native.prefill_attention import PrefillLayout, PrefillSequence
+from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.row_table import RowTable
 from verl.workers.rollout.native.sequence import Sample
 
@@ -63,16 +63,15 @@ class ModelRunner:
         return [probe.shapes[layer] for layer in layers]
 
     @torch.no_grad()
-    def prefill(self, cache: KVCache, sequences: Sequence[PrefillSequence]) -> Tensor:
+    def prefill(self, layout: AttentionLayout, sequences: Sequence[PrefillSequence]) -> Tensor:
         """Bring sequences into the cache; logits after the last token of each, (sequences, V)."""
-        layout = PrefillLayout(cache, sequences, self.exact_capacity)
         ids = [token for s in sequences for token in s.token_ids[s.num_known :]]
         places = [place for s in sequences for place in range(s.num_known, len(s.token_ids))]
         ends = torch.tensor([s.num_new for s in sequences], device=self.device).cumsum(0)
         hidden = self._hidden_states(
             torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device), layout
         )
-        return self._logits(hidden[ends - 1])
+        return self.logits(hidden[ends - 1])
 
     def decode_layout(
         self, cache: KVCache, samples: Sequence[Sample], rows: RowTable, num_steps: int
@@ -93,8 +92,12 @@ class ModelRunner:
     def decode(self, layout: DecodeLayout, rows: RowTable) -> Tensor:
         """Logits after the newest token of each row, (B, V); its keys and values are kept."""
         layout.begin_step()
-        hidden = self._hidden_states(rows.newest, rows.num_shared + rows.places, layout)
-        return self._logits(hidden)
+        return self.logits(self.decode_hidden(layout, rows))
+
+    @torch.no_grad()
+    def decode_hidden(self, layout: AttentionLayout, rows: RowTable) -> Tensor:
+        """The hidden state of the newest token of each row, (B, hidden)."""
+        return self._hidden_states(rows.newest, rows.num_shared + rows.places, layout)
 
     def _hidden_states(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         num_rows = len(ids)
@@ -102,7 +105,7 @@ class ModelRunner:
         ids, positions = F.pad(ids, padding), F.pad(positions, padding)
         return hidden_states(self.module, ids, positions, layout)[:num_rows]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         num_rows = len(hidden)
         hidden = F.pad(hidden, (0, 0, 0, -num_rows % ROW_TILE))
         return scaled_logits(hidden, OutputHead.of(self.module), 1.0)[:num_rows]

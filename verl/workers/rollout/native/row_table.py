@@ -36,6 +36,10 @@ class RowTable(Columns):
     num_own_prompt: Tensor
     """Prompt tokens in the row's own slot, before its response."""
 
+    prompt_slot: Tensor
+    """Slots of the cache, which only kernels look up: elsewhere row i has slot i."""
+
+    slot: Tensor
     stop_ids: Tensor
     """(B, most stop tokens), `NO_TOKEN` where a row has fewer."""
 
@@ -60,6 +64,8 @@ class RowTable(Columns):
             token_limit=column([group.token_limit for group in groups]),
             is_done=torch.zeros(len(samples), dtype=torch.bool, device=device),
             num_shared=column([group.num_shared for group in groups]),
+            prompt_slot=column([group.slot for group in groups]),
+            slot=column([sample.slot for sample in samples]),
             num_own_prompt=column([len(g.prompt_ids) - g.num_shared for g in groups]),
             stop_ids=column(stop_ids).view(len(samples), max_stop_ids),
             settings=RowSettings.of(

@@ -6,15 +6,16 @@ What they mean (whether a text is complete, who waits for it) is the engine's bu
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.native.kv_cache import CacheShape, KVCache
+from verl.models.attention import AttentionLayout
+from verl.workers.rollout.native.kv_cache import CacheShape, KeysAndValues, KVCache
 from verl.workers.rollout.native.model_runner import ModelRunner
-from verl.workers.rollout.native.prefill_attention import PrefillSequence
+from verl.workers.rollout.native.prefill_attention import PrefillLayout, PrefillSequence
 from verl.workers.rollout.native.requests import EngineLimits
 from verl.workers.rollout.native.row_table import RowTable
 from verl.workers.rollout.native.sampler import Needs, next_tokens
@@ -39,10 +40,16 @@ class NewTokens:
 class RunningBatch:
     """Keys, values and row tensors of up to as many sequences as memory and `limits` allow."""
 
-    def __init__(self, runner: ModelRunner, limits: EngineLimits) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        limits: EngineLimits,
+        make_cache: Callable[[CacheShape, int], KVCache] = KVCache,
+    ) -> None:
         self.runner = runner
         self.limits = limits
-        self.cache = build_cache(runner, limits)
+        shape, num_slots = cache_size(runner, limits)
+        self.cache = make_cache(shape, num_slots)
         num_rows, device = self.cache.max_slots, runner.device
         self._table = RowTable.empty(num_rows, limits.max_stop_tokens, device)
         self._seen = SeenTokens(num_rows, runner.vocabulary, device)
@@ -60,9 +67,9 @@ class RunningBatch:
         """
         rows = slice(samples[0].slot, samples[-1].slot + 1)
         self.cache.reserve(num_groups, rows.stop)
-        self._table[rows] = RowTable.of(samples, self.limits.max_stop_tokens, self.runner.device)
+        self._table[rows] = self._row_table(samples)
         self._seen.enter(samples)
-        logits = self.runner.prefill(self.cache, sequences)
+        logits = self.runner.prefill(self._prefill_layout(sequences), sequences)
         source = [index for index, sequence in enumerate(sequences) for _ in sequence.slots]
         logits = logits[torch.tensor(source, device=logits.device)]
         self._emit(0, rows, self._table[rows], logits, needs_of(samples))
@@ -80,15 +87,27 @@ class RunningBatch:
             self._emit(step, rows, table, self.runner.decode(layout, table), needs)
         return self._read(samples, rows, num_steps)
 
-    def move_row(self, move: Move, sample: Sample) -> None:
-        """`sample` goes to another row."""
-        self.cache.move_response(move, sample.num_own)
-        self._table[move.target] = self._table[move.source]
-        self._seen.move(move)
+    def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
+        """Samples go to other rows, one after the other."""
+        for move, sample in moves:
+            self.cache.move_response(move, sample.num_own)
+            self._table[move.target] = self._table[move.source]
+            self._seen.move(move)
 
     def move_group(self, move: Move, group: Group) -> None:
         """The prompt of `group` goes to another slot."""
         self.cache.move_prompt(move, group.num_shared)
+
+    def read(self, sample: Sample, num_own: int) -> list[KeysAndValues]:
+        """Keys and values of a sample's shared prompt and of the first tokens of its own slot."""
+        group = sample.group
+        return self.cache.read(group.slot, group.num_shared, sample.slot, num_own)
+
+    def _row_table(self, samples: Sequence[Sample]) -> RowTable:
+        return RowTable.of(samples, self.limits.max_stop_tokens, self.runner.device)
+
+    def _prefill_layout(self, sequences: Sequence[PrefillSequence]) -> AttentionLayout:
+        return PrefillLayout(self.cache, sequences, self.runner.exact_capacity)
 
     def _emit(self, step: int, rows: slice, table: RowTable, logits: Tensor, needs: Needs) -> None:
         """Sample a token for each of the rows and write it down; nothing goes to the host."""
@@ -116,8 +135,8 @@ class RunningBatch:
         return news
 
 
-def build_cache(runner: ModelRunner, limits: EngineLimits) -> KVCache:
-    """As many slots as `limits` ask for, or as fit into the memory they allow."""
+def cache_size(runner: ModelRunner, limits: EngineLimits) -> tuple[CacheShape, int]:
+    """A sequence's share, and as many slots as `limits` ask for or as fit into their memory."""
     prompt_tokens, response_tokens = limits.max_prompt_tokens, limits.max_response_tokens
     capacity = runner.exact_capacity
     if capacity is not None:
@@ -145,7 +164,7 @@ def build_cache(runner: ModelRunner, limits: EngineLimits) -> KVCache:
             shape.bytes_per_sequence >> 20,
             limits.max_cache_bytes >> 20,
         )
-    return KVCache(shape, num_slots)
+    return shape, num_slots
 
 
 def needs_of(samples: Sequence[Sample]) -> Needs:

@@ -1,0 +1,83 @@
+"""One new token per row over slots: the kernel against attention written out in fp64."""
+
+import pytest
+import torch
+
+from tests.models.kernels.devices import INTERPRETED, TOLERANCE
+
+PROMPT_TOKENS, RESPONSE_TOKENS = 40, 100
+PROMPT_SLOT, SLOT = [0, 0, 5, 2, 3], [3, 8, 1, 0, 4]
+NUM_SHARED, PLACE = [40, 40, 0, 1, 33], [0, 70, 99, 5, 64]
+
+
+def numbers(*shape, device, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def written_out(query, key, value, prompt, response, row, *, scaling, window, softcap, sinks):
+    n, place = NUM_SHARED[row], PLACE[row]
+    keys, values = (
+        torch.cat(
+            [shared[PROMPT_SLOT[row]][:, :n], own[SLOT[row]][:, :place], new[row, :, None]], 1
+        )
+        .double()
+        .repeat_interleave(query.shape[1] // key.shape[1], 0)
+        for shared, own, new in zip(prompt, response, (key, value), strict=True)
+    )
+    scores = torch.einsum("hd,htd->ht", query[row].double(), keys) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if window is not None:
+        scores[:, : max(0, scores.shape[1] - window)] = -torch.inf
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None]], 1)
+    weights = scores.softmax(-1)[:, : keys.shape[1]]
+    return torch.einsum("ht,htd->hd", weights, values)
+
+
+# The interpreter multiplies the bits of bf16 as if they were integers.
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.float32, marks=INTERPRETED),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("option", ["plain", "window 5", "window 70", "softcap", "sinks"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (4, 4, 80), (8, 2, 16)])
+def test_rows_see_their_prompt_and_their_own_tokens(device, dtype, option, heads, kv_heads, dim):
+    from verl.models.kernels.decode_attention import SlotRows, slot_decode_attention
+
+    def make(*shape, seed):
+        return numbers(*shape, device=device, dtype=dtype, seed=seed)
+
+    prompt = tuple(make(6, kv_heads, PROMPT_TOKENS, dim, seed=seed) for seed in (1, 2))
+    response = tuple(make(9, kv_heads, RESPONSE_TOKENS, dim, seed=seed) for seed in (3, 4))
+    query = make(heads, len(SLOT), dim, seed=5).transpose(0, 1)  # as models hand it over
+    key, value = (make(len(SLOT), kv_heads, dim, seed=seed) for seed in (6, 7))
+    window = int(option.split()[1]) if option.startswith("window") else None
+    softcap = 3.0 if option == "softcap" else None
+    sinks = make(heads, seed=8) if option == "sinks" else None
+    expected = torch.stack(
+        [
+            written_out(
+                query, key, value, prompt, response, row,
+                scaling=dim**-0.5, window=window, softcap=softcap, sinks=sinks,
+            )
+            for row in range(len(SLOT))
+        ]
+    )  # fmt: skip
+    columns = (torch.tensor(x, device=device) for x in (PROMPT_SLOT, SLOT, NUM_SHARED, PLACE))
+    before = response[0].clone()
+    output = slot_decode_attention(
+        query, key, value, prompt, response, SlotRows(*columns),
+        scaling=dim**-0.5, sliding_window=window, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    assert output.dtype == dtype
+    difference = (output.double() - expected).abs().max()
+    assert difference <= TOLERANCE[dtype] * expected.abs().max()
+    assert torch.equal(response[0][SLOT, :, PLACE], key), "the new keys are kept"
+    before[SLOT, :, PLACE] = key
+    assert torch.equal(response[0], before), "and nothing else was written"

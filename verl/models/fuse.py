@@ -1,0 +1,291 @@
+"""Let a Hugging Face model run its small operations in one kernel each, where that is the same.
+
+Norms, gates and rotary embeddings are a few lines that every architecture writes anew, and on a
+GPU they cost a pass over memory per line. Here a module instance gets another `forward`; its
+parameters, its place in the model and its gradients stay. Nothing is trusted by name: each kind of
+module is run beside its fused form on random input, forward and backward, and left alone when
+they differ by more than rounding. On tensors a kernel cannot take, the module's own code runs.
+
+The rotary function belongs to the architecture's Python module, so it is wrapped there, once. The
+wrapper acts only inside attention modules that were fused: other models of the architecture in
+this process go on with the original.
+"""
+
+import functools
+import logging
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from verl.models.kernels.availability import can_run_triton
+
+logger = logging.getLogger(__name__)
+
+ROTARY = "apply_rotary_pos_emb"
+MAX_DIFFERENCE = 3e-5
+"""Of the largest element, in fp32; exact and approximate gelu are ten times further apart."""
+
+PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
+"""What a module's own code raises when it does not take the usual arguments."""
+
+_is_inside_fused_attention: ContextVar[bool] = ContextVar("fused_attention")
+
+
+def fuse_model(model: nn.Module) -> list[str]:
+    """Fuse what can be fused, in place; the names of the classes that were.
+
+    Does nothing where kernels cannot run. Call it again after adding modules to the model.
+    """
+    if not can_run_triton(next(model.parameters()).device):
+        return []
+    verdicts: dict[Hashable, int | str] = {}
+    fused, left = dict[str, None](), dict[str, str]()
+    for module in list(model.modules()):
+        options = [] if isinstance(module.forward, FusedForward) else fused_forwards(module)
+        if not options:
+            continue
+        kind = (type(module), options[0].kind())
+        if kind not in verdicts:
+            verdicts[kind] = choose(options)
+        verdict = verdicts[kind]
+        if isinstance(verdict, int):
+            options[verdict].install()
+            fused[type(module).__name__] = None
+        else:
+            left[type(module).__name__] = verdict
+    for name, reason in left.items():
+        logger.warning("%s is not fused and runs as it is: %s", name, reason)
+    return list(fused)
+
+
+def choose(options: "list[FusedForward]") -> int | str:
+    """The first option that gives the module's numbers, or why none does."""
+    reasons = [option.mismatch() for option in options]
+    return reasons.index(None) if None in reasons else "; ".join(str(r) for r in reasons)
+
+
+class FusedForward(ABC):
+    """A forward that takes the place of a module's own, which it keeps for what it cannot do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self.own_forward = module.forward
+
+    def install(self) -> None:
+        self.module.forward = self
+
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """Modules of one class and kind need to be compared once."""
+
+    @abstractmethod
+    def mismatch(self) -> str | None:
+        """How this differs from the module's own forward on random input; None to rounding."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def fused_forwards(module: nn.Module) -> list[FusedForward]:
+    """What the module might be; several where only its numbers can tell."""
+    name = type(module).__name__
+    children = {child for child, _ in module.named_children()}
+    if name.endswith("RMSNorm") and FusedNorm.fits(module):
+        return [FusedNorm(module, is_offset=False), FusedNorm(module, is_offset=True)]
+    if {"gate_proj", "up_proj", "down_proj", "act_fn"} <= children:
+        return [FusedGate(module, is_gelu=False), FusedGate(module, is_gelu=True)]
+    if name.endswith("Attention") and ROTARY in vars(_python_module(module)):
+        return [FusedAttention(module)]
+    return []
+
+
+class FusedNorm(FusedForward):
+    """weight * norm(x), or (1 + weight) * norm(x) with `is_offset`."""
+
+    def __init__(self, module: nn.Module, *, is_offset: bool) -> None:
+        from verl.models.kernels.rms_norm import rms_norm  # noqa: PLC0415 - needs triton
+
+        super().__init__(module)
+        self.eps = self._eps(module)[0]
+        self.is_offset = is_offset
+        self.kernel = functools.partial(rms_norm, eps=self.eps, is_offset=is_offset)
+
+    @classmethod
+    def fits(cls, module: nn.Module) -> bool:
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        return weight is not None and weight.dim() == 1 and len(cls._eps(module)) == 1
+
+    @staticmethod
+    def _eps(module: nn.Module) -> list[float]:
+        found = [vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)]
+        return [eps for eps in found if isinstance(eps, float)]
+
+    def kind(self) -> Hashable:
+        return self.module.weight.shape, self.module.weight.dtype, self.eps
+
+    def mismatch(self) -> str | None:
+        def own(x: Tensor, weight: Tensor) -> Tensor:
+            return functional_call(self.module, {"weight": weight}, (x,))
+
+        weight = self.module.weight
+        inputs = _random_inputs((3, len(weight)), (len(weight),), device=weight.device)
+        return _difference(own, self.kernel, inputs, weight.dtype)
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        if can_run_triton(hidden_states.device):
+            return self.kernel(hidden_states, self.module.weight)
+        return self.own_forward(hidden_states)
+
+
+class FusedGate(FusedForward):
+    """down(act(gate(x)) * up(x)) with silu, or gelu in its tanh form with `is_gelu`."""
+
+    def __init__(self, module: nn.Module, *, is_gelu: bool) -> None:
+        from verl.models.kernels.swiglu import gated  # noqa: PLC0415 - needs triton
+
+        super().__init__(module)
+        self.is_gelu = is_gelu
+        self.kernel = functools.partial(gated, is_gelu=is_gelu)
+
+    def kind(self) -> Hashable:
+        weight = next(self.module.parameters())
+        return weight.shape, weight.dtype, repr(self.module.act_fn)
+
+    def mismatch(self) -> str | None:
+        weight = next(self.module.parameters())
+
+        def own_gate(gate: Tensor, up: Tensor) -> Tensor:
+            return self.module.act_fn(gate) * up
+
+        inputs = _random_inputs((3, 101), (3, 101), device=weight.device)
+        reason = _difference(own_gate, self.kernel, inputs, torch.float32)
+        if reason is not None:
+            return reason
+        # Behind two matrix products fp32 may be coarser than fp32 (tf32).
+        inputs = _random_inputs((3, self.module.gate_proj.in_features), device=weight.device)
+        return _compare(self.own_forward, self, inputs, weight.dtype, max_difference=1e-3)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not can_run_triton(x.device):
+            return self.own_forward(x)
+        module = self.module
+        return module.down_proj(self.kernel(module.gate_proj(x), module.up_proj(x)))
+
+
+class FusedAttention(FusedForward):
+    """The attention module's own forward, with the rotary kernel switched on inside."""
+
+    def install(self) -> None:
+        super().install()
+        namespace = vars(_python_module(self.module))
+        if not isinstance(namespace[ROTARY], SwitchedRotary):
+            namespace[ROTARY] = SwitchedRotary(namespace[ROTARY])
+
+    def kind(self) -> Hashable:
+        return next(self.module.parameters()).dtype
+
+    def mismatch(self) -> str | None:
+        weight = next(self.module.parameters())
+        own = vars(_python_module(self.module))[ROTARY]
+        shapes = (1, 4, 5, 16), (1, 2, 5, 16), (1, 5, 16), (1, 5, 16)
+        inputs = _random_inputs(*shapes, device=weight.device)
+        switched = own if isinstance(own, SwitchedRotary) else SwitchedRotary(own)
+        return _difference(switched.own, switched.kernel, inputs, weight.dtype, num_leaves=2)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = _is_inside_fused_attention.set(True)
+        try:
+            return self.own_forward(*args, **kwargs)
+        finally:
+            _is_inside_fused_attention.reset(before)
+
+
+class SwitchedRotary:
+    """An architecture's `apply_rotary_pos_emb`, replaced by the kernel inside fused attention."""
+
+    def __init__(self, own: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        from verl.models.kernels.rotary import apply_rotary, misfit  # noqa: PLC0415 - needs triton
+
+        functools.update_wrapper(self, own)
+        self.own = own
+        self.kernel, self.misfit = apply_rotary, misfit
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        is_usual = _is_inside_fused_attention.get(False) and not args and not kwargs
+        if is_usual and can_run_triton(q.device) and self.misfit(q, k, cos, sin) is None:
+            return self.kernel(q, k, cos, sin)
+        return self.own(q, k, cos, sin, *args, **kwargs)
+
+
+def _python_module(module: nn.Module) -> Any:
+    """Where the names that the module's forward uses are looked up."""
+    return sys.modules[type(module).forward.__module__]
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def _random_inputs(*shapes: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+
+def _difference(
+    own: Callable[..., Any],
+    fused: Callable[..., Any],
+    inputs: list[Tensor],
+    dtype: torch.dtype,
+    num_leaves: int | None = None,
+) -> str | None:
+    """Compare in fp32, where a difference in meaning shows, and in the model's dtype."""
+    for kind in dict.fromkeys((torch.float32, dtype)):
+        reason = _compare(own, fused, inputs, kind, num_leaves=num_leaves)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _compare(
+    own: Callable[..., Any],
+    fused: Callable[..., Any],
+    inputs: list[Tensor],
+    dtype: torch.dtype,
+    *,
+    num_leaves: int | None = None,
+    max_difference: float = MAX_DIFFERENCE,
+) -> str | None:
+    """How outputs and gradients for the first `num_leaves` inputs differ; None if to rounding."""
+    inputs = [x.to(dtype) for x in inputs]
+    try:
+        expected = _outputs_and_gradients(own, inputs, num_leaves)
+    except PROBE_ERRORS as error:
+        return f"it cannot be compared ({error!r})"
+    actual = _outputs_and_gradients(fused, inputs, num_leaves)
+    limit = max(max_difference, 4 * torch.finfo(dtype).eps)
+    for ours, theirs in zip(actual, expected, strict=True):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"the kernel gives {ours.dtype} {tuple(ours.shape)}"
+        difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+        if not difference <= limit:
+            return f"the kernel differs by {difference:.1e} of the largest element in {dtype}"
+    return None
+
+
+def _outputs_and_gradients(
+    function: Callable[..., Any], inputs: list[Tensor], num_leaves: int | None
+) -> list[Tensor]:
+    with torch.enable_grad():
+        leaves = [x.clone().requires_grad_() for x in inputs[:num_leaves]]
+        outputs = function(*leaves, *inputs[len(leaves) :])
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        pulls = _random_inputs(*(tuple(x.shape) for x in outputs), device=inputs[0].device)
+        loss = torch.stack([(x * p).sum() for x, p in zip(outputs, pulls, strict=True)]).sum()
+        return [*(x.detach() for x in outputs), *torch.autograd.grad(loss, leaves)]

@@ -1,0 +1,34 @@
+"""Whether our Triton kernels can run on a device.
+
+Where they cannot, callers use plain torch. On a GPU without the triton package that is slower and
+takes more memory, so it is said once.
+"""
+
+import functools
+import logging
+
+import torch
+
+from verl.utils.environment import triton_is_interpreted
+from verl.utils.import_utils import is_available
+
+logger = logging.getLogger(__name__)
+
+
+def can_run_triton(device: torch.device | str) -> bool:
+    """True on CUDA with triton installed, and on a CPU while triton interprets its kernels."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return _has_triton_for_cuda()
+    return kind == "cpu" and triton_is_interpreted() and is_available("triton")
+
+
+@functools.cache
+def _has_triton_for_cuda() -> bool:
+    if is_available("triton"):
+        return True
+    logger.warning(
+        "triton is not installed, so fused GPU operations are off and plain torch is used; "
+        "results agree to rounding, at lower speed: pip install triton"
+    )
+    return False
