@@ -158,6 +158,7 @@ def lists_with_defaults(solution_strs, ground_truths=None): ...
 def annotated(tokenizer, batch: DataProto): ...
 def annotated_by_name(batch: "verl.DataProto"): ...  # noqa: F821
 def one_argument(data, scale=1.0): ...
+def served(reward_router_address, **kwargs): ...
 
 
 @pytest.mark.parametrize(
@@ -171,10 +172,19 @@ def one_argument(data, scale=1.0): ...
         (annotated, True),
         (annotated_by_name, True),
         (one_argument, True),
+        (served, False),
     ],
 )
 def test_the_signature_decides_how_a_function_is_called(function, is_whole_batch):
     assert takes_whole_batch(function)[0] is is_whole_batch
+
+
+def test_an_argument_that_the_configuration_gives_is_not_the_batch(file):
+    file.write_text("def ask(url, **kwargs):\n    return float(len(url))\n")
+    run = config(file, "ask", manager="naive", reward_kwargs={"url": "http"})
+    manager = load_reward_manager(run, None, num_examine=0)
+    assert asyncio.run(manager._call({})).value == 4.0
+    assert takes_whole_batch(one_argument, given=["data"])[0] is False
 
 
 def test_a_whole_batch_function_scores_by_itself_and_the_log_says_so(file, caplog):
@@ -235,6 +245,97 @@ def test_a_manager_class_can_come_from_a_file(file, tmp_path):
     run.reward_manager.module.path = str(tmp_path / "manager.py")
     run.reward_manager.module.name = "manager_module_for_tests"
     assert load_reward_manager(run, "t", num_examine=2).options["num_examine"] == 2
+
+
+LOOP_MANAGER = """
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+class Mine(RewardManagerBase):
+    prepared = []
+
+    def __init__(self, config, tokenizer, compute_score):
+        super().__init__(config, tokenizer)
+        self.compute_score = compute_score
+
+    @classmethod
+    def init_class(cls, config, tokenizer):
+        cls.prepared.append(tokenizer)
+
+    async def run_single(self, data):
+        score = self.compute_score(data_source="m", solution_str="4", ground_truth="4")
+        return {"reward_score": score, "reward_extra_info": {"acc": True}}
+
+class Plain(RewardManagerBase):
+    async def run_single(self, data):
+        return {"reward_score": 0.5}
+"""
+
+
+def loop_run(file, tmp_path, name):
+    (tmp_path / "loop_manager.py").write_text(LOOP_MANAGER)
+    run = config(file)
+    run.reward_model.reward_loop_source = "importlib"
+    run.reward_model.reward_loop_module_path = str(tmp_path / "loop_manager.py")
+    run.reward_model.reward_loop_class_name = name
+    return run
+
+
+def test_a_class_of_the_reward_loop_can_come_from_a_file(file, tmp_path):
+    run = loop_run(file, tmp_path, "Mine")
+    manager = load_reward_manager(run, "tokenizer", num_examine=0, timeout_seconds=9.0)
+    load_reward_manager(run, "tokenizer", num_examine=1)
+    assert type(manager).prepared == ["tokenizer"], "once per class"
+    assert manager.timeout_seconds == 9.0
+    rewards, extras = compute_reward(batch(), manager)
+    assert rewards.tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    assert extras == {"acc": [True, True]}
+
+
+def test_a_class_takes_only_the_arguments_it_names(file, tmp_path):
+    manager = load_reward_manager(loop_run(file, tmp_path, "Plain"), None, num_examine=0)
+    assert compute_reward(batch(), manager)[0].sum(1).tolist() == [0.5, 0.5]
+
+
+def test_a_class_of_the_reward_loop_needs_a_file_and_a_name(file, tmp_path):
+    run = loop_run(file, tmp_path, None)
+    with pytest.raises(ValueError, match=r"reward_loop_class_name \(None\) must name the class"):
+        load_reward_manager(run, None, num_examine=0)
+
+
+def test_a_function_and_a_manager_of_different_forms_are_refused_with_the_way_out(file):
+    with pytest.raises(ValueError, match=r"compute_score takes .*: set reward_manager.name=naive"):
+        load_reward_manager(config(file, manager="batch"), None, num_examine=0)
+    file.write_text("def f(data_sources, solution_strs, ground_truths, extra_infos):\n    ...\n")
+    with pytest.raises(ValueError, match=r"f takes lists .*; set reward_manager.name=batch"):
+        load_reward_manager(config(file, "f", manager="naive"), None, num_examine=0)
+    load_reward_manager(config(file, "f", manager="batch"), None, num_examine=0)
+
+
+def test_limits_of_the_configuration_reach_the_manager_and_its_own_options_win(file):
+    run = config(file, manager="rate_limited")
+    run.reward_model.max_concurrent = 5
+    assert load_reward_manager(run, None, num_examine=0).max_concurrent == 5
+    assert load_reward_manager(run, None, num_examine=0, max_concurrent=7).max_concurrent == 7
+
+
+def test_a_served_reward_model_is_passed_to_the_function_of_any_manager(file):
+    file.write_text(
+        "def ask(reward_router_address, **kw):\n    return len(reward_router_address)\n"
+    )
+    manager = load_reward_manager(
+        config(file, "ask", manager="naive"), None, num_examine=0, reward_router_address="here:1"
+    )
+    assert asyncio.run(manager._call({})).value == 6.0
+
+
+def test_a_whole_batch_function_that_hangs_stops_the_step_at_its_deadline(file, caplog):
+    file.write_text("import time\ndef hang(data):\n    time.sleep(20)\n")
+    reward_fn = load_reward_manager(
+        config(file, "hang"), None, num_examine=0, timeout_seconds=0.2, max_resp_len=4
+    )
+    assert "['max_resp_len']: no manager is there" in caplog.text
+    with pytest.raises(RewardError, match=r"hang took longer than 0\.2 s"):
+        compute_reward(batch(), reward_fn)
 
 
 # ---- computing -----------------------------------------------------------------------------------

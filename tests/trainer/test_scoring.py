@@ -7,8 +7,14 @@ import torch
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import RewardError
 from verl.trainer.ppo.reward_functions import WholeBatchReward
-from verl.trainer.ppo.scoring import score_batch, settle_groups
-from verl.workers.reward_manager.results import Abstain, InfraError, Score
+from verl.trainer.ppo.scoring import reported_metrics, score_batch, settle_groups
+from verl.workers.reward_manager.results import (
+    GRADE_COLUMN,
+    Abstain,
+    InfraError,
+    Score,
+    as_result,
+)
 
 FAULT, UNSURE = InfraError("timed out"), Abstain("cannot tell")
 
@@ -116,3 +122,36 @@ def test_scores_of_agent_loops_are_used_as_they_are():
     grader = Manager()
     assert score_batch(data, grader).batch.batch["token_level_scores"].sum(1).tolist() == [2, 3]
     assert grader.graded == []
+
+
+def test_grades_that_came_with_the_batch_are_used_once_and_only_faults_are_tried_again():
+    data = batch("aabb")
+    grades = [*scores(1, 0, 1), FAULT]
+    column = np.empty(4, dtype=object)
+    column[:] = [as_result(grade) for grade in grades]
+    data.non_tensor_batch[GRADE_COLUMN] = column
+    grader = Grades(scores(0, 1))
+    scored = score_batch(data, grader)
+    assert grader.graded == [[2, 3]]
+    assert scored.batch.batch["token_level_scores"].sum(1).tolist() == [1, 0, 0, 1]
+    assert GRADE_COLUMN not in scored.batch.non_tensor_batch
+
+
+def test_what_was_tried_again_already_is_set_aside_without_another_round():
+    died = InfraError("4 processes died", is_final=True)
+    grader = Grades([*scores(1, 0), *scores(1), died])
+    scored = score_batch(batch("aabb"), grader)
+    assert grader.graded == [[0, 1, 2, 3]]
+    assert scored.set_aside == {"b": "4 processes died"}
+    assert scored.metrics["reward/num_errors"] == 1.0
+
+
+def test_the_mean_of_every_reported_number_is_a_metric():
+    grades = [
+        Score(1.0, {"acc": True, "steps": 3, "text": "x", "some": np.float32(0.5)}),
+        Score(0.0, {"acc": False, "steps": 4, "text": "y"}),
+    ]
+    scored = score_batch(batch("aa"), Grades(grades))
+    assert reported_metrics(scored.batch) == {
+        "reward/acc/mean": 0.5, "reward/steps/mean": 3.5, "reward/some/mean": 0.5,
+    }  # fmt: skip

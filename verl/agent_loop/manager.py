@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, DictConfigWrap, agent_loops
+from verl.agent_loop.grading import GradedGeneration
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.agent_loop.trajectories import as_batch, timing_of
 from verl.agent_loop.trajectory_info import trajectory_info
@@ -21,6 +22,7 @@ from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
+from verl.workers.reward_manager.grading import PerResponseManager
 from verl.workers.rollout.base import Rollout
 
 SEED_COLUMN = "sampling_seed"
@@ -68,10 +70,16 @@ class AgentLoopManager:
             )
         self._loops = listed_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
         self._ready: set[type[AgentLoopBase]] = set()
+        self._reward_fn: Any = None
+        self._val_reward_fn: Any = None
 
     @property
     def server_handles(self) -> list[Rollout]:
         return self.rollout_replicas
+
+    def grade_with(self, reward_fn: Any, val_reward_fn: Any) -> None:
+        """From now on grade each response as soon as it ends, with a manager that can."""
+        self._reward_fn, self._val_reward_fn = reward_fn, val_reward_fn
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Continue every row once. For code that has an event loop there is the async one."""
@@ -82,27 +90,29 @@ class AgentLoopManager:
         versions = self._policy_versions()
         servers = AsyncLLMServerManager(self.config, self.rollout_replicas)
         rows = rows_of(prompts.non_tensor_batch)
+        grading = self._grading(prompts.meta_info)
         # One task per row, made in row order: samples of a prompt reach the engine together.
         tasks = [
-            asyncio.create_task(self._run_traced(row, dict(params), servers, **info))
-            for row, info in zip(rows, self._trace_infos(prompts), strict=True)
+            asyncio.create_task(self._run_graded(place, grading, row, dict(params), servers, info))
+            for place, (row, info) in enumerate(zip(rows, self._trace_infos(prompts), strict=True))
         ]
         try:
             outputs = list(await asyncio.gather(*tasks))
+        except BaseException:
+            if grading is not None:
+                grading.cancel()
+            raise
         finally:
             for task in tasks:
                 task.cancel()
-        batch = as_batch(
-            outputs,
-            prompt_length=self.config.actor_rollout_ref.rollout.prompt_length,
-            response_length=self.config.actor_rollout_ref.rollout.response_length,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        batch = self._as_batch(outputs)
         num_cut = sum(output.stop_reason == "length" for output in outputs)
         batch.meta_info["timing"] = timing_of(outputs)
         if versions == self._policy_versions() and len(versions) == 1:
             (batch.meta_info["policy_version"],) = versions  # every token was sampled with it
         batch.meta_info["metrics"] = {"rollout/truncated_ratio": num_cut / len(outputs)}
+        if grading is not None:
+            await grading.finish(batch)
         return batch
 
     def sampling_params(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +154,36 @@ class AgentLoopManager:
         return [
             {**info, "trace": limit is None or place < limit} for place, info in enumerate(infos)
         ]
+
+    def _grading(self, meta_info: Mapping[str, Any]) -> GradedGeneration | None:
+        """None where responses are graded afterwards."""
+        is_validation = bool(meta_info.get("validate", False))
+        manager = self._val_reward_fn if is_validation else self._reward_fn
+        if not isinstance(manager, PerResponseManager):
+            return None
+        return GradedGeneration(manager, self._as_batch)
+
+    def _as_batch(self, outputs: Sequence[AgentLoopOutput]) -> DataProto:
+        return as_batch(
+            outputs,
+            prompt_length=self.config.actor_rollout_ref.rollout.prompt_length,
+            response_length=self.config.actor_rollout_ref.rollout.response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    async def _run_graded(
+        self,
+        place: int,
+        grading: GradedGeneration | None,
+        row: dict[str, Any],
+        params: dict[str, Any],
+        servers: AsyncLLMServerManager,
+        info: Mapping[str, Any],
+    ) -> AgentLoopOutput:
+        output = await self._run_traced(row, params, servers, **info)
+        if grading is not None:
+            grading.add(place, row, output)
+        return output
 
     async def _run_traced(
         self,

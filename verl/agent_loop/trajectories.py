@@ -91,11 +91,16 @@ def scores_on_last_tokens(scores: Sequence[float | None], response_tokens: Tenso
 
 
 def object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, Any]:
-    """`__num_turns__`, and a column for each extra field; None where a loop has none."""
+    """`__num_turns__`, and a column for each extra field; None where a loop has none.
+
+    `tool_extra_fields` has all of a row's extra fields, for reward functions.
+    """
     names = dict.fromkeys(name for output in outputs for name in output.extra_fields)
     columns: dict[str, Any] = {
         name: [output.extra_fields.get(name) for output in outputs] for name in names
     }
+    if names:
+        columns["tool_extra_fields"] = [dict(output.extra_fields) for output in outputs]
     columns["__num_turns__"] = np.array([output.num_turns for output in outputs], dtype=np.int32)
     return columns
 

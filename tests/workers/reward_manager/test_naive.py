@@ -12,28 +12,13 @@ import pytest
 import torch
 
 from tests.tiny_tokenizer import tiny_tokenizer
-from verl.protocol import DataProto
+from tests.workers.reward_manager.batches import batch
 from verl.workers.reward_manager import get_reward_manager_cls
 from verl.workers.reward_manager.dapo import DAPORewardManager
-from verl.workers.reward_manager.naive import GradingRound, NaiveRewardManager, UngradedResponses
+from verl.workers.reward_manager.grading import UngradedResponses
+from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.results import Abstain, InfraError, Score, as_grade
-
-
-def batch(*texts, **columns) -> DataProto:
-    tokenizer = tiny_tokenizer()
-    ids = [tokenizer(text).input_ids for text in texts]
-    width = max(map(len, ids)) + 1
-    responses = torch.tensor([row + [0] * (width - len(row)) for row in ids])
-    mask = torch.tensor([[1] + [1] * len(row) + [0] * (width - len(row)) for row in ids])
-    return DataProto.from_dict(
-        tensors={"responses": responses, "attention_mask": mask},
-        non_tensors={
-            "data_source": ["sums"] * len(texts),
-            "reward_model": [{"ground_truth": "7"} for _ in texts],
-            "extra_info": [{"index": i} for i in range(len(texts))],
-            **columns,
-        },
-    )
+from verl.workers.reward_manager.rounds import GradingRound
 
 
 def manager(function, **options) -> NaiveRewardManager:
@@ -82,7 +67,7 @@ def test_a_function_cannot_change_the_batch():
 
 def test_one_response_can_be_graded_by_itself():
     made = manager(lambda solution_str, **kw: len(solution_str))
-    assert asyncio.run(made.run_single(batch("777"))).value == len("7 7 7")
+    assert asyncio.run(made.run_single(batch("777")))["reward_score"] == len("7 7 7")
 
 
 # ---- what it may return --------------------------------------------------------------------------

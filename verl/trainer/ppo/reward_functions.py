@@ -10,12 +10,14 @@ A whole-batch function takes the batch and returns the rewards, (B,) or (B, T):
 
 The signature decides. A function is called with the whole batch if a parameter is annotated
 `DataProto`, or if exactly one parameter has no default and its name is none that a per-sample call
-passes; every other function is called per sample.
+passes; every other function is called per sample. The manager `batch` calls it with lists instead:
+
+    compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter
 from typing import Any
 
@@ -24,24 +26,55 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import scores_on_last_token
+from verl.workers.reward_manager.async_functions import is_async
+from verl.workers.reward_manager.batch import DEFAULT_BATCH_SECONDS
+from verl.workers.reward_manager.guarded_call import call_with_deadline
 
 _PER_SAMPLE = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _PER_SAMPLE_LISTS = {"data_sources", "solution_strs", "ground_truths", "extra_infos"}
+_SERVED = {"reward_router_address", "reward_model_tokenizer"}
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-def takes_whole_batch(function: Callable[..., Any]) -> tuple[bool, str]:
-    """Whether a function is called with the batch, and the reason in words."""
+def takes_whole_batch(
+    function: Callable[..., Any], given: Collection[str] = ()
+) -> tuple[bool, str]:
+    """Whether a function is called with the batch, and the reason in words.
+
+    `given` are parameters that `custom_reward_function.reward_kwargs` sets.
+    """
     parameters = list(inspect.signature(function).parameters.values())
     for parameter in parameters:
         if _is_data_proto(parameter.annotation):
             return True, f"its parameter {parameter.name!r} is a DataProto"
     required = [
-        p.name for p in parameters if p.default is Parameter.empty and p.kind not in _VARIADIC
+        p.name
+        for p in parameters
+        if p.default is Parameter.empty and p.kind not in _VARIADIC and p.name not in given
     ]
-    if len(required) == 1 and required[0] not in _PER_SAMPLE | _PER_SAMPLE_LISTS:
+    if len(required) == 1 and required[0] not in _PER_SAMPLE | _PER_SAMPLE_LISTS | _SERVED:
         return True, f"its only required parameter is {required[0]!r}"
     return False, f"its required parameters are {required}"
+
+
+def refuse_other_form(function: Callable[..., Any], *, takes_lists: bool) -> None:
+    """Say that a function is for lists and the manager is not, or the other way round."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    names = {parameter.name for parameter in parameters}
+    if takes_lists and not names & _PER_SAMPLE_LISTS:
+        raise ValueError(
+            f"reward_manager.name is batch, which calls the reward function with "
+            f"{', '.join(sorted(_PER_SAMPLE_LISTS))}; {name_of(function)} takes "
+            f"{', '.join(sorted(names))}: set reward_manager.name=naive, or "
+            "custom_reward_function.path to a function of lists"
+        )
+    if not takes_lists and names & _PER_SAMPLE_LISTS:
+        raise ValueError(
+            f"reward function {name_of(function)} takes lists "
+            f"({', '.join(sorted(names & _PER_SAMPLE_LISTS))}); set reward_manager.name=batch"
+        )
 
 
 def with_fixed_kwargs(function: Callable[..., Any], fixed: Mapping[str, Any]) -> Callable[..., Any]:
@@ -63,23 +96,22 @@ def with_fixed_kwargs(function: Callable[..., Any], fixed: Mapping[str, Any]) ->
     return call_async if is_async(function) else call
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """Also for an object whose `__call__` is async."""
-    return inspect.iscoroutinefunction(function) or (
-        not inspect.isroutine(function) and inspect.iscoroutinefunction(type(function).__call__)
-    )
-
-
 class WholeBatchReward:
-    """Lets a `(DataProto) -> Tensor` function stand where a reward manager is expected."""
+    """Lets a `(DataProto) -> Tensor` function stand where a reward manager is expected.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    It is called on a thread of its own and may take `timeout_seconds`.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, timeout_seconds: float = DEFAULT_BATCH_SECONDS
+    ) -> None:
         if is_async(function):
             raise ValueError(
                 f"reward function {name_of(function)} takes the whole batch and is async; "
                 "only per-sample functions may be async"
             )
         self.function = function
+        self.timeout_seconds = timeout_seconds
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
         rewards = self._rewards(data)
@@ -88,7 +120,8 @@ class WholeBatchReward:
         return {"reward_tensor": rewards, "reward_extra_info": {}}
 
     def _rewards(self, data: DataProto) -> Tensor:
-        rewards = self.function(data)
+        call = functools.partial(self.function, data)
+        rewards = call_with_deadline(call, self.timeout_seconds, name_of(self.function))
         expected = data.batch["responses"].shape  # (B, T)
         if not isinstance(rewards, Tensor) or rewards.shape not in (expected, expected[:1]):
             got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__

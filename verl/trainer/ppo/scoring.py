@@ -1,9 +1,10 @@
 """Scores for a batch of responses, and what happens to those that have none.
 
-A group (the responses to one prompt) in which grading fails is graded again as a whole. If that
-fails too the group is set aside: a prompt is compared with all of its responses or not at all. A
-response on which the grader abstains leaves its group, which needs at least two others to be
-compared with. A fault never becomes a reward.
+Grades come with the batch, if its responses were graded while they were generated, or from the
+reward manager now. A group (the responses to one prompt) in which grading fails is graded again as
+a whole. If that fails too the group is set aside: a prompt is compared with all of its responses or
+not at all. A response on which the grader abstains leaves its group, which needs at least two
+others to be compared with. A fault never becomes a reward.
 """
 
 import logging
@@ -16,8 +17,15 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import RewardError, compute_reward
 from verl.workers.reward_manager.abstract import precomputed_rewards
-from verl.workers.reward_manager.naive import graded_rewards
-from verl.workers.reward_manager.results import Abstain, Grade, InfraError, Score
+from verl.workers.reward_manager.grading import graded_rewards
+from verl.workers.reward_manager.results import (
+    GRADE_COLUMN,
+    Abstain,
+    Grade,
+    InfraError,
+    Score,
+    from_result,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +73,19 @@ def score_batch(batch: DataProto, reward_fn: Callable[..., Any]) -> Scored:
 def graded(batch: DataProto, grader: Grader) -> tuple[list[Grade], int]:
     """Grades of all responses, groups with a fault tried twice; and how many calls failed."""
     uids = batch.non_tensor_batch["uid"]
-    grades = grader.grade(batch)
+    grades = _grades_of_generation(batch) or grader.grade(batch)
     _check_count(grades, batch)
-    faulty = {uid for uid, grade in zip(uids, grades, strict=True) if isinstance(grade, InfraError)}
+    faults = [grade for grade in grades if isinstance(grade, InfraError)]
+    faulty = {uid for uid, grade in zip(uids, grades, strict=True) if _may_be_tried_again(grade)}
     if not faulty:
-        return grades, 0
-    num_faults = sum(isinstance(grade, InfraError) for grade in grades)
-    first = next(grade for grade in grades if isinstance(grade, InfraError))
-    logger.warning("grading failed %d times, e.g. %s; trying again", num_faults, first.reason)
+        return grades, len(faults)
+    logger.warning("grading failed %d times, e.g. %s; trying again", len(faults), faults[0].reason)
     rows = [row for row, uid in enumerate(uids) if uid in faulty]
     again = grader.grade(batch.select_idxs(rows))
     _check_count(again, rows)
     for row, grade in zip(rows, again, strict=True):
         grades[row] = grade
-    return grades, num_faults + sum(isinstance(grade, InfraError) for grade in again)
+    return grades, len(faults) + sum(isinstance(grade, InfraError) for grade in again)
 
 
 def settle_groups(
@@ -101,6 +108,30 @@ def settle_groups(
         for row in set(rows) - set(scored):
             keep[row] = False
     return keep, set_aside
+
+
+def reported_metrics(batch: DataProto) -> dict[str, float]:
+    """`reward/<name>/mean` of every number that the grader reported; None counts as missing."""
+    metrics: dict[str, float] = {}
+    for name in batch.meta_info.get("reward_extra_keys", []):
+        values = [value for value in batch.non_tensor_batch[name] if _is_number(value)]
+        if values:
+            metrics[f"reward/{name}/mean"] = float(np.mean([float(value) for value in values]))
+    return metrics
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | np.bool_ | np.number)
+
+
+def _grades_of_generation(batch: DataProto) -> list[Grade] | None:
+    """What the agent loops have found out already; taken from the batch, for it serves once."""
+    results = batch.non_tensor_batch.pop(GRADE_COLUMN, None)
+    return None if results is None else [from_result(result) for result in results]
+
+
+def _may_be_tried_again(grade: Grade) -> bool:
+    return isinstance(grade, InfraError) and not grade.is_final
 
 
 def _with_scores(batch: DataProto, rewards: Any, extras: dict[str, Any], scored: Scored) -> Scored:

@@ -2,8 +2,11 @@
 back on the tokens. `@register("name")` adds one for `reward_manager.name=name`."""
 
 from verl.workers.reward_manager.abstract import AbstractRewardManager
+from verl.workers.reward_manager.batch import BatchRewardManager
 from verl.workers.reward_manager.dapo import DAPORewardManager
+from verl.workers.reward_manager.limited import RateLimitedRewardManager
 from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.prime import PrimeRewardManager
 from verl.workers.reward_manager.registry import (
     REWARD_MANAGER_REGISTRY,
     get_reward_manager_cls,
@@ -13,8 +16,11 @@ from verl.workers.reward_manager.registry import (
 __all__ = [
     "REWARD_MANAGER_REGISTRY",
     "AbstractRewardManager",
+    "BatchRewardManager",
     "DAPORewardManager",
     "NaiveRewardManager",
+    "PrimeRewardManager",
+    "RateLimitedRewardManager",
     "get_reward_manager_cls",
     "register",
 ]

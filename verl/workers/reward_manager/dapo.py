@@ -11,7 +11,8 @@ so that a model learns to stop before it is cut off.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.workers.reward_manager.naive import NaiveRewardManager, Response
+from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.response import Response
 from verl.workers.reward_manager.results import Grade, Score
 
 

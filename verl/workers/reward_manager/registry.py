@@ -5,17 +5,22 @@ are entries "module:attribute", imported when a run names them.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from verl.utils.registry import Registry
-from verl.workers.reward_manager.abstract import AbstractRewardManager
 
 Manager = TypeVar("Manager", bound=type)
 
-REWARD_MANAGER_REGISTRY = Registry[type[AbstractRewardManager]](
+REWARD_MANAGER_REGISTRY = Registry[type[Any]](
     "reward manager",
     naive="verl.workers.reward_manager.naive:NaiveRewardManager",
+    batch="verl.workers.reward_manager.batch:BatchRewardManager",
     dapo="verl.workers.reward_manager.dapo:DAPORewardManager",
+    prime="verl.workers.reward_manager.prime:PrimeRewardManager",
+    rate_limited="verl.workers.reward_manager.limited:RateLimitedRewardManager",
+    limited="verl.workers.reward_manager.limited:RateLimitedRewardManager",
+    remote="verl.workers.reward_manager.remote:RemoteRewardManager",
+    judge="verl.workers.reward_manager.judge:JudgeRewardManager",
 )
 
 
@@ -24,6 +29,6 @@ def register(name: str) -> Callable[[Manager], Manager]:
     return REWARD_MANAGER_REGISTRY.register(name)
 
 
-def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
+def get_reward_manager_cls(name: str) -> type[Any]:
     """The class behind a name; an unknown name is a ValueError that lists the known ones."""
     return REWARD_MANAGER_REGISTRY[name]

@@ -1,0 +1,195 @@
+"""Responses are graded as they end; the grades are those that they would get afterwards."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from tests.agent_loop.fakes import FakeRollout, loop_config
+from tests.tiny_tokenizer import tiny_tokenizer
+from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
+from verl.protocol import DataProto
+from verl.trainer.ppo.scoring import graded, score_batch
+from verl.workers.reward_manager.loop_style import RewardManagerBase
+from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.results import GRADE_COLUMN, InfraError
+
+
+@register("noting_for_tests")
+class NotingLoop(AgentLoopBase):
+    """Answers at once, with something to tell the reward function."""
+
+    async def run(self, sampling_params, **kwargs):
+        return AgentLoopOutput(
+            prompt_ids=[5],
+            response_ids=[6],
+            response_mask=[1],
+            num_turns=3,
+            extra_fields={"turn_scores": [0.5], "note": kwargs["raw_prompt"]},
+        )
+
+
+@register("scoring_for_tests")
+class ScoringLoop(AgentLoopBase):
+    """Scores its own trajectory."""
+
+    async def run(self, sampling_params, **kwargs):
+        return AgentLoopOutput(
+            prompt_ids=[5], response_ids=[6], response_mask=[1], reward_score=0.25
+        )
+
+
+class WaitsForGrade(FakeRollout):
+    """Does not answer the prompt `last` before somebody has graded another response."""
+
+    def __init__(self, last: int, is_graded: threading.Event):
+        super().__init__()
+        self.last, self.is_graded = last, is_graded
+
+    async def generate(self, request):
+        for _ in range(2000):
+            if request.prompt_ids[-1] != self.last or self.is_graded.is_set():
+                break
+            await asyncio.sleep(0.005)
+        assert request.prompt_ids[-1] != self.last or self.is_graded.is_set(), "nobody grades"
+        return await super().generate(request)
+
+
+def prompts(*texts, meta_info=None, **columns):
+    return DataProto.from_dict(
+        non_tensors={
+            "raw_prompt": list(texts),
+            "uid": list(texts),
+            "data_source": ["sums"] * len(texts),
+            "reward_model": [{"ground_truth": text} for text in texts],
+            "extra_info": [{"index": place} for place in range(len(texts))],
+            **columns,
+        },
+        meta_info=meta_info or {},
+    )
+
+
+def naive(function, **options):
+    return NaiveRewardManager(tiny_tokenizer(), 0, function, timeout_seconds=20.0, **options)
+
+
+def agent_loops(engine=None, reward_fn=None, val_reward_fn=None):
+    made = AgentLoopManager(
+        loop_config(), rollouts=[engine or FakeRollout()], tokenizer=tiny_tokenizer()
+    )
+    made.grade_with(reward_fn, val_reward_fn)
+    return made
+
+
+def answered(loops, rows):
+    """The rows and their responses, as a trainer joins them."""
+    return rows.union(loops.generate_sequences(rows))
+
+
+def test_a_response_is_graded_while_another_is_still_generated():
+    is_graded = threading.Event()
+
+    def function(**kwargs):
+        is_graded.set()
+        return 1.0
+
+    last = tiny_tokenizer()("c").input_ids[-1]
+    made = agent_loops(WaitsForGrade(last, is_graded), naive(function))
+    batch = made.generate_sequences(prompts("a", "b", "c"))
+    assert [result["reward_score"] for result in batch.non_tensor_batch[GRADE_COLUMN]] == [1.0] * 3
+    assert batch.meta_info["timing"]["reward_wait"] >= 0
+
+
+class TellsAll(RewardManagerBase):
+    """A user's manager that reports what it was given."""
+
+    async def run_single(self, data):
+        item = data[0]
+        return {
+            "reward_score": float(item.batch["responses"][0]),
+            "reward_extra_info": {
+                "columns": sorted(item.non_tensor_batch),
+                "tensors": sorted(item.batch.keys()),
+                "truth": item.non_tensor_batch["reward_model"]["ground_truth"],
+            },
+        }
+
+
+def reports_all(solution_str, ground_truth, extra_info, **kwargs):
+    extra_info = {k: v for k, v in extra_info.items() if k != "rollout_reward_scores"}
+    return {"score": len(solution_str), "truth": ground_truth, **extra_info}
+
+
+@pytest.mark.parametrize("manager", ["function", "run_single"])
+def test_a_manager_is_given_the_same_during_generation_and_afterwards(manager):
+    reward_fn = naive(reports_all)
+    if manager == "run_single":
+        reward_fn = TellsAll(config=None, tokenizer=tiny_tokenizer())
+    names = np.array(["noting_for_tests"] * 4, dtype=object)
+    during = answered(agent_loops(reward_fn=reward_fn), prompts(*"abcd", agent_name=names))
+    afterwards = answered(agent_loops(), prompts(*"abcd", agent_name=names))
+    assert GRADE_COLUMN not in afterwards.non_tensor_batch
+    found, expected = graded(during, reward_fn), graded(afterwards, reward_fn)
+    assert found == expected
+    if manager == "function":
+        assert found[0][1].extras == {
+            "truth": "b", "index": 1, "num_turns": 3, "turn_scores": [0.5], "note": "b",
+        }  # fmt: skip
+
+
+def test_a_fault_during_generation_is_tried_again_when_the_batch_is_scored():
+    calls = []
+
+    def function(ground_truth, **kwargs):
+        calls.append(ground_truth)
+        if calls.count("b") == 1 and ground_truth == "b":
+            raise OSError("not now")
+        return 1.0
+
+    reward_fn = naive(function)
+    batch = answered(agent_loops(reward_fn=reward_fn), prompts("a", "b"))
+    assert "fault" in batch.non_tensor_batch[GRADE_COLUMN][1]
+    scored = score_batch(batch, reward_fn)
+    assert sorted(calls) == ["a", "b", "b"]
+    assert scored.batch.batch["token_level_scores"].sum(1).tolist() == [1.0, 1.0]
+    assert scored.metrics["reward/num_errors"] == 1.0
+    assert GRADE_COLUMN not in scored.batch.non_tensor_batch
+
+
+def test_validation_is_graded_by_its_own_manager():
+    made = agent_loops(reward_fn=naive(lambda **kw: 1.0), val_reward_fn=naive(lambda **kw: 2.0))
+    batch = made.generate_sequences(prompts("a", meta_info={"validate": True}))
+    assert batch.non_tensor_batch[GRADE_COLUMN][0]["reward_score"] == 2.0
+
+
+def test_trajectories_that_have_a_score_are_not_graded():
+    reward_fn = naive(lambda **kw: pytest.fail("graded"))
+    names = np.array(["scoring_for_tests"] * 2, dtype=object)
+    batch = agent_loops(reward_fn=reward_fn).generate_sequences(prompts("a", "b", agent_name=names))
+    assert GRADE_COLUMN not in batch.non_tensor_batch
+    assert batch.batch["rm_scores"].sum(1).tolist() == [0.25, 0.25]
+
+
+def test_a_manager_of_whole_batches_waits_for_the_batch():
+    batch = agent_loops(reward_fn=lambda data: None).generate_sequences(prompts("a"))
+    assert GRADE_COLUMN not in batch.non_tensor_batch
+
+
+def test_an_error_in_generation_is_the_error_of_the_batch():
+    made = agent_loops(FakeRollout(error=OSError("gone")), naive(lambda **kw: 1.0))
+    with pytest.raises(RuntimeError, match="gone"):
+        made.generate_sequences(prompts("a", "b"))
+
+
+def test_grades_survive_the_way_through_the_batch():
+    def function(ground_truth, **kwargs):
+        return {"a": {"score": 0.1, "acc": True}, "b": None, "c": float("nan")}[ground_truth]
+
+    reward_fn = naive(function)
+    during = answered(agent_loops(reward_fn=reward_fn), prompts("a", "b", "c"))
+    afterwards = answered(agent_loops(), prompts("a", "b", "c"))
+    found, _ = graded(during, reward_fn)
+    expected, _ = graded(afterwards, reward_fn)
+    assert found == expected
+    assert isinstance(found[2], InfraError)

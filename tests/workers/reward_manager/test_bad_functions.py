@@ -1,0 +1,227 @@
+"""Whatever a reward function does to one response, every manager gives that response a fault, an
+abstention or the number that was meant, and the others what they earned."""
+
+import asyncio
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.tiny_tokenizer import tiny_tokenizer
+from tests.workers.reward_manager.batches import batch
+from verl.trainer.ppo.reward import RewardError
+from verl.trainer.ppo.scoring import score_batch
+from verl.workers.reward_manager import get_reward_manager_cls
+from verl.workers.reward_manager.loop_style import RewardManagerBase
+from verl.workers.reward_manager.results import Abstain, InfraError, Score
+
+LIMIT_SECONDS = 0.6
+FOREVER = threading.Event()
+
+
+def raises(**kwargs):
+    raise KeyError("no such answer")
+
+
+def hangs(**kwargs):
+    FOREVER.wait(30)
+
+
+def exits(**kwargs):
+    raise SystemExit(3)
+
+
+def runs_out(**kwargs):
+    raise StopIteration
+
+
+def gives_a_coroutine(**kwargs):
+    return asyncio.sleep(0)
+
+
+def changes_its_inputs(extra_info, ground_truth, **kwargs):
+    extra_info["index"] = ground_truth["answer"] = "changed"
+    return 1.0
+
+
+class Unreadable:
+    def __float__(self):
+        raise ValueError("unreadable")
+
+
+BAD = {
+    "raises": (raises, InfraError),
+    "hangs": (hangs, InfraError),
+    "exits": (exits, InfraError),
+    "runs_out": (runs_out, InfraError),
+    "none": (lambda **kw: None, Abstain),
+    "nan": (lambda **kw: float("nan"), InfraError),
+    "infinity": (lambda **kw: float("inf"), InfraError),
+    "text": (lambda **kw: "1.0", InfraError),
+    "mapping_without_score": (lambda **kw: {"acc": 1.0}, InfraError),
+    "two_values": (lambda **kw: [1.0, 1.0], InfraError),
+    "tensor_of_two": (lambda **kw: torch.ones(2), InfraError),
+    "tensor_elsewhere": (lambda **kw: torch.ones((), device="meta"), InfraError),
+    "unreadable": (lambda **kw: Unreadable(), InfraError),
+    "coroutine": (gives_a_coroutine, InfraError),
+    "huge": (lambda **kw: 10**9, 1e9),
+    "bool": (lambda **kw: True, 1.0),
+    "changes_its_inputs": (changes_its_inputs, 1.0),
+}
+
+
+class ByRunSingle(RewardManagerBase):
+    """A user's class of the reward loop that passes on what its function gives."""
+
+    timeout_seconds = LIMIT_SECONDS
+
+    def __init__(self, function):
+        super().__init__(config=None, tokenizer=tiny_tokenizer())
+        self.function = function
+
+    async def run_single(self, data):
+        item = data[0]
+        text = self.tokenizer.decode(item.batch["responses"][:1].tolist())
+        extra_info = dict(item.non_tensor_batch["extra_info"])
+        call = lambda: self.function(  # noqa: E731
+            solution_str=text, extra_info=extra_info, ground_truth={}, data_source="sums"
+        )
+        return {"reward_score": await asyncio.to_thread(call)}
+
+
+def made(name, function):
+    options = {"timeout_seconds": LIMIT_SECONDS}
+    if name == "rate_limited":
+        options = {"timeout": LIMIT_SECONDS, "max_concurrent": 2}
+    if name in ("prime", "remote"):
+        options["num_workers"] = 2
+    return get_reward_manager_cls(name)(tiny_tokenizer(), 0, function, **options)
+
+
+def on_six(bad):
+    """Does the bad thing to the response "6", and gives the others 1."""
+
+    def function(solution_str, **kwargs):
+        return bad(solution_str=solution_str, **kwargs) if solution_str == "6" else 1.0
+
+    return function
+
+
+def same(found, expected) -> bool:
+    if isinstance(expected, type):
+        return isinstance(found, expected)
+    return isinstance(found, Score) and found.value == expected
+
+
+@pytest.mark.parametrize("manager", ["naive", "dapo", "prime", "remote", "rate_limited"])
+@pytest.mark.parametrize("name", BAD)
+def test_one_response_is_hit_and_the_others_are_graded(manager, name):
+    bad, expected = BAD[name]
+    data = batch("5", "6", "7", reward_model=[{"ground_truth": {"answer": 7}}] * 3)
+    start = time.perf_counter()
+    five, six, seven = made(manager, on_six(bad)).grade(data)
+    assert time.perf_counter() - start < LIMIT_SECONDS + 1.0
+    assert same(six, expected), six
+    assert (five, seven) == (Score(1.0, {"acc": 1.0}), Score(1.0, {"acc": 1.0}))
+    assert data.non_tensor_batch["extra_info"].tolist() == [{"index": i} for i in range(3)]
+    assert data.non_tensor_batch["reward_model"][1] == {"ground_truth": {"answer": 7}}
+
+
+IN_A_LIST = [name for name in BAD if name not in ("raises", "hangs", "exits", "runs_out")]
+
+
+@pytest.mark.parametrize("name", IN_A_LIST)
+def test_one_entry_of_a_list_is_bad_and_the_others_count(name):
+    bad, expected = BAD[name]
+
+    def function(data_sources, solution_strs, ground_truths, extra_infos):
+        rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+        names = ("data_source", "solution_str", "ground_truth", "extra_info")
+        return [on_six(bad)(**dict(zip(names, row, strict=True))) for row in rows]
+
+    data = batch("5", "6", "7", reward_model=[{"ground_truth": {"answer": 7}}] * 3)
+    five, six, seven = made("batch", function).grade(data)
+    assert same(six, expected), six
+    assert five.value == seven.value == 1.0
+    assert data.non_tensor_batch["extra_info"].tolist() == [{"index": i} for i in range(3)]
+
+
+async def raises_later(**kwargs):
+    raises()
+
+
+async def exits_later(**kwargs):
+    raise SystemExit(3)
+
+
+async def hangs_later(**kwargs):
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime", "rate_limited"])
+@pytest.mark.parametrize("bad", [raises_later, exits_later, hangs_later])
+def test_an_async_function_hits_one_response_and_the_others_are_graded(manager, bad):
+    async def function(solution_str, **kwargs):
+        return await bad() if solution_str == "6" else 1.0
+
+    start = time.perf_counter()
+    five, six, seven = made(manager, function).grade(batch("5", "6", "7"))
+    assert time.perf_counter() - start < LIMIT_SECONDS + 1.0
+    assert isinstance(six, InfraError)
+    assert five.value == seven.value == 1.0
+
+
+OF_A_BATCH = {
+    "raises": raises,
+    "hangs": hangs,
+    "exits": exits,
+    "runs_out": runs_out,
+    "none": lambda **kw: None,
+    "a_number": lambda **kw: 1.0,
+    "text": lambda **kw: "111",
+    "too_few": lambda **kw: [1.0],
+    "too_many": lambda **kw: [1.0] * 4,
+    "wrong_shape": lambda **kw: torch.ones(3, 2),
+    "coroutine": gives_a_coroutine,
+}
+
+
+@pytest.mark.parametrize("name", OF_A_BATCH)
+def test_a_batch_function_that_fails_gives_no_scores_at_all(name):
+    start = time.perf_counter()
+    grades = made("batch", OF_A_BATCH[name]).grade(batch("5", "6", "7"))
+    assert time.perf_counter() - start < LIMIT_SECONDS + 1.0
+    assert [type(grade) for grade in grades] == [InfraError] * 3
+
+
+@pytest.mark.parametrize("name", [n for n in BAD if n not in ("exits", "changes_its_inputs")])
+def test_a_users_own_run_single_is_guarded_the_same_way(name):
+    bad, expected = BAD[name]
+    five, six, seven = ByRunSingle(on_six(bad)).grade(batch("5", "6", "7"))
+    assert same(six, expected), six
+    assert five.value == seven.value == 1.0
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime", "batch"])
+def test_a_function_that_is_always_wrong_stops_the_step(manager):
+    data = batch("5", "6")
+    data.non_tensor_batch["uid"] = data.non_tensor_batch["data_source"]
+    with pytest.raises(RewardError, match=r"none of 2 responses could be scored: .*returned str"):
+        score_batch(data, made(manager, lambda **kw: "great"))
+
+
+@pytest.mark.parametrize("manager", ["prime", "remote"])
+def test_a_function_that_kills_its_process_is_tried_four_times_and_no_more(manager, tmp_path):
+    def dies(**kwargs):
+        with (tmp_path / "attempts").open("a") as log:
+            log.write("x")
+        os._exit(9)
+
+    five, six, seven = made(manager, on_six(dies)).grade(batch("5", "6", "7"))
+    assert isinstance(six, InfraError)
+    assert six.is_final
+    assert "4 processes died" in six.reason
+    assert (tmp_path / "attempts").read_text() == "xxxx"
+    assert five.value == seven.value == 1.0

@@ -1,0 +1,51 @@
+"""Reward functions in actors of a Ray cluster: killed when they hang, replaced when they die."""
+
+import os
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.tiny_tokenizer import tiny_tokenizer
+from tests.workers.reward_manager.batches import batch
+from verl.workers.reward_manager.ray_pool import RayWorkerPool, is_attached
+from verl.workers.reward_manager.remote import RemoteRewardManager
+from verl.workers.reward_manager.results import InfraError
+
+CONFIG = OmegaConf.create({"reward_model": {"num_workers": 2}})
+
+
+def test_without_a_cluster_the_processes_are_our_own():
+    assert not is_attached()
+    assert RemoteRewardManager.options_of(CONFIG) == {"num_workers": 2}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_with_a_cluster_they_are_its_actors(tmp_path):
+    import ray
+
+    def function(solution_str, **kwargs):
+        with open(tmp_path / solution_str, "a") as log:
+            log.write("x")
+        if solution_str == "5":
+            os._exit(9)
+        if solution_str == "6":
+            import time
+
+            time.sleep(600)
+        return {"score": 1.0, "pid": os.getpid()}
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        options = RemoteRewardManager.options_of(CONFIG)
+        assert options["make_pool"] is RayWorkerPool
+        made = RemoteRewardManager(tiny_tokenizer(), 0, function, timeout_seconds=5.0, **options)
+        five, six, seven, eight = made.grade(batch("5", "6", "7", "8"))
+    finally:
+        ray.shutdown()
+    assert isinstance(five, InfraError)
+    assert "4 actors died" in five.reason
+    assert (tmp_path / "5").read_text() == "xxxx"
+    assert six.is_timeout
+    assert seven.value == eight.value == 1.0
+    assert os.getpid() not in {seven.extras["pid"], eight.extras["pid"]}

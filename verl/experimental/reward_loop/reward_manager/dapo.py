@@ -1,0 +1,8 @@
+"""The manager `dapo`, made from the configuration."""
+
+from verl.workers.reward_manager import dapo
+from verl.workers.reward_manager.loop_style import loop_style
+
+__all__ = ["DAPORewardManager"]
+
+DAPORewardManager = loop_style(dapo.DAPORewardManager)

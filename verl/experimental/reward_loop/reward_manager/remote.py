@@ -1,0 +1,8 @@
+"""The manager `remote`, made from the configuration."""
+
+from verl.workers.reward_manager import remote
+from verl.workers.reward_manager.loop_style import loop_style
+
+__all__ = ["RemoteRewardManager"]
+
+RemoteRewardManager = loop_style(remote.RemoteRewardManager)
