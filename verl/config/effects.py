@@ -21,6 +21,19 @@ ACTOR = f"{TRI}.actor"
 ROLLOUT = f"{TRI}.rollout"
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([\w.]+)")
 COMPATIBILITY = "accepted for older scripts; nothing reads it"
+REWARD_MODEL_KEYS = (
+    "model",
+    "rollout",
+    "enable_resource_pool",
+    "n_gpus_per_node",
+    "nnodes",
+    "micro_batch_size_per_gpu",
+    "use_dynamic_bsz",
+    "forward_max_token_len_per_gpu",
+    "max_length",
+    "truncation",
+)
+"""What only a reward model reads."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +207,39 @@ EFFECTS: list[Effect] = [
         lambda config: not uses_lora(config),
     ),
     Effect(
-        tuple(
-            f"reward_model.{name}"
-            for name in ("model", "rollout", "enable_resource_pool", "n_gpus_per_node", "nnodes")
-        )
-        + ("reward_model.micro_batch_size_per_gpu", "resource_pool.reward_model"),
+        tuple(f"reward_model.{name}" for name in REWARD_MODEL_KEYS)
+        + ("resource_pool.reward_model",),
         "reward_model.enable is off",
         lambda config: not config.reward_model.enable,
+    ),
+    Effect(
+        ("reward_model.forward_max_token_len_per_gpu",),
+        "reward_model.use_dynamic_bsz is off: micro-batches are cut by count",
+        lambda config: not config.reward_model.use_dynamic_bsz,
+    ),
+    Effect(
+        ("reward_model.micro_batch_size_per_gpu",),
+        "reward_model.use_dynamic_bsz is on: micro-batches are cut by tokens",
+        lambda config: config.reward_model.use_dynamic_bsz,
+    ),
+    Effect(
+        ("reward_model.truncation",),
+        "reward_model.max_length is null: nothing is cut",
+        lambda config: config.reward_model.max_length is None,
+    ),
+    Effect(
+        ("reward_model.reward_loop_module_path", "reward_model.reward_loop_class_name"),
+        "reward_model.reward_loop_source is register",
+        lambda config: config.reward_model.reward_loop_source == "register",
+    ),
+    Effect(
+        ("reward_model.num_workers",),
+        "only the reward manager remote uses it; others have reward_model.reward_kwargs",
+        lambda config: (
+            config.reward_model.reward_loop_source == "register"
+            and config.reward_manager.source == "register"
+            and config.reward_manager.name != "remote"
+        ),
     ),
     Effect(
         ("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
@@ -216,6 +255,11 @@ EFFECTS: list[Effect] = [
         ("trainer.resume_from_path",),
         "trainer.resume_mode is not resume_path",
         lambda config: config.trainer.resume_mode != "resume_path",
+    ),
+    Effect(
+        ("data.dataloader_num_workers",),
+        "rows are read when they are needed; only data.sampler looks at it",
+        lambda config: config.data.sampler.class_path is None,
     ),
     Effect(
         (

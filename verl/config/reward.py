@@ -42,8 +42,8 @@ class RewardManagerConfig(BaseConfig):
     """Take a registered manager, or import one from `module.path`."""
 
     name: str = option("naive", yaml="${oc.select:reward_model.reward_manager,naive}")
-    """Registered name (`naive`, `batch`, `dapo`, `prime`, `rate_limited`, ...), or the class name
-    when imported."""
+    """Registered name (`naive`, `batch`, `dapo`, `prime`, `rate_limited`, `judge`, ...), or the
+    class name when imported."""
 
     module: ModuleConfig | None = option(
         default_factory=lambda: ModuleConfig(name="custom_reward_manager")
@@ -87,7 +87,8 @@ class RewardModelModelConfig(BaseConfig):
     """The weights of the reward model."""
 
     path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
-    """Hugging Face name or folder of the weights."""
+    """Hugging Face name or folder: a sequence or token classifier with one label, or a language
+    model with a value head."""
 
     input_tokenizer: str | None = option(DEFAULT_MODEL, yaml="${actor_rollout_ref.model.path}")
     """Tokenizer of the policy, to turn its responses into text for the reward model's template;
@@ -186,7 +187,8 @@ class RewardModelConfig(BaseConfig):
     """Score each response as soon as it is generated, rather than the whole batch at the end."""
 
     num_workers: int = option(1, minimum=1)
-    """Processes that score responses."""
+    """Manager `remote`: processes that score responses. For the others, `reward_kwargs.num_workers`
+    says how many responses are scored at the same time."""
 
     reward_loop_source: str = option("register", choices=("register", "importlib"))
     """Take a registered per-sample manager, or import one from `reward_loop_module_path`."""
@@ -204,19 +206,19 @@ class RewardModelConfig(BaseConfig):
     """A Sandbox Fusion service that runs code for rewards."""
 
     max_concurrent: int = option(1, minimum=1)
-    """Manager `rate_limited`: most requests at the same time."""
+    """Managers `rate_limited` and `judge`: most requests at the same time."""
 
     max_rpm: int | None = option(None, minimum=1)
-    """Manager `rate_limited`: requests per minute; null sets no limit."""
+    """Managers `rate_limited` and `judge`: requests per minute; null sets no limit."""
 
     max_tpm: int | None = option(None, minimum=1)
-    """Manager `rate_limited`: tokens per minute; null sets no limit."""
+    """Managers `rate_limited` and `judge`: tokens per minute; null sets no limit."""
 
     estimated_tokens_per_request: int = option(2000, minimum=1)
-    """Manager `rate_limited`: tokens a request is taken to cost."""
+    """Managers `rate_limited` and `judge`: tokens a request is taken to cost."""
 
     timeout: float = option(300.0, above=0)
-    """Manager `rate_limited`: seconds until a request counts as failed."""
+    """Managers `rate_limited` and `judge`: seconds until a request counts as failed."""
 
     profiler: ProfilerConfig = option(default_factory=SharedToolProfilerConfig)
     """Profiling of this role."""

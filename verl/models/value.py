@@ -5,6 +5,8 @@ and a linear layer `score` with one output. A checkpoint that has such a layer k
 it starts at zero, so that a fresh critic predicts 0 everywhere instead of noise.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
@@ -22,23 +24,50 @@ def load_value_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the model at `path` with a scalar head, ready to be packed."""
+    model, missing = load_with_head(
+        AutoModelForTokenClassification,
+        path,
+        dtype=dtype,
+        override_config=override_config,
+        trust_remote_code=trust_remote_code,
+    )
+    if "score.weight" in missing:
+        zero_head(model)
+    return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
+def load_with_head(
+    auto_class: Any,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    override_config: dict[str, object] | None,
+    trust_remote_code: bool,
+    **options: Any,
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model with one label, and which of its weights the checkpoint does not have.
+
+    A head that was saved without a bias is one with a bias of 0.
+    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, num_labels=1)
     for key, value in (override_config or {}).items():
         if key != "attn_implementation":
             setattr(config, key, value)
-    model, loading = AutoModelForTokenClassification.from_pretrained(
+    model, loading = auto_class.from_pretrained(
         path,
         config=config,
         dtype=dtype,
         attn_implementation=ATTENTION,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
+        **options,
     )
-    if any(name.startswith("score.") for name in loading["missing_keys"]):
-        zero_head(model)
+    missing = set(loading["missing_keys"])
+    if "score.bias" in missing:
+        nn.init.zeros_(score_head(model).bias)
     disable_dropout(model)
     refuse_state_outside_attention(model)
-    return model.to(device).eval()
+    return model.eval(), missing
 
 
 def zero_head(model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from verl.config.ppo import PPOConfig
 from verl.single_controller.base.controller import Controller
 from verl.single_controller.local import CONTROLLER
+from verl.trainer.ppo.model_scores import asks_over_http
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.run import as_ppo_config
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -19,6 +20,7 @@ from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.workers.reward_model.server import RewardModelServer
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 POOL = "global_pool"
@@ -32,6 +34,7 @@ class TaskRunner:
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Role, type] = {}
         self.mapping: dict[Role, str] = {}
+        self.reward_server: RewardModelServer | None = None
 
     def controller(self, config: PPOConfig) -> Controller:
         """Who runs the workers."""
@@ -68,10 +71,30 @@ class TaskRunner:
         pools = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         return self.controller(config).resource_pool_manager(pools, self.mapping)
 
+    def served_reward_model(self, config: PPOConfig) -> dict[str, Any]:
+        """What a custom reward function needs that asks the reward model by itself."""
+        if not asks_over_http(config):
+            return {}
+        model = config.reward_model.model
+        self.reward_server = RewardModelServer()
+        tokenizer = hf_tokenizer(
+            copy_to_local(model.path), trust_remote_code=model.trust_remote_code
+        )
+        return {
+            "reward_router_address": self.reward_server.address,
+            "reward_model_tokenizer": tokenizer,
+        }
+
     def run(self, config: PPOConfig | DictConfig) -> None:
         trainer = self.build(as_ppo_config(config))
-        trainer.init_workers()
-        trainer.fit()
+        try:
+            trainer.init_workers()
+            if self.reward_server is not None:
+                self.reward_server.score_texts = trainer.rm_wg.workers[0].score_texts
+            trainer.fit()
+        finally:
+            if self.reward_server is not None:
+                self.reward_server.close()
 
     def build(self, config: PPOConfig) -> PPOTrainer:
         """The trainer, its workers not yet started."""
@@ -81,7 +104,7 @@ class TaskRunner:
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config, worker_class)
         tokenizer, processor = load_tokenizer(config)
-        kwargs = config.reward_model.reward_kwargs
+        kwargs = {**config.reward_model.reward_kwargs, **self.served_reward_model(config)}
         return self.trainer_class(
             config=config,
             tokenizer=tokenizer,

@@ -35,8 +35,8 @@ from verl.trainer.ppo.datasets import (
 from verl.trainer.ppo.model_scores import (
     add_model_scores,
     is_asked_per_response,
-    is_for_the_model,
     refuse_unsuited_reward_model,
+    validates_with_model,
 )
 from verl.trainer.ppo.progress import RunProgress
 from verl.trainer.ppo.recipe_members import RecipeMembers
@@ -199,7 +199,13 @@ class TrainingRun(RecipeMembers):
         )
         if rollout.skip_rollout:
             RolloutSkip(self.config, manager).wrap_generate_sequences()
+        elif self._grades_while_generating() and isinstance(manager, AgentLoopManager):
+            manager.grade_with(self.reward_fn, self.val_reward_fn)
         return manager
+
+    def _grades_while_generating(self) -> bool:
+        """The scores of a reward model come later, and its function needs them."""
+        return self.config.reward_model.use_reward_loop and not self.use_rm
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -346,19 +352,16 @@ class TrainingRun(RecipeMembers):
             samples_per_prompt = self.config.actor_rollout_ref.rollout.val_kwargs.n
             batch = self.generate(prompts, samples_per_prompt, validate=True)
             batch.meta_info = {}
-            if self.use_rm and (self._model_score_is_extra or is_for_the_model(batch)):
-                batch = self.with_model_scores(batch)
+            if self.use_rm and validates_with_model(self.config, batch):
+                batch, _ = self.with_model_scores(batch)
             yield batch
 
-    @property
-    def _model_score_is_extra(self) -> bool:
-        return is_asked_per_response(self.config, self.reward_fn)
-
-    def with_model_scores(self, batch: DataProto) -> DataProto:
+    def with_model_scores(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """What the reward model says about the responses, where the reward function looks."""
         found = self.rm_wg.compute_rm_score(batch)
-        self.metrics.update(reduce_metrics(found.meta_info.pop("metrics")))
-        return add_model_scores(batch, found, as_extra_info=self._model_score_is_extra)
+        metrics = reduce_metrics(found.meta_info.pop("metrics"))
+        is_extra = is_asked_per_response(self.config, self.reward_fn)
+        return add_model_scores(batch, found, as_extra_info=is_extra), metrics
 
     def generate(self, prompts: DataProto, num_samples: int, **meta_info: Any) -> DataProto:
         """Repeat each prompt and continue it; the trainer knows how."""

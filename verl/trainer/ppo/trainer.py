@@ -17,13 +17,14 @@ from verl.algos.rollout_correction.apply import (
     compute_rollout_correction_and_add_to_batch,
 )
 from verl.protocol import DataProto
+from verl.trainer.ppo.background_scoring import BackgroundScores, join_scores
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.dataloader import EndOfData
 from verl.trainer.ppo.dynamic_sampling import fill_batch
 from verl.trainer.ppo.mismatch_metrics import calculate_debug_metrics
 from verl.trainer.ppo.reporting import groups_without_spread
 from verl.trainer.ppo.run import Metrics, TrainingRun
-from verl.trainer.ppo.scoring import score_batch
+from verl.trainer.ppo.scoring import Scored, reported_metrics, score_batch
 from verl.trainer.ppo.seeds import keyed_seed
 from verl.trainer.ppo.tripwires import require_finite
 from verl.utils.masked import masked_mean
@@ -33,6 +34,9 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seql
 
 class PPOTrainer(TrainingRun):
     """Trains a policy by reinforcement learning, whatever the estimator and the loss."""
+
+    background_scores: BackgroundScores | None = None
+    """Scores on their way, with `reward_model.launch_reward_fn_async`."""
 
     def fit(self) -> None:
         """Train from where the last checkpoint left off until the last step, or the last row."""
@@ -108,7 +112,7 @@ class PPOTrainer(TrainingRun):
         """ReMax: `reward_baselines`, the score of the greedy response; prompts without one go."""
         greedy = self.generate(prompts, 1, do_sample=False)
         if self.use_rm:
-            greedy = self.with_model_scores(greedy)
+            greedy, _ = self.with_model_scores(greedy)
         scored = score_batch(greedy, self.reward_fn).batch
         totals = scored.batch["token_level_scores"].sum(-1).tolist()
         baseline_of = dict(zip(scored.non_tensor_batch["uid"], totals, strict=True))
@@ -131,11 +135,33 @@ class PPOTrainer(TrainingRun):
             return batch
         with self.timed("reward"):
             if self.use_rm:
-                batch = self.with_model_scores(batch)
+                batch, found = self.with_model_scores(batch)
+                self.metrics.update(found)
+            if self._scores_in_background():
+                self.background_scores = BackgroundScores(batch, self.reward_fn)
+                return batch
             scored = score_batch(batch, self.reward_fn)
+        return self._report_scores(scored)
+
+    def _scores_in_background(self) -> bool:
+        """Dynamic sampling needs the scores before it goes on."""
+        is_asked_for = self.config.reward_model.launch_reward_fn_async
+        return is_asked_for and not self.config.algorithm.filter_groups.enable
+
+    def _with_background_scores(self, batch: DataProto) -> DataProto:
+        if self.background_scores is None:
+            return batch
+        with self.timed("reward"):
+            scored = self.background_scores.found()
+        self.background_scores = None
+        self._report_scores(scored)
+        return join_scores(batch, scored)
+
+    def _report_scores(self, scored: Scored) -> DataProto:
         for name, count in scored.metrics.items():  # dynamic sampling scores several batches
             self.metrics[name] = self.metrics.get(name, 0.0) + count
         self.metrics["reward/ratio_groups_without_spread"] = groups_without_spread(scored.batch)
+        self.metrics.update(reported_metrics(scored.batch))
         return scored.batch
 
     # ---- annotate --------------------------------------------------------------------------------
@@ -157,7 +183,7 @@ class PPOTrainer(TrainingRun):
             with self.timed("values"):
                 batch = batch.union(self.critic_wg.compute_values(batch))
         require_finite(batch, "old_log_probs", "ref_log_prob", "values")
-        return batch
+        return self._with_background_scores(batch)
 
     def _with_old_log_probs(self, batch: DataProto) -> DataProto:
         correction = self.config.algorithm.rollout_correction

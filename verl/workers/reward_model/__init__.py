@@ -1,0 +1,1 @@
+"""A reward model at work: what it reads (`template`), and how texts are scored (`scores`)."""

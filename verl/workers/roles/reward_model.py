@@ -1,0 +1,134 @@
+"""The reward model's worker: scores whole responses, in the process that trains.
+
+It is frozen and runs forward only. With `reward_model.model.input_tokenizer` the response is turned
+into text and goes through the reward model's own chat template; without, the model is given the
+policy's tokens as they are.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.config.reward import FSDPRewardModelConfig
+from verl.models.reward_head import load_reward_model
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from verl.single_controller.base.worker import Worker
+from verl.utils.dataset.prompts import encode_prompt
+from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import import_external_libs
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.reward_manager.abstract import scores_on_last_token
+from verl.workers.reward_model.scores import cut, sequence_scores
+from verl.workers.reward_model.template import RewardTemplate, name_special_tokens
+from verl.workers.roles.building import compute_dtype, micro_batching
+
+MESH = "reward"
+
+
+class RewardModelWorker(Worker):
+    """The reward model of one rank."""
+
+    def __init__(
+        self, config: FSDPRewardModelConfig, *, device: str = "cpu", total_training_steps: int = -1
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.device = device
+        self._register_dispatch_collect_info(MESH, dp_rank=self.rank, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model, and the tokenizers where texts are to be written anew."""
+        model = self.config.model
+        import_external_libs(model.external_lib)
+        build_model = partial(
+            load_reward_model,
+            copy_to_local(model.path),
+            dtype=compute_dtype(model.fsdp_config.dtype, self.device),
+            device=self.device,
+            override_config=dict(model.override_config),
+            trust_remote_code=model.trust_remote_code,
+        )
+        self.engine = OneDeviceEngine(build_model, None, is_value_model=True)
+        self.engine.initialize()
+        self.template: RewardTemplate | None = None
+        if model.input_tokenizer is not None:
+            policy = copy_to_local(model.input_tokenizer)
+            policy_tokenizer = hf_tokenizer(policy, trust_remote_code=model.trust_remote_code)
+            self.template = RewardTemplate(policy_tokenizer, self.tokenizer)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """`rm_scores` (B, T): the score of each response, on its last token."""
+        whole = self._sequences(data)
+        sequences = self._within_limit(whole)
+        scores = self._scores(sequences)
+        num_cut = sum(len(a) < len(b) for a, b in zip(sequences, whole, strict=True))
+        return DataProto.from_dict(
+            tensors={"rm_scores": scores_on_last_token(scores, data)},
+            meta_info={
+                "metrics": {
+                    "reward_model/num_truncated": num_cut,
+                    "reward_model/input_length/mean": float(np.mean([len(s) for s in sequences])),
+                    "reward_model/input_length/max": max(map(len, sequences)),
+                }
+            },
+        )
+
+    def score_texts(self, texts: Sequence[str]) -> list[float]:
+        """Scores of texts that are in the model's own template, or that need none."""
+        whole = [encode_prompt(text, self.tokenizer) for text in texts]
+        return self._scores(self._within_limit(whole)).tolist()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The reward model's own; a model that is given the policy's tokens may have none."""
+        model = self.config.model
+        path = copy_to_local(model.path)
+        tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
+        name_special_tokens(tokenizer)
+        return tokenizer
+
+    def _scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        config = self.config
+        cut_into = micro_batching(
+            by_tokens=config.use_dynamic_bsz,
+            tokens=config.forward_max_token_len_per_gpu,
+            rows=config.micro_batch_size_per_gpu,
+        )
+        return sequence_scores(self.engine, sequences, micro_batching=cut_into).cpu()
+
+    def _within_limit(self, whole: Sequence[list[int]]) -> list[list[int]]:
+        limit, truncation = self.config.max_length, self.config.truncation
+        return [cut(tokens, limit, truncation) for tokens in whole]
+
+    def _sequences(self, data: DataProto) -> list[list[int]]:
+        """What the model reads of each row, before anything is cut."""
+        if self.template is None:
+            return real_tokens(data, "input_ids")
+        responses = real_tokens(data, "responses")
+        prompts: Any = data.non_tensor_batch.get("raw_prompt")
+        if prompts is None:
+            raise ValueError(
+                "the batch has no raw_prompt, from which the reward model's chat template is "
+                "filled; set reward_model.model.input_tokenizer=null to score the policy's tokens"
+            )
+        pairs = zip(prompts, responses, strict=True)
+        return [self.template.encode(prompt, response) for prompt, response in pairs]
+
+
+def real_tokens(data: DataProto, column: str) -> list[list[int]]:
+    """The rows of a column without padding; the mask says which tokens are real, never the ids."""
+    ids = data.batch[column]
+    mask = data.batch["attention_mask"][:, -ids.shape[1] :].bool()
+    return [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
