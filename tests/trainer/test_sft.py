@@ -1,79 +1,21 @@
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""The loop of supervised fine-tuning: what is learnt, how often, and where it continues."""
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
+import json
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.quickstart.build_model import build_tokenizer
-from tests.tiny_models import plain_twin, tiny_config
-from verl.config.faults import ConfigError
-from verl.config.load import load_config
-from verl.config.sft import SFTConfig
-from verl.models.loading import random_causal_lm
-from verl.trainer import fsdp_sft_trainer
+from tests.tiny_models import plain_twin
+from tests.trainer.sft_cases import SUMS, trainer, weights, write_model
 from verl.trainer.sft.batches import lay_out, load_rows, rows_of_step
-from verl.trainer.sft.trainer import SFTTrainer
 from verl.utils.checkpoint.errors import CheckpointMismatchError
-
-ROWS = [{"prompt": f"{a}+{b}", "response": str(a + b)} for a in range(8) for b in range(8)]
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    config = tiny_config("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    random_causal_lm(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def settings(model_folder, tmp_path, **changes):
-    """Options by dotted path."""
-    file = tmp_path / "rows.parquet"
-    if not file.exists():
-        parquet.write_table(pa.Table.from_pylist(ROWS), file)
-    return {
-        "data.train_files": str(file),
-        "data.val_files": str(file),
-        "data.prompt_key": "prompt",
-        "data.response_key": "response",
-        "data.train_batch_size": 8,
-        "data.micro_batch_size_per_gpu": 8,
-        "data.max_length": 16,
-        "model.partial_pretrain": str(model_folder),
-        "optim.lr": 1e-2,
-        "trainer.total_training_steps": 4,
-        "trainer.n_gpus_per_node": 1,
-        "trainer.default_local_dir": str(tmp_path / "checkpoints"),
-        "trainer.logger": [],
-        **changes,
-    }
-
-
-def nested(values):
-    tree = {}
-    for path, value in values.items():
-        *sections, name = path.split(".")
-        branch = tree
-        for section in sections:
-            branch = branch.setdefault(section, {})
-        branch[name] = value
-    return tree
-
-
-def trainer(model_folder, tmp_path, **changes):
-    values = nested(settings(model_folder, tmp_path, **changes))
-    return SFTTrainer(load_config(values, SFTConfig).checked())
-
-
-def weights(sft):
-    return {name: p.detach().clone() for name, p in sft.engine.module.named_parameters()}
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def test_the_first_loss_is_the_mean_over_the_tokens_of_all_responses(model_folder, tmp_path):
@@ -90,6 +32,38 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_all_responses(model_folde
         count += int(trained.sum())
         assert count > 1
     assert sft.train_step(1)["train/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_model_that_knows_nothing_has_the_loss_of_a_guess(model_folder, tmp_path):
+    sft = trainer(model_folder, tmp_path)
+    with torch.no_grad():
+        sft.engine.module.lm_head.weight.zero_()
+    assert sft.mean_loss(sft.val_dataset) == pytest.approx(math.log(260), rel=1e-6)
+    metrics = sft.train_step(1)
+    assert metrics["train/loss"] == pytest.approx(5.560682, rel=1e-6)  # log of 260 tokens
+    # a row is <user> a + b <assistant> c <end>; the last two are trained, three if c has two digits
+    long = sum(a + b >= 10 for a, b in (SUMS[i] for i in first_rows()))
+    assert metrics["train/trained_tokens"] == 8 * 2 + long
+    assert metrics["train/global_tokens"] == 8 * 7 + long
+
+
+def first_rows():
+    return rows_of_step(0, num_rows=64, batch_size=8, seed=1)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
+    model_folder, tmp_path, caplog
+):
+    sft = trainer(model_folder, tmp_path)
+    sft.train_step(1)
+    with torch.no_grad():
+        sft.engine.module.model.norm.weight[0] = torch.inf
+    before = weights(sft)
+    sft.train_step(2)
+    assert sft.summary.num_skipped == 1
+    assert "step 2 changed nothing" in caplog.text
+    for name, value in weights(sft).items():
+        assert torch.equal(value, before[name]), name
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -200,7 +174,7 @@ def test_a_finished_run_is_not_trained_again(model_folder, tmp_path):
     first = trainer(model_folder, tmp_path)
     first.fit()
     again = trainer(model_folder, tmp_path)
-    assert again.checkpoints.resume() == 4
+    assert again.checkpoints.resume()[0] == 4
     for name, value in weights(first).items():
         assert torch.equal(weights(again)[name], value), name
 
@@ -212,7 +186,7 @@ def test_a_checkpoint_of_another_run_is_refused(model_folder, tmp_path):
         other.fit()
     assert trainer(
         model_folder, tmp_path, **{"trainer.seed": 7, "trainer.resume_mode": "disable"}
-    ).checkpoints.resume() == 0  # fmt: skip
+    ).checkpoints.resume() == (0, 0)  # fmt: skip
 
 
 def test_only_the_newest_checkpoints_are_kept(model_folder, tmp_path):
@@ -275,87 +249,3 @@ def test_rows_without_a_token_to_train_on_are_refused(model_folder, tmp_path):
     changes = {"data.max_length": 4, "data.truncation": "right"}
     with pytest.raises(ValueError, match="none of its 8 rows has a token to train on"):
         trainer(model_folder, tmp_path, **changes).train_step(1)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("model.lora_rank", 8),
-        ("model.use_liger", True),
-        ("data.multiturn.enable", True),
-        ("ulysses_sequence_parallel_size", 2),
-        ("model.fsdp_config.cpu_offload", True),
-    ],
-)
-def test_what_is_not_implemented_is_refused_by_name(model_folder, tmp_path, option, value):
-    values = nested(settings(model_folder, tmp_path, **{option: value}))
-    with pytest.raises(ConfigError, match=f"{option} is {value}"):
-        fsdp_sft_trainer.run_sft(load_config(values, SFTConfig).checked())
-
-
-def arguments(model_folder, tmp_path, **changes):
-    values = settings(model_folder, tmp_path, **{"trainer.logger": "[console]", **changes})
-    return [f"{key}={value}" for key, value in values.items()]
-
-
-def command(monkeypatch, model_folder, tmp_path, **changes):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["sft", *arguments(model_folder, tmp_path, **changes)])
-    fsdp_sft_trainer.main()
-
-
-def test_the_command_trains(model_folder, tmp_path, monkeypatch, capsys):
-    command(monkeypatch, model_folder, tmp_path, **{"optim.lr_scheduler": "constant"})
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert any(line.startswith("step:4 - train/loss:") for line in lines)
-    folder = lines[-1].removeprefix("the model is in ")
-    assert (Path(folder) / "model.safetensors").exists()
-
-
-def test_the_command_refuses_a_misspelt_key(model_folder, tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command(monkeypatch, model_folder, tmp_path, **{"data.train_bach_size": 8})
-    assert "did you mean data.train_batch_size?" in capsys.readouterr().err
-
-
-def test_the_command_refuses_a_file_that_is_not_there(model_folder, tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command(monkeypatch, model_folder, tmp_path, **{"data.train_files": "row.parquet"})
-    assert "the closest existing path is" in capsys.readouterr().err
-
-
-def test_the_command_names_a_bad_row_without_a_traceback(
-    model_folder, tmp_path, monkeypatch, capsys
-):
-    with pytest.raises(SystemExit, match="65"):
-        command(monkeypatch, model_folder, tmp_path, **{"data.max_length": 6})
-    assert "rows.parquet:1 has 7 tokens" in capsys.readouterr().err
-
-
-def test_the_command_names_options_that_nothing_read(model_folder, tmp_path, monkeypatch, capsys):
-    command(monkeypatch, model_folder, tmp_path, **{"data.balance_dp_token": True})
-    notes = capsys.readouterr().err
-    assert "data.balance_dp_token had no effect" in notes
-    assert notes.count("had no effect") == 1
-
-
-def test_a_dry_run_prints_the_plan_and_trains_nothing(model_folder, tmp_path, capsys):
-    values = nested(settings(model_folder, tmp_path, **{"trainer.dry_run": True}))
-    fsdp_sft_trainer.run_sft(load_config(values, SFTConfig).checked())
-    assert "8 rows, 8 at a time" in capsys.readouterr().out
-    assert not (tmp_path / "checkpoints").exists()
-
-
-@pytest.mark.slow
-def test_the_command_starts_under_torchrun(model_folder, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-    done = subprocess.run(
-        [*torchrun, "-m", "verl.trainer.fsdp_sft_trainer", *arguments(model_folder, tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step:4" in done.stdout

@@ -16,6 +16,9 @@ from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.config.profiler import TOOLS, ProfilerConfig
 from verl.config.trainer import DEVICES, LOCAL_DIR, RESUME_MODES
 
+EACH_EPOCH = "after_each_epoch"
+"""A value of `save_freq` and `test_freq`."""
+
 
 @dataclass(kw_only=True)
 class SFTDataBaseConfig(BaseConfig):
@@ -135,7 +138,8 @@ class SFTFSDPConfig(BaseConfig):
     """How the model is spread over devices."""
 
     model_dtype: str = option("fp32", choices=DTYPES)
-    """Number format in which weights are stored."""
+    """Number format of the weights. With fp32 the optimizer's copy is meant: passes run in bfloat16
+    where the device has it."""
 
     wrap_policy: WrapPolicyConfig = option(default_factory=WrapPolicyConfig)
     """Which modules become a unit of sharding."""

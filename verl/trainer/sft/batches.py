@@ -7,6 +7,7 @@ first token that is trained.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from verl.utils.dataset.sft_dataset import SFTDataset, trained_tokens
 Row = dict[str, Tensor]
 
 
-def epoch_order(num_rows: int, *, seed: int, epoch: int) -> list[int]:
-    """All rows once, shuffled."""
+@lru_cache(maxsize=2)
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> Tensor:
+    """All rows once, shuffled; (num_rows,)."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(num_rows, generator=generator).tolist()
+    return torch.randperm(num_rows, generator=generator)
 
 
 def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> list[int]:
@@ -32,14 +34,15 @@ def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> lis
     """
     epoch, position = divmod(step, num_rows // batch_size)
     order = epoch_order(num_rows, seed=seed, epoch=epoch)
-    return order[position * batch_size : (position + 1) * batch_size]
+    return order[position * batch_size : (position + 1) * batch_size].tolist()
 
 
-def batches_in_order(dataset: Dataset[Row], batch_size: int) -> Iterator[TensorDict]:
-    """The whole dataset from the first row to the last; the last batch may be short."""
-    num_rows = len(dataset)  # pyright: ignore[reportArgumentType]
-    for start in range(0, num_rows, batch_size):
-        yield load_rows(dataset, range(start, min(start + batch_size, num_rows)))
+def batches_in_order(
+    dataset: Dataset[Row], indices: Sequence[int], batch_size: int
+) -> Iterator[TensorDict]:
+    """These rows from the first to the last; the last batch may be short."""
+    for start in range(0, len(indices), batch_size):
+        yield load_rows(dataset, indices[start : start + batch_size])
 
 
 def load_rows(dataset: Dataset[Row], indices: Sequence[int]) -> TensorDict:
@@ -80,8 +83,11 @@ def lay_out(rows: Sequence[Row]) -> TensorDict:
 
 
 def real_tokens(row: Row) -> Row:
-    """The columns of a row without its padding; the first token can never be predicted."""
-    is_real = row["attention_mask"].bool()
+    """The columns of a row without its padding; the first token can never be predicted.
+
+    A row without `attention_mask` has no padding.
+    """
+    is_real = row.get("attention_mask", torch.ones_like(row["input_ids"])).bool()
     part = {name: row[name][is_real] for name in ("input_ids", "position_ids", "loss_mask")}
     part["loss_mask"] = part["loss_mask"].clone()
     part["loss_mask"][:1] = 0

@@ -1,16 +1,20 @@
-"""From the options of a supervised run to its tokenizer, datasets and engine."""
+"""From the settings of a supervised run to its tokenizer, datasets and engine."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from verl.config.data import CustomClassConfig
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.config.sft import SFTConfig, SFTModelConfig, SFTOptimizerConfig
 from verl.models.loading import load_causal_lm
+from verl.models.lora import add_lora, load_adapter
 from verl.trainer.sft.batches import Row
+from verl.trainer.sft.ranks import Ranks
+from verl.trainer.sft.settings import SFTSettings
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import resolve_device
@@ -19,46 +23,52 @@ from verl.utils.import_utils import import_external_libs, load_extern_object
 from verl.utils.schedules import get_wsd_schedule_with_warmup
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.replicated import ReplicatedEngine
 from verl.workers.roles.building import compute_dtype
 
 
-def build_tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the chat template that `data.chat_template` asks for."""
-    model = config.model
+def build_tokenizer(settings: SFTSettings) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the chat template that the configuration asks for."""
+    model = settings.model
     import_external_libs(model.external_lib)
-    tokenizer = hf_tokenizer(model_path(model), trust_remote_code=model.trust_remote_code)
-    set_chat_template(tokenizer, config.data.chat_template)
+    path = local_path(model.tokenizer_path or model.path, use_shm=model.use_shm)
+    tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    set_chat_template(tokenizer, model.custom_chat_template)
     return tokenizer
 
 
 def build_datasets(
-    config: SFTConfig, tokenizer: PreTrainedTokenizerBase
+    settings: SFTSettings, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Dataset[Row], Dataset[Row] | None]:
     """The training rows, and the validation rows if `data.val_files` names any."""
-    data = config.data
-    train = build_dataset(config, data.train_files, tokenizer, data.train_max_samples)
+    data = settings.data
+    train = build_dataset(settings, data.train_files, tokenizer, data.train_max_samples)
     if not data.val_files:
         return train, None
-    return train, build_dataset(config, data.val_files, tokenizer, data.val_max_samples)
+    return train, build_dataset(settings, data.val_files, tokenizer, data.val_max_samples)
 
 
 def build_dataset(
-    config: SFTConfig,
+    settings: SFTSettings,
     files: str | list[str],
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int,
 ) -> Dataset[Row]:
-    dataset = dataset_class(config)(files, tokenizer, config.data, max_samples=max_samples)
-    if isinstance(dataset, SFTDataset):
-        dataset.check_lengths()
+    """Prompt and response, conversations, or the class that `data.custom_cls` names."""
+    if settings.data.custom_cls.path is not None:
+        cls = custom_class(settings.data.custom_cls)
+        return cls(files, tokenizer, settings.data, max_samples=max_samples)
+    if settings.conversations is not None:
+        return MultiTurnSFTDataset(
+            files, tokenizer, settings.conversations, max_samples=max_samples
+        )
+    dataset = SFTDataset(files, tokenizer, settings.data, max_samples=max_samples)
+    dataset.check_lengths()
     return dataset
 
 
-def dataset_class(config: SFTConfig) -> Callable[..., Dataset[Row]]:
-    """`SFTDataset`, or the class that `data.custom_cls` names."""
-    custom = config.data.custom_cls
-    if custom.path is None:
-        return SFTDataset
+def custom_class(custom: CustomClassConfig) -> Callable[..., Dataset[Row]]:
+    assert custom.path is not None
     cls = load_extern_object(custom.path, custom.name or "")
     if not (isinstance(cls, type) and issubclass(cls, Dataset)):
         raise ValueError(
@@ -68,24 +78,17 @@ def dataset_class(config: SFTConfig) -> Callable[..., Dataset[Row]]:
     return cls
 
 
-def build_engine(config: SFTConfig, *, total_steps: int) -> OneDeviceEngine:
-    """The model with its optimizer, loaded."""
-    model, optim = config.model, config.optim
-    device = resolve_device(config.trainer.device)
-    engine = OneDeviceEngine(
-        partial(
-            load_causal_lm,
-            model_path(model),
-            dtype=compute_dtype(model.fsdp_config.model_dtype, device),
-            device=device,
-            trust_remote_code=model.trust_remote_code,
-        ),
-        engine_optimizer(optim, total_steps),
+def build_engine(settings: SFTSettings, ranks: Ranks, *, total_steps: int) -> OneDeviceEngine:
+    """The model with its optimizer, loaded; the same on every rank."""
+    optim = settings.optim
+    engine = (ReplicatedEngine if ranks.size > 1 else OneDeviceEngine)(
+        partial(load_model, settings),
+        engine_optimizer(settings, total_steps),
         max_grad_norm=optim.grad_clip or optim.clip_grad,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
+        gradient_checkpointing=settings.model.enable_gradient_checkpointing,
     )
     engine.initialize()
-    if optim.lr_scheduler == "wsd":
+    if settings.schedule == "wsd":
         assert engine.optimizer is not None
         engine.optimizer.schedule = get_wsd_schedule_with_warmup(
             engine.optimizer.optimizer,
@@ -97,8 +100,28 @@ def build_engine(config: SFTConfig, *, total_steps: int) -> OneDeviceEngine:
     return engine
 
 
-def engine_optimizer(optim: SFTOptimizerConfig, total_steps: int) -> FSDPOptimizerConfig:
+def load_model(settings: SFTSettings) -> PreTrainedModel:
+    """The weights to start from, with adapters if LoRA is asked for."""
+    model = settings.model
+    device = resolve_device(settings.trainer.device)
+    loaded = load_causal_lm(
+        local_path(model.path, use_shm=model.use_shm),
+        dtype=compute_dtype(settings.dtype, device),
+        device=device,
+        override_config=dict(model.override_config),
+        trust_remote_code=model.trust_remote_code,
+    )
+    if settings.lora is None:
+        return loaded
+    adapted = add_lora(loaded, settings.lora, seed=settings.trainer.seed)
+    if model.lora_adapter_path is not None:
+        load_adapter(adapted, copy_to_local(model.lora_adapter_path))
+    return adapted
+
+
+def engine_optimizer(settings: SFTSettings, total_steps: int) -> FSDPOptimizerConfig:
     """The engine's own section; warm-up, stay, decay is put in its place afterwards."""
+    optim = settings.optim
     return FSDPOptimizerConfig(
         optimizer=optim.optimizer,
         optimizer_impl=optim.optimizer_impl,
@@ -107,20 +130,20 @@ def engine_optimizer(optim: SFTOptimizerConfig, total_steps: int) -> FSDPOptimiz
         weight_decay=optim.weight_decay,
         lr_warmup_steps=warmup_steps(optim, total_steps),
         total_training_steps=total_steps,
-        lr_scheduler_type="constant" if optim.lr_scheduler == "wsd" else optim.lr_scheduler,
+        lr_scheduler_type="constant" if settings.schedule == "wsd" else settings.schedule,
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
         override_optimizer_config=optim.override_optimizer_config,
     )
 
 
-def warmup_steps(optim: SFTOptimizerConfig, total_steps: int) -> int:
+def warmup_steps(optim: FSDPOptimizerConfig, total_steps: int) -> int:
     if optim.lr_warmup_steps >= 0:
         return optim.lr_warmup_steps
     return int(optim.lr_warmup_steps_ratio * total_steps)
 
 
-def model_path(model: SFTModelConfig) -> str:
+def local_path(name: str, *, use_shm: bool) -> str:
     """A local folder, or a name on a hub as it is."""
-    local = copy_to_local(model.partial_pretrain, use_shm=model.use_shm)
+    local = copy_to_local(name, use_shm=use_shm)
     return str(Path(local).expanduser()) if local.startswith("~") else local

@@ -1,19 +1,38 @@
 """Checkpoints of a supervised run, and how it continues from one.
 
     global_step_N/huggingface/       a folder that `from_pretrained` loads: weights and tokenizer
+    global_step_N/lora_adapter/      with LoRA: the adapter, as peft loads it
     global_step_N/optimizer*         master weights, moments, schedule, counters
+    global_step_N/data.json          tokens seen so far
 
-A step is committed whole or not at all (`verl.utils.checkpoint`). The order of the data is a
-function of seed and step, so the step number is all a resumed run needs beside the optimizer.
+With LoRA the base weights do not change and are not saved with every step: `huggingface/` holds
+merged weights at the last step, and at every one if `save_contents` has `hf_model`.
+
+Rank 0 writes while the others wait; all read. A step is committed whole or not at all
+(`verl.utils.checkpoint`). The order of the data is a function of seed and step, and the ranks are
+equal, so a run may continue on another number of ranks.
 """
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from verl.config.checkpoint import CheckpointConfig
 from verl.config.convert import to_dict
-from verl.config.sft import SFTConfig
+from verl.models.lora import (
+    ADAPTER_FOLDER,
+    has_lora,
+    load_adapter,
+    merged_copy,
+    save_adapter,
+)
+from verl.trainer.sft.ranks import Ranks
+from verl.trainer.sft.settings import AnySFTConfig, SFTSettings
+from verl.utils.checkpoint.hf_model import save_hf_model
 from verl.utils.checkpoint.identity import (
+    MAY_CHANGE,
     config_identity,
     dataset_identity,
     fingerprint,
@@ -22,8 +41,12 @@ from verl.utils.checkpoint.identity import (
 from verl.utils.checkpoint.layout import step_folder
 from verl.utils.checkpoint.one_device import HF_FOLDER, OneDeviceCheckpointManager
 from verl.utils.checkpoint.store import CheckpointStore
+from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.fs import copy_to_local
 from verl.workers.engine.one_device import OneDeviceEngine
+
+RUN_STATE = "data"
+WEIGHTS = ("model", "hf_model")
 
 
 class SFTCheckpoints:
@@ -31,50 +54,85 @@ class SFTCheckpoints:
 
     def __init__(
         self,
-        config: SFTConfig,
+        config: AnySFTConfig,
+        settings: SFTSettings,
         engine: OneDeviceEngine,
         tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
         *,
         num_rows: int,
     ) -> None:
-        self.config = config.trainer
+        self.config = settings.trainer
+        self.contents = settings.checkpoint
+        self.model, self.tokenizer, self.ranks = engine.module, tokenizer, ranks
+        self.is_lora = has_lora(engine.module)
         self.root = Path(self.config.default_local_dir).expanduser()
         self.manager = OneDeviceCheckpointManager(
             engine.module,
             engine,
             processing_class=tokenizer,
-            checkpoint_config=self.config.checkpoint,
+            checkpoint_config=without_weights(self.contents) if self.is_lora else self.contents,
         )
         self.store = CheckpointStore(
             self.root,
             fingerprint=fingerprint(
                 model=model_identity(engine.module),
-                data=dataset_identity(local_files(config), num_rows=num_rows),
+                data=dataset_identity(local_files(settings), num_rows=num_rows),
                 config=config_identity(to_dict(config)),
             ),
             num_to_keep=self.config.max_ckpt_to_keep,
+            may_change=(*MAY_CHANGE, "trainer.nnodes", "trainer.n_gpus_per_node"),
         )
 
     def weights(self, step: int) -> Path:
         """The folder of a saved step that `from_pretrained` loads."""
         return step_folder(self.root, step) / HF_FOLDER
 
-    def save(self, step: int) -> None:
-        with self.store.saving(step) as folder:
-            self.manager.save_checkpoint(str(folder))
+    def save(self, step: int, *, num_tokens: int, is_last: bool) -> None:
+        """Commit a step. The line that says so is printed only when nothing can undo it."""
+        if self.ranks.is_first:
+            with self.store.saving(step) as folder:
+                self._write(folder, is_last=is_last)
+                save_state(folder, RUN_STATE, {"step": step, "num_tokens": num_tokens})
+            sys.stdout.write(f"COMMITTED step={step}\n")
+            sys.stdout.flush()
+        self.ranks.meet()
 
-    def resume(self) -> int:
-        """Restore what the configuration says, and give the number of steps already done."""
+    def resume(self) -> tuple[int, int]:
+        """Restore what the configuration says: steps already done, and tokens seen in them."""
         if self.config.resume_mode == "disable":
-            return 0
-        found = self.store.resume(self.config.resume_from_path)
-        if found is None:
-            return 0
-        self.manager.load_checkpoint(str(found.path))
-        return found.step
+            return 0, 0
+        path = self.config.resume_from_path
+        found = self.store.resume(path) if self.ranks.is_first else None
+        step = int(self.ranks.total(found.step if found else 0)[0])
+        if step == 0:
+            return 0, 0
+        folder = Path(path).expanduser() if path is not None else step_folder(self.root, step)
+        self.manager.load_checkpoint(str(folder))
+        if self.is_lora and "model" in self.contents.load_contents:
+            load_adapter(self.model, folder / ADAPTER_FOLDER)
+        return step, load_state(folder, RUN_STATE)["num_tokens"]
+
+    def _write(self, folder: Path, *, is_last: bool) -> None:
+        self.manager.save_checkpoint(str(folder))
+        if not self.is_lora:
+            return
+        if set(WEIGHTS) & set(self.contents.save_contents):
+            save_adapter(self.model, folder / ADAPTER_FOLDER)
+        if is_last or "hf_model" in self.contents.save_contents:
+            save_hf_model(merged_copy(self.model), self.tokenizer, folder / HF_FOLDER)
 
 
-def local_files(config: SFTConfig) -> list[Path]:
-    files = config.data.train_files
+def without_weights(contents: CheckpointConfig) -> CheckpointConfig:
+    """The rest of a checkpoint whose weights are an adapter."""
+    return replace(
+        contents,
+        save_contents=[part for part in contents.save_contents if part not in WEIGHTS],
+        load_contents=[part for part in contents.load_contents if part not in WEIGHTS],
+    )
+
+
+def local_files(settings: SFTSettings) -> list[Path]:
+    files = settings.data.train_files
     names = [files] if isinstance(files, str) else files
     return [Path(copy_to_local(name)).expanduser() for name in names]

@@ -2,122 +2,205 @@
 
     loss = - sum of log p(trained token) / number of trained tokens in the global batch
 
-The count is taken over the whole batch before it is cut, so the gradient does not depend on
-`micro_batch_size_per_gpu`. Runs in one process on one device.
+The count is taken over the whole batch, on all ranks, before it is cut, so the gradient depends
+neither on the size of micro-batches nor on the number of ranks. Every rank runs this same loop on
+its share of the rows; rank 0 also reports and writes checkpoints.
 """
 
-import sys
+import logging
+import math
+from collections.abc import Iterator, Sized
+from contextlib import ExitStack
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from verl.config.convert import to_dict
-from verl.config.sft import SFTConfig
+from verl.trainer.ppo.progress import RunProgress
+from verl.trainer.ppo.seeds import seed_everything
+from verl.trainer.ppo.termination import Termination
 from verl.trainer.sft.batches import Row, batches_in_order, load_rows, rows_of_step
 from verl.trainer.sft.building import build_datasets, build_engine, build_tokenizer
 from verl.trainer.sft.checkpoint import SFTCheckpoints
+from verl.trainer.sft.ranks import Ranks
+from verl.trainer.sft.report import Metrics, RunSummary, StepCounts, step_metrics
+from verl.trainer.sft.settings import AnySFTConfig, SFTSettings, settings_of, steps_between
+from verl.utils.checkpoint.errors import CheckpointSaveError
 from verl.utils.dataset.tables import DataError
+from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.utils.profiler import DistProfiler
 from verl.utils.tracking import Tracking
-from verl.workers.engine.base import Columns, MicroBatching
+from verl.workers.engine.base import Columns
 
-Metrics = dict[str, float]
+logger = logging.getLogger(__name__)
 
 
 class SFTTrainer:
-    """Fine-tunes one model on one dataset; `fit` is the whole run."""
+    """Fine-tunes one model on one dataset; `fit` is the whole run.
 
-    def __init__(self, config: SFTConfig) -> None:
+    Under several ranks the process group must exist already.
+    """
+
+    def __init__(self, config: AnySFTConfig) -> None:
         self.config = config
-        self.tokenizer = build_tokenizer(config)
-        self.train_dataset, self.val_dataset = build_datasets(config, self.tokenizer)
-        self.num_rows = len(self.train_dataset)  # pyright: ignore[reportArgumentType]
-        self.total_steps = total_steps(config, self.num_rows)
-        self.engine = build_engine(config, total_steps=self.total_steps)
+        self.settings = settings = settings_of(config)
+        self.ranks = Ranks.here()
+        seed_everything(settings.trainer.seed)
+        self.tokenizer = build_tokenizer(settings)
+        self.train_dataset, self.val_dataset = build_datasets(settings, self.tokenizer)
+        self.num_rows = len(cast(Sized, self.train_dataset))
+        self.steps_per_epoch = steps_per_epoch(settings, self.num_rows)
+        self.total_steps = total_steps(settings, self.steps_per_epoch)
+        self.engine = build_engine(settings, self.ranks, total_steps=self.total_steps)
+        self.flops = None if settings.lora else FlopsCounter(self.engine.module.config)
         self.checkpoints = SFTCheckpoints(
-            config, self.engine, self.tokenizer, num_rows=self.num_rows
+            config, settings, self.engine, self.tokenizer, self.ranks, num_rows=self.num_rows
         )
-        self.micro_batching = MicroBatching(rows=config.data.micro_batch_size_per_gpu)
+        self.profiler = DistProfiler(self.ranks.rank, settings.profiler)
+        self.num_tokens = 0
+        self.summary = RunSummary(total_steps=self.total_steps)
 
     def fit(self) -> None:
-        """Train until the last step; validate and save as often as the configuration says."""
-        trainer = self.config.trainer
-        first = self.checkpoints.resume()
-        tracking = Tracking(
-            trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config)
-        )
-        bar = tqdm(
-            total=self.total_steps,
-            initial=first,
-            desc="sft",
-            disable=not sys.stderr.isatty(),
-        )
-        with tracking, bar:
-            for step in range(first + 1, self.total_steps + 1):
-                metrics = self.train_step(step)
-                if self._is_due(step, trainer.test_freq) and self.val_dataset is not None:
-                    metrics["val/loss"] = self.mean_loss(self.val_dataset)
-                if self._is_due(step, trainer.save_freq):
-                    self.checkpoints.save(step)
-                tracking.log(metrics, step)
-                bar.set_postfix(loss=f"{metrics['train/loss']:.3f}", refresh=False)
-                bar.update()
+        """Train to the last step. SIGTERM ends the run after the current one, with a checkpoint."""
+        with Termination() as termination:
+            for _ in self.steps(termination):
+                pass
 
+    def steps(self, termination: Termination | None = None) -> Iterator[int]:
+        """Make one step after the other, giving each one's number; validate and save when due."""
+        first, self.num_tokens = self.checkpoints.resume()
+        self.summary.first_step = self.summary.last_step = first
+        with ExitStack() as stack:
+            tracking, progress = self._reporting(stack)
+            stack.callback(self.profiler.stop)
+            for step in range(first + 1, self.total_steps + 1):
+                self._profile(step)
+                metrics = self.train_step(step)
+                is_asked = termination is not None and termination.is_requested
+                is_last = step == self.total_steps or self.ranks.agree(is_asked)
+                if self.val_dataset is not None and self._is_due("test_freq", step, is_last):
+                    metrics["val/loss"] = self.mean_loss(self.val_dataset)
+                if self._is_due("save_freq", step, is_last):
+                    self._save(step, is_last)
+                self.summary.add(step, metrics)
+                if tracking is not None:
+                    tracking.log(metrics, step)
+                if progress is not None:
+                    progress.show(step)
+                yield step
+                if is_last:
+                    return
+
+    @DistProfiler.annotate(role="train_step")
     def train_step(self, step: int) -> Metrics:
         """One optimizer step; steps count from 1."""
         start = perf_counter()
+        batch, counts = self._batch(step)
+
+        def loss(columns: Columns, part: TensorDict) -> tuple[Tensor, dict[str, Any]]:
+            mask = part["response_mask"].to(columns["log_probs"].device)
+            return -(columns["log_probs"] * mask).sum() / counts.num_trained_tokens, {}
+
+        result = self.engine.train_batch(batch, loss, micro_batching=self.settings.micro_batching)
+        self.engine.lr_scheduler_step()
+        self.num_tokens += counts.num_tokens
+        if not result.is_applied:
+            self.summary.num_skipped += 1
+            logger.warning("step %d changed nothing: its gradient is not finite", step)
+        return step_metrics(
+            result,
+            counts,
+            seconds=perf_counter() - start,
+            num_tokens_so_far=self.num_tokens,
+            peak_flops=self.ranks.size * get_device_flops(""),
+        )
+
+    def mean_loss(self, dataset: Dataset[Row]) -> float:
+        """-log p per trained token, over all rows, on all ranks."""
+        total, num_tokens = 0.0, 0
+        mine = self.ranks.share(range(len(cast(Sized, dataset))))
+        for batch in batches_in_order(dataset, mine, self.settings.data.train_batch_size):
+            columns = self.engine.infer_batch(batch, micro_batching=self.settings.micro_batching)
+            log_probs = columns["log_probs"].double()
+            mask = batch["response_mask"].to(log_probs.device)
+            total -= float((log_probs * mask).sum())
+            num_tokens += int(mask.sum())
+        total, count = self.ranks.total(total, num_tokens)
+        if count == 0:
+            raise DataError("no row of data.val_files has a token to train on")
+        return total / count
+
+    def _batch(self, step: int) -> tuple[TensorDict, StepCounts]:
+        """This rank's rows, and counts over the rows of all ranks."""
         rows = rows_of_step(
             step - 1,
             num_rows=self.num_rows,
-            batch_size=self.config.data.train_batch_size,
-            seed=self.config.trainer.seed,
+            batch_size=self.settings.data.train_batch_size,
+            seed=self.settings.trainer.seed,
         )
-        batch = load_rows(self.train_dataset, rows)
-        num_tokens = int(batch["response_mask"].sum())
-        if num_tokens == 0:
+        batch = load_rows(self.train_dataset, self.ranks.share(rows))
+        lengths = batch["attention_mask"].sum(1).tolist()
+        flops = math.nan if self.flops is None else self.flops.step_flops(lengths)
+        trained, tokens, flops = self.ranks.total(
+            float(batch["response_mask"].sum()), float(sum(lengths)), flops
+        )
+        if trained == 0:
             raise DataError(
                 f"step {step}: none of its {len(rows)} rows has a token to train on; "
                 "data.truncation cut every response away: raise data.max_length"
             )
+        return batch, StepCounts(
+            num_trained_tokens=int(trained), num_tokens=int(tokens), flops=flops
+        )
 
-        def loss(columns: Columns, part: TensorDict) -> tuple[Tensor, dict[str, Any]]:
-            return -(columns["log_probs"] * part["response_mask"]).sum() / num_tokens, {}
+    def _reporting(self, stack: ExitStack) -> tuple[Tracking | None, RunProgress | None]:
+        """Rank 0 speaks for all."""
+        if not self.ranks.is_first:
+            return None, None
+        trainer = self.settings.trainer
+        tracking = Tracking(
+            trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config)
+        )
+        stack.enter_context(tracking)
+        return tracking, stack.enter_context(RunProgress(self.total_steps))
 
-        result = self.engine.train_batch(batch, loss, micro_batching=self.micro_batching)
-        self.engine.lr_scheduler_step()
-        return {
-            "train/loss": result.loss,
-            "train/grad_norm": result.grad_norm,
-            "train/lr(1e-3)": result.learning_rate * 1e3,
-            "train/time(s)": perf_counter() - start,
-        }
-
-    def mean_loss(self, dataset: Dataset[Row]) -> float:
-        """-log p per trained token, over all rows."""
-        total, num_tokens = 0.0, 0
-        for batch in batches_in_order(dataset, self.config.data.train_batch_size):
-            log_probs = self.engine.infer_batch(batch, micro_batching=self.micro_batching)
-            mask = batch["response_mask"].to(log_probs["log_probs"].device)
-            total -= float((log_probs["log_probs"] * mask).sum())
-            num_tokens += int(mask.sum())
-        return total / max(1, num_tokens)
-
-    def _is_due(self, step: int, frequency: int) -> bool:
-        is_last = step == self.total_steps
+    def _is_due(self, option: str, step: int, is_last: bool) -> bool:
+        frequency = steps_between(self.settings.trainer[option], self.steps_per_epoch)
         return is_last or (frequency > 0 and step % frequency == 0)
 
+    def _save(self, step: int, is_last: bool) -> None:
+        """A disk that refuses does not end the run: the earlier checkpoints are as they were."""
+        try:
+            self.checkpoints.save(step, num_tokens=self.num_tokens, is_last=is_last)
+        except CheckpointSaveError as error:
+            if is_last:
+                raise
+            logger.warning("%s", error)
+            self.ranks.meet()
 
-def total_steps(config: SFTConfig, num_rows: int) -> int:
-    """Optimizer steps of the run."""
-    batch_size = config.data.train_batch_size
+    def _profile(self, step: int) -> None:
+        first, last = self.settings.profile_interval
+        if step == first:
+            self.profiler.start("sft", step)
+        elif step == last + 1:
+            self.profiler.stop()
+
+
+def steps_per_epoch(settings: SFTSettings, num_rows: int) -> int:
+    batch_size = settings.data.train_batch_size
     if num_rows < batch_size:
         raise DataError(
             f"data.train_batch_size is {batch_size}, but data.train_files has {num_rows} rows; "
             f"set it to {num_rows} or less"
         )
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
-    return config.trainer.total_epochs * (num_rows // batch_size)
+    return num_rows // batch_size
+
+
+def total_steps(settings: SFTSettings, per_epoch: int) -> int:
+    """Optimizer steps of the run."""
+    if settings.trainer.total_training_steps is not None:
+        return settings.trainer.total_training_steps
+    return settings.trainer.total_epochs * per_epoch
