@@ -39,7 +39,7 @@ def data(tmp_path_factory):
 
 
 def test_every_demonstration_is_right_and_every_answer_can_be_rewarded(data):
-    for name in ("sft_train", "sft_test"):
+    for name in ("sft_worked_out", "sft_mixed", "sft_test"):
         for row in data[name]:
             number, factor = map(int, row["prompt"].split("*"))
             result = compute_score("", row["response"], str(number * factor))
@@ -52,15 +52,16 @@ def test_every_demonstration_is_right_and_every_answer_can_be_rewarded(data):
 
 def test_held_out_problems_occur_nowhere_else(data):
     held_out = {row["prompt"][0]["content"] for row in data["test"]}
-    seen = {row["prompt"] for row in data["sft_train"]}
+    seen = {row["prompt"] for row in data["sft_worked_out"] + data["sft_mixed"]}
     seen |= {row["prompt"][0]["content"] for row in data["train"]}
     assert len(held_out) == 256
     assert not held_out & seen
 
 
-def test_three_in_five_demonstrations_are_blurted(data):
-    rows = data["sft_train"]
-    assert sum("=" not in row["response"] for row in rows) / len(rows) == pytest.approx(0.6)
+def test_first_all_is_worked_out_then_two_in_three_are_blurted(data):
+    assert all("=" in row["response"] for row in data["sft_worked_out"])
+    rows = data["sft_mixed"]
+    assert sum("=" not in row["response"] for row in rows) / len(rows) == pytest.approx(0.65)
 
 
 def test_the_reward_looks_at_the_last_answer_only():
@@ -118,7 +119,16 @@ def test_a_folder_that_is_no_earlier_run_is_not_deleted(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_miniature_of_the_whole_runs_to_its_report(tmp_path):
     command = [sys.executable, str(FOLDER / "run.py"), "--out", str(tmp_path / "run")]
-    sizes = ["--sft-steps", "20", "--grpo-steps", "2", "--prompts-per-step", "4"]
+    sizes = [
+        "--sft-steps",
+        "20",
+        "--habit-steps",
+        "5",
+        "--grpo-steps",
+        "2",
+        "--prompts-per-step",
+        "4",
+    ]
     done = subprocess.run(
         [*command, *sizes],
         cwd=tmp_path,
