@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart test test-all lint format check bench config clean
+.PHONY: help install quickstart test test-kernels test-all lint format check bench config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -30,6 +30,10 @@ quickstart: $(STAMP)  ## Build a small model and watch it learn by reinforcement
 
 test: $(STAMP)  ## Run the tests (CPU; under fifteen minutes on two cores)
 	$(BIN)/python -m pytest
+
+test-kernels: $(STAMP)  ## Compare the GPU kernels with plain torch, through Triton's interpreter
+	$(BIN)/pip install --quiet triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py
 
 test-all: $(STAMP)  ## Run the slow tests too
 	$(BIN)/python -m pytest -m 'not gpu'
@@ -53,6 +57,9 @@ bench: $(STAMP)  ## Measure; results go to benchmarks/results
 	$(BIN)/python benchmarks/protocol.py
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python benchmarks/dataset.py
+	$(BIN)/python benchmarks/graders.py
+	$(BIN)/python benchmarks/reward_overlap.py
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -8,17 +8,18 @@ once or column by column, from the right; a line is digit*factor+carry=carry dig
     #### 20284                                                          blurted
     1*4+0=04 / 7*4+0=28 / 0*4+2=02 / 5*4+0=20 / #### 20284              worked out
 
-Every demonstration is correct, and three in five are blurted. Held-out problems are in the two
-files for testing and nowhere else.
+Every demonstration is correct. Held-out problems are in the two files for testing and nowhere else.
 
-    sft_train.parquet   demonstrations
-    sft_test.parquet    demonstrations of held-out problems
-    train.parquet       problems for reinforcement learning: no solutions, only the right answer
-    test.parquet        held-out problems
+    sft_worked_out.parquet   demonstrations, all worked out
+    sft_mixed.parquet        demonstrations, two in three blurted
+    sft_test.parquet         such demonstrations of held-out problems
+    train.parquet            problems for reinforcement learning: only the right answer
+    test.parquet             held-out problems
 """
 
 import argparse
 import random
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 DATA_SOURCE = "multiplication"
-NUM_DEMONSTRATIONS = 12000
+NUM_WORKED_OUT = 8000
+NUM_MIXED = 4000
 NUM_PROBLEMS = 4096
 NUM_HELD_OUT = 256
-SHARE_BLURTED = 0.6
+SHARE_BLURTED = 0.65
+"""Of the mixed demonstrations."""
 
 Problem = tuple[int, int]
 
@@ -63,9 +66,11 @@ def rl_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
     }
 
 
-def sft_rows(problems: list[Problem], rng: random.Random) -> list[dict[str, str]]:
+def sft_rows(
+    problems: list[Problem], share_blurted: float, rng: random.Random
+) -> list[dict[str, str]]:
     """Rows as `python -m verl.trainer.fsdp_sft_trainer` reads them."""
-    num_blurted = round(len(problems) * SHARE_BLURTED)
+    num_blurted = round(len(problems) * share_blurted)
     short = set(rng.sample(range(len(problems)), num_blurted))
     return [
         {"prompt": question(p), "response": blurted(p) if i in short else worked_out(p)}
@@ -77,12 +82,13 @@ def make(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     pairs = ((number, factor) for number in range(1000, 10000) for factor in range(2, 10))
     universe = [problem for problem in pairs if problem[0] * problem[1] >= 10000]
-    chosen = rng.sample(universe, NUM_HELD_OUT + NUM_DEMONSTRATIONS + NUM_PROBLEMS)
-    held_out, rest = chosen[:NUM_HELD_OUT], chosen[NUM_HELD_OUT:]
-    demonstrated, practised = rest[:NUM_DEMONSTRATIONS], rest[NUM_DEMONSTRATIONS:]
+    sizes = (NUM_HELD_OUT, NUM_WORKED_OUT, NUM_MIXED, NUM_PROBLEMS)
+    chosen = iter(rng.sample(universe, sum(sizes)))
+    held_out, shown, mixed, practised = (list(islice(chosen, size)) for size in sizes)
     files = {
-        "sft_train": sft_rows(demonstrated, rng),
-        "sft_test": sft_rows(held_out, rng),
+        "sft_worked_out": sft_rows(shown, 0.0, rng),
+        "sft_mixed": sft_rows(mixed, SHARE_BLURTED, rng),
+        "sft_test": sft_rows(held_out, SHARE_BLURTED, rng),
         "train": [rl_row(p, "train", i) for i, p in enumerate(practised)],
         "test": [rl_row(p, "test", i) for i, p in enumerate(held_out)],
     }

@@ -33,7 +33,8 @@ class Recipe:
     """How long each part takes; the defaults are those of the published curves."""
 
     seed: int = 0
-    sft_steps: int = 450
+    sft_steps: int = 300
+    habit_steps: int = 60
     grpo_steps: int = 25
     prompts_per_step: int = 64
 
@@ -53,19 +54,24 @@ class Run:
         self.call("data", [str(HERE / "make_data.py"), "--out", self.path("data"), *seed])
 
     def fine_tune(self) -> str:
-        """Supervised training on the demonstrations; gives the folder of the new weights."""
-        steps, name = self.recipe.sft_steps, "sft"
+        """Supervised training: the skill, then the habit; gives the folder of the new weights."""
+        model = self._fine_tune(
+            "skill", self.path("model"), "sft_worked_out", self.recipe.sft_steps, lr=3e-3
+        )
+        return self._fine_tune("habit", model, "sft_mixed", self.recipe.habit_steps, lr=1e-3)
+
+    def _fine_tune(self, name: str, model: str, data: str, steps: int, lr: float) -> str:
         options = {
-            "data.train_files": self.path("data/sft_train.parquet"),
+            "data.train_files": self.path(f"data/{data}.parquet"),
             "data.val_files": self.path("data/sft_test.parquet"),
             "data.prompt_key": "prompt",
             "data.response_key": "response",
             "data.train_batch_size": 64,
             "data.micro_batch_size_per_gpu": 64,
             "data.max_length": 64,
-            "model.partial_pretrain": self.path("model"),
+            "model.partial_pretrain": model,
             "model.enable_gradient_checkpointing": False,
-            "optim.lr": 3e-3,
+            "optim.lr": lr,
             "optim.betas": "[0.9,0.98]",
             "optim.lr_warmup_steps": 20,
             "optim.min_lr_ratio": 0.1,

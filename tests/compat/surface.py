@@ -16,11 +16,6 @@ PRESENT = {**BATCH_AND_CONTROLLER, **LOOP, **TRAINING, **UTILITIES}
 LATER = {
     "verl.checkpoint_engine": "CheckpointEngineManager",
     "verl.experimental.agent_loop": "AgentLoopWorker",
-    "verl.experimental.dynamic_dataset.dynamicgen_dataset": "DynamicGenDataset",
-    "verl.experimental.reward_loop": "RewardLoopManager RewardLoopWorker RewardModelManager",
-    "verl.experimental.reward_loop.reward_manager.limited": (
-        "AsyncTokenBucket RateLimitedRewardManager"
-    ),
     "verl.interactions.base": "BaseInteraction",
     "verl.interactions.gsm8k_interaction": "Gsm8kInteraction",
     "verl.interactions.utils.interaction_registry": (
@@ -30,32 +25,19 @@ LATER = {
     "verl.tools.base_tool": "BaseTool OpenAIFunctionToolSchema",
     "verl.tools.schemas": "ToolResponse OpenAIFunctionToolCall",
     "verl.tools.utils.tool_registry": "initialize_tools_from_config get_tool_class ToolType",
-    "verl.trainer.main_eval": "main",
     "verl.trainer.main_generation": "main",
     "verl.trainer.main_generation_server": "main",
-    "verl.trainer.sft_trainer": "main",
-    "verl.trainer.sft_trainer_ray": "main",
-    "verl.utils.dataset.dataset_utils": "DatasetPadMode SFTTensorCollator",
-    "verl.utils.dataset.multiturn_sft_dataset": "MultiTurnSFTDataset",
-    "verl.utils.dataset.rm_dataset": "RMDataset",
     "verl.utils.fsdp_utils": "",
     "verl.utils.ulysses": "",
-    "verl.utils.reward_score": "prime_code sandbox_fusion",
-    "verl.utils.reward_score.prime_code": "apps_check_correctness",
-    "verl.utils.reward_score.sandbox_fusion.utils": "check_correctness call_sandbox_api",
     "verl.workers.engine": "EngineRegistry BaseEngine",
     "verl.workers.engine_workers": "ActorRolloutRefWorker TrainingWorker",
     "verl.workers.fsdp_workers": (
-        "AsyncActorRolloutRefWorker RewardModelWorker"
+        "AsyncActorRolloutRefWorker"
         " ActorRolloutRefWorker.generate_sequences ActorRolloutRefWorker.update_weights"
         " ActorRolloutRefWorker.start_profile ActorRolloutRefWorker.stop_profile"
         " ActorRolloutRefWorker.dump_memory_snapshot"
     ),
     "verl.workers.megatron_workers": "ActorRolloutRefWorker",
-    "verl.workers.reward_manager": (
-        "BatchRewardManager PrimeRewardManager RateLimitedRewardManager"
-    ),
-    "verl.workers.reward_manager.prime": "parallel_compute_score_async",
     "verl.workers.rollout.base": "BaseRollout get_rollout_class",
     "verl.workers.rollout.replica": "RolloutReplica RolloutReplicaRegistry TokenOutput",
 }

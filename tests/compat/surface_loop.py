@@ -41,9 +41,50 @@ LOOP = {
         AbstractCurriculumSampler(data_source, data_config)
         AbstractCurriculumSampler.update(batch)
     """,
+    "verl.experimental.dynamic_dataset.dynamicgen_dataset": """
+        AbstractDataGenerator(config)
+        AbstractDataGenerator.generate(dataset)
+        MockDataGenerator(config)
+        DynamicGenDataset(data_files, tokenizer, config, processor=None, max_samples=-1)
+        DynamicGenDataset.on_batch_end(batch)
+    """,
+    "verl.experimental.reward_loop": """
+        RewardLoopManager(config, rm_resource_pool=None)
+        RewardLoopManager.compute_rm_score(data)
+        RewardLoopWorker(config, reward_router_address=None)
+        RewardModelManager(config, resource_pool=None)
+        RewardModelManager.get_router_address()
+        RewardModelManager.wake_up()
+        RewardModelManager.sleep()
+    """,
+    "verl.experimental.reward_loop.reward_manager": """
+        register(name)
+        get_reward_manager_cls(name)
+        RewardManagerBase(config, tokenizer)
+    """,
+    "verl.experimental.reward_loop.reward_manager.base": """
+        RewardManagerBase(config, tokenizer)
+        RewardManagerBase.init_class(config, tokenizer)
+        RewardManagerBase.run_single(data)
+    """,
+    "verl.experimental.reward_loop.reward_manager.limited": """
+        AsyncTokenBucket(rate_limit, max_tokens=None)
+        AsyncTokenBucket.acquire(num_tokens=1.0)
+        RateLimitedRewardManager(
+            config, tokenizer, compute_score=None, reward_router_address=None,
+            reward_model_tokenizer=None
+        )
+        RateLimitedRewardManager.init_class(config, tokenizer)
+        RateLimitedRewardManager.run_single(data)
+    """,
     "verl.utils.dataset": """
         RLHFDataset
         collate_fn(_)
+    """,
+    "verl.utils.dataset.dynamicgen_dataset": """
+        AbstractDataGenerator
+        DynamicGenDataset
+        MockDataGenerator
     """,
     "verl.utils.dataset.rl_dataset": """
         RLHFDataset(data_files, tokenizer, config, processor=None, max_samples=-1)
@@ -51,6 +92,7 @@ LOOP = {
         RLHFDataset.resume_dataset_state()
         RLHFDataset.split(_)
         RLHFDataset.on_batch_end(batch)
+        RLHFDataset.process_vision_info(messages, image_patch_size, config)
         collate_fn(data_list)
         get_dataset_class(data_config)
     """,
@@ -60,10 +102,54 @@ LOOP = {
             concurrent_semaphore=None, memory_limit_mb=None
         )
     """,
+    "verl.utils.reward_score.prime_code": """
+        apps_check_correctness(in_outs, generation, timeout=...)
+        compute_score(completion, test_cases, continuous=False)
+    """,
+    "verl.utils.reward_score.sandbox_fusion": """
+        compute_score(_, _, memory_limit_mb, completion, test_cases, continuous=False, timeout=10)
+    """,
+    "verl.utils.reward_score.sandbox_fusion.utils": """
+        call_sandbox_api(
+            _, code, stdin, compile_timeout, run_timeout, memory_limit_mb, language="python"
+        )
+        check_correctness(
+            sandbox_fusion_url, in_outs, generation, timeout=10, memory_limit_mb=1024,
+            language="python", concurrent_semaphore=None
+        )
+    """,
+    "verl.utils.reward_score.geo3k": """
+        compute_score(predict_str, ground_truth, use_boxed=True, format_score=0.1)
+    """,
     "verl.utils.reward_score.gsm8k": """
         compute_score(
             solution_str, ground_truth, method="strict", format_score=0.0, score=1.0
         )
         extract_solution(solution_str, method="strict")
+    """,
+    "verl.utils.reward_score.math_batch": """
+        compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos)
+    """,
+    "verl.utils.reward_score.math_dapo": """
+        compute_score(solution_str, ground_truth, strict_box_verify=False)
+    """,
+    "verl.utils.reward_score.math_reward": """
+        compute_score(solution_str, ground_truth)
+        last_boxed_only_string(_)
+        remove_boxed(_)
+        is_equiv(_, _)
+        strip_string(_)
+    """,
+    "verl.utils.reward_score.math_verify": """
+        compute_score(model_output, ground_truth, timeout_score=0)
+    """,
+    "verl.utils.reward_score.prime_math": """
+        compute_score(model_output, ground_truth)
+    """,
+    "verl.utils.reward_score.search_r1_like_qa_em": """
+        compute_score(
+            solution_str, ground_truth, method="strict", format_score=0.0, score=1.0
+        )
+        extract_solution(solution_str)
     """,
 }

@@ -215,6 +215,15 @@ TRAINING = {
     "verl.trainer.fsdp_sft_trainer": """
         main
     """,
+    "verl.trainer.sft_trainer": """
+        main
+    """,
+    "verl.trainer.sft_trainer_ray": """
+        main
+    """,
+    "verl.trainer.main_eval": """
+        main(config)
+    """,
     "verl.utils.checkpoint.checkpoint_manager": """
         BaseCheckpointManager(
             model, optimizer, lr_scheduler=None, processing_class=None, checkpoint_config=None
@@ -224,6 +233,21 @@ TRAINING = {
         should_save_ckpt_esi(max_steps_duration, save_ckpt_duration=60, redundant_time=0)
         find_latest_ckpt_path(path, directory_format=...)
         get_checkpoint_tracker_filename(_)
+    """,
+    "verl.utils.dataset.dataset_utils": """
+        DatasetPadMode.RIGHT
+        DatasetPadMode.LEFT_RIGHT
+        DatasetPadMode.NO_PADDING
+        SFTTensorCollator(pad_mode=...)
+    """,
+    "verl.utils.dataset.multiturn_sft_dataset": """
+        MultiTurnSFTDataset(parquet_files, tokenizer, config, processor=None, max_samples=-1)
+    """,
+    "verl.utils.dataset.rm_dataset": """
+        RMDataset(
+            parquet_files, tokenizer, prompt_key=..., chosen_key=..., rejected_key=...,
+            max_length=1024, add_eos=True
+        )
     """,
     "verl.utils.dataset.sft_dataset": """
         SFTDataset(parquet_files, tokenizer, config, max_samples=-1)
@@ -250,12 +274,23 @@ TRAINING = {
         CriticWorker.load_checkpoint(
             local_path, hdfs_path=None, del_local_after_load=False
         )
+        RewardModelWorker(config)
+        RewardModelWorker.init_model()
+        RewardModelWorker.compute_rm_score(data)
     """,
     "verl.workers.reward_manager": """
         register(name)
         get_reward_manager_cls(name)
         NaiveRewardManager(tokenizer, num_examine, compute_score=..., reward_fn_key="data_source")
         DAPORewardManager(tokenizer, num_examine, compute_score=..., reward_fn_key="data_source")*
+        BatchRewardManager(tokenizer, num_examine, compute_score, reward_fn_key="data_source")*
+        PrimeRewardManager(tokenizer, num_examine, compute_score=..., reward_fn_key="data_source")*
+        RateLimitedRewardManager
+    """,
+    "verl.workers.reward_manager.prime": """
+        parallel_compute_score_async(
+            evaluation_func, completions, references, tasks, extra_info=None, num_processes=64
+        )
     """,
     "verl.workers.reward_manager.registry": """
         REWARD_MANAGER_REGISTRY

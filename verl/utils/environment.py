@@ -21,6 +21,11 @@ def logging_level() -> str:
     return variable("VERL_LOGGING_LEVEL", "WARN")
 
 
+def sft_logging_level() -> str:
+    """`VERL_SFT_LOGGING_LEVEL`, default what all of verl has."""
+    return variable("VERL_SFT_LOGGING_LEVEL") or logging_level()
+
+
 def auto_padding() -> bool:
     """`VERL_AUTO_PADDING=TRUE|1`: batches are padded to a divisible length where they are split."""
     return variable("VERL_AUTO_PADDING").upper() in ("TRUE", "1")
@@ -69,6 +74,11 @@ def ray_leaves_devices_visible() -> bool:
         name.startswith("RAY_EXPERIMENTAL_NOSET_") and value not in ("", "0")
         for name, value in os.environ.items()
     )
+
+
+def triton_is_interpreted() -> bool:
+    """`TRITON_INTERPRET=1`: Triton runs its kernels as Python on a CPU, to test them."""
+    return variable("TRITON_INTERPRET") == "1"
 
 
 def is_set(name: str) -> bool:
