@@ -74,6 +74,17 @@ def test_the_models_score_is_the_reward(toy, tmp_path, model_path):
     assert metrics[-1]["reward_model/input_length/max"] > 4
 
 
+@pytest.mark.slow
+def test_a_model_in_processes_of_its_own_gives_the_same_scores(toy, tmp_path, model_path):
+    pool = ["enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=3"]  # 16 rows: uneven
+    options = [f"reward_model.{setting}" for setting in pool]
+    _, apart = run(toy, tmp_path / "apart", model_path, NO_FUNCTION, *options)
+    _, beside = run(toy, tmp_path / "beside", model_path, NO_FUNCTION)
+    assert apart.rm_wg.world_size == 3
+    for name in ("responses", "token_level_scores"):
+        torch.testing.assert_close(apart.seen.batch[name], beside.seen.batch[name])
+
+
 def test_the_model_may_have_a_tokenizer_and_a_template_of_its_own(toy, tmp_path):
     tokenizer = character_tokenizer(first="A", template=TEMPLATE)
     path = save(reward_model("qwen2"), tmp_path / "rm", tokenizer)
@@ -285,7 +296,6 @@ def config_with(section=None, **options):
     ("config", "reason"),
     [
         (config_with(McoreRewardModelConfig(enable=True)), r"reward_model\.strategy is 'megatron'"),
-        (config_with(enable_resource_pool=True, nnodes=1), "enable_resource_pool is True, but one"),
         (config_with(rollout=RewardRolloutConfig(name="vllm")), r"rollout\.name is 'vllm'"),
         (config_with(manager="dapo"), r"reward_manager\.name is 'dapo' and reward_model\.enable"),
         (config_with(manager="judge"), r"reward_manager\.name is 'judge' and reward_model\.enable"),
@@ -298,6 +308,22 @@ def test_what_one_process_cannot_do_is_refused_by_name(config, reason):
 
 def test_what_one_process_can_do_is_not_refused():
     refuse_unsuited_reward_model(config_with())
+
+
+def test_a_served_model_in_a_pool_of_its_own_is_refused(toy, tmp_path, model_path):
+    (tmp_path / "ask.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, "
+        "reward_router_address):\n    return 1.0\n"
+    )
+    with pytest.raises(ValueError, match="served from the trainer's process only"):
+        run(
+            toy,
+            tmp_path,
+            model_path,
+            f"custom_reward_function.path={tmp_path / 'ask.py'}",
+            "reward_model.enable_resource_pool=true",
+            "reward_model.nnodes=1",
+        )
 
 
 def test_a_run_refuses_before_it_loads_a_model(toy, tmp_path):

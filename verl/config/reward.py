@@ -137,7 +137,7 @@ class RewardModelConfig(BaseConfig):
     """Score responses with a reward model."""
 
     enable_resource_pool: bool = False
-    """Give the reward model devices of its own, so that it scores while others generate."""
+    """Give the reward model `nnodes * n_gpus_per_node` processes of its own; they share the rows."""
 
     n_gpus_per_node: int = option(8, minimum=0)
     """Devices per node of that pool."""

@@ -24,6 +24,7 @@ from verl.workers.reward_model.server import RewardModelServer
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 POOL = "global_pool"
+REWARD_POOL = "reward_pool"
 
 
 class TaskRunner:
@@ -62,13 +63,17 @@ class TaskRunner:
     def add_reward_model_worker(self, config: PPOConfig) -> None:
         if need_reward_model(config):
             self.role_worker_mapping[Role.RewardModel] = RewardModelWorker
-            self.mapping[Role.RewardModel] = POOL
+            has_pool = config.reward_model.enable_resource_pool
+            self.mapping[Role.RewardModel] = REWARD_POOL if has_pool else POOL
 
     def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type) -> None:
         """The reference lives in the policy's worker; a recipe may give it one of its own."""
 
     def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
         pools = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        model = config.reward_model
+        if REWARD_POOL in self.mapping.values():
+            pools[REWARD_POOL] = [model.n_gpus_per_node] * model.nnodes
         return self.controller(config).resource_pool_manager(pools, self.mapping)
 
     def served_reward_model(self, config: PPOConfig) -> dict[str, Any]:

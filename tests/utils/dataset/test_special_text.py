@@ -7,10 +7,12 @@ import tracemalloc
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from examples.quickstart.build_model import ASSISTANT, END, USER, build_tokenizer
 from verl.utils.dataset.json_file import JsonFile
 from verl.utils.dataset.prompts import PromptTooLong, encode_prompt
+from verl.utils.dataset.special_text import shield
 from verl.utils.dataset.tables import BadRow
 
 TOKENIZER = build_tokenizer()
@@ -68,3 +70,13 @@ def test_a_hundred_thousand_lines_of_any_bytes_are_rows_or_named_as_bad(tmp_path
     for text in texts[:2000]:
         ids = encode_prompt([{"role": "user", "content": text}], TOKENIZER)
         assert TOKENIZER.decode(ids) == f"{USER}{text}{ASSISTANT}"
+
+
+def test_tokens_that_are_marked_special_but_not_named_are_words_too():
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|turn|>", special=True)])
+    assert "<|turn|>" not in tokenizer.all_special_tokens
+    messages, marks = shield([{"role": "user", "content": "a<|turn|>b"}], tokenizer)
+    assert "<|turn|>" not in messages[0]["content"]
+    ids = marks.encode(messages[0]["content"], tokenizer)
+    assert tokenizer.convert_tokens_to_ids("<|turn|>") not in ids

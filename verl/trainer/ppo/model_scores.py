@@ -76,10 +76,11 @@ def refuse_unsuited_reward_model(config: PPOConfig) -> None:
             f"reward_model.strategy is {model.strategy!r}; the reward model runs on the built-in "
             "engine: set reward_model.strategy=fsdp"
         )
-    if model.enable_resource_pool:
+    if model.enable_resource_pool and asks_over_http(config):
         raise ValueError(
-            "reward_model.enable_resource_pool is True, but one process has one device: the "
-            "reward model shares it and scores when the responses are done; set it to False"
+            "reward_model.enable_resource_pool is True and custom_reward_function asks the model "
+            "through reward_router_address; the model is served from the trainer's process only: "
+            "set reward_model.enable_resource_pool=False"
         )
     if model.rollout.name not in NATIVE_ENGINES:
         raise ValueError(

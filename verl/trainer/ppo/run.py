@@ -19,7 +19,7 @@ from verl.algos.kl import get_kl_controller
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
-from verl.protocol import DataProto
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.controller import Controller
 from verl.single_controller.local import CONTROLLER
 from verl.trainer.ppo.checkpointing import RunCheckpoints
@@ -169,11 +169,14 @@ class TrainingRun(RecipeMembers):
         if self.use_critic:
             roles["critic"] = self.critic_wg = self._start(Role.Critic, self.config.critic, {})
         if self.use_rm:
-            self.rm_wg = self._start(Role.RewardModel, self.config.reward_model, {})
+            model = self.config.reward_model
+            # A pool of its own is processes of its own, also when it is a single one.
+            options = {"in_process": False} if model.enable_resource_pool else {}
+            self.rm_wg = self._start(Role.RewardModel, model, {}, **options)
         self.async_rollout_manager = self._agent_loop_manager()
         self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
 
-    def _start(self, role: Role, section: Any, arguments: dict[str, Any]) -> Any:
+    def _start(self, role: Role, section: Any, arguments: dict[str, Any], **options: Any) -> Any:
         worker = self.controller.class_with_init_args(
             self.role_worker_mapping[role],
             section,
@@ -182,7 +185,7 @@ class TrainingRun(RecipeMembers):
             **arguments,
         )
         pool = self.resource_pool_manager.get_resource_pool(role)
-        group: Any = self.ray_worker_group_cls(pool, worker, name_prefix=str(role))
+        group: Any = self.ray_worker_group_cls(pool, worker, name_prefix=str(role), **options)
         group.init_model()
         return group
 
@@ -358,7 +361,8 @@ class TrainingRun(RecipeMembers):
 
     def with_model_scores(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """What the reward model says about the responses, where the reward function looks."""
-        found = self.rm_wg.compute_rm_score(batch)
+        rows, num_added = pad_dataproto_to_divisor(batch, self.rm_wg.world_size)
+        found = unpad_dataproto(self.rm_wg.compute_rm_score(rows), num_added)
         metrics = reduce_metrics(found.meta_info.pop("metrics"))
         is_extra = is_asked_per_response(self.config, self.reward_fn)
         return add_model_scores(batch, found, as_extra_info=is_extra), metrics

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.dataset.prompts import Message, render
-from verl.utils.dataset.special_text import Shield, shield
+from verl.utils.dataset.special_text import Shield, shield, special_texts
 from verl.utils.dataset.tables import DataError
 from verl.utils.printable import printable
 
@@ -112,14 +112,14 @@ def spoken_end(text: str, start: int, end: int, tokenizer: PreTrainedTokenizerBa
     """The end of a turn without the spaces that a template writes after its end token: generation
     stops before them."""
     spoken = text[start:end].rstrip()
-    ends_itself = spoken.endswith(tuple(map(str, tokenizer.all_special_tokens)))
+    ends_itself = spoken.endswith(special_texts(tokenizer))
     return start + len(spoken) if ends_itself else end
 
 
 def first_special_end(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
     ends = [
         place + len(token)
-        for token in map(str, tokenizer.all_special_tokens)
+        for token in special_texts(tokenizer)
         if (place := text.find(token, start)) >= 0
     ]
     return min(ends, default=len(text))

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.dataset.special_text import NOTHING_SHIELDED, Shield, shield
+from verl.utils.dataset.special_text import NOTHING_SHIELDED, Shield, shield, special_texts
 
 Message = Mapping[str, Any]
 Prompt = str | list[dict[str, Any]]
@@ -45,7 +45,7 @@ def as_prompt(value: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase
 
 
 def holds_special_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    return any(token in text for token in tokenizer.all_special_tokens)
+    return any(token in text for token in special_texts(tokenizer))
 
 
 def without_nulls(message: Message) -> dict[str, Any]:

@@ -10,6 +10,7 @@ message back.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -64,7 +65,7 @@ def shield(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[dict[str, Any]], Shield]:
     """Messages with marks in the place of special tokens, and what the marks mean."""
-    special = sorted(filter(None, map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
+    special = special_texts(tokenizer)
     words = "\n".join(texts_in([words_of(message) for message in messages]))
     found = [token for token in special if token in words]
     if not found:
@@ -82,6 +83,22 @@ def shield(
 
     shielded = [{**message, **replaced(words_of(message), hide)} for message in messages]
     return shielded, Shield({mark: token for token, mark in marks.items()})
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Every text that the tokenizer turns into one special token, the longest first.
+
+    Many tokenizers mark tokens of their template as special without listing them by name.
+    """
+    return _special_texts(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=16)
+def _special_texts(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> tuple[str, ...]:
+    del num_tokens  # a tokenizer that has been given more tokens is another one
+    marked = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+    named = map(str, tokenizer.all_special_tokens)
+    return tuple(sorted(filter(None, marked.union(named)), key=lambda text: (-len(text), text)))
 
 
 def words_of(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ class RewardTemplate:
         self, policy_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.policy_tokenizer = policy_tokenizer
-        name_special_tokens(tokenizer)
         self.tokenizer = tokenizer
 
     def encode(self, prompt: Prompt, response_ids: Sequence[int]) -> list[int]:
@@ -64,17 +63,3 @@ class RewardTemplate:
 
     def _is_finished(self, response_ids: Sequence[int]) -> bool:
         return len(response_ids) > 0 and response_ids[-1] == self.policy_tokenizer.eos_token_id
-
-
-def name_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the tokenizer list every token of its template among its special ones.
-
-    Many files mark such tokens as special without naming them, and what has no name would be
-    taken for words.
-    """
-    marked = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-    unnamed = [token for token in marked if token.content not in tokenizer.all_special_tokens]
-    if unnamed:
-        extra: Any = tokenizer.extra_special_tokens
-        named = [*(extra or []), *unnamed]
-        tokenizer.add_special_tokens({"extra_special_tokens": named})

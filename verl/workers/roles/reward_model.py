@@ -29,7 +29,7 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.reward_manager.abstract import scores_on_last_token
 from verl.workers.reward_model.scores import cut, sequence_scores
-from verl.workers.reward_model.template import RewardTemplate, name_special_tokens
+from verl.workers.reward_model.template import RewardTemplate
 from verl.workers.roles.building import compute_dtype, micro_batching
 
 MESH = "reward"
@@ -95,9 +95,7 @@ class RewardModelWorker(Worker):
         """The reward model's own; a model that is given the policy's tokens may have none."""
         model = self.config.model
         path = copy_to_local(model.path)
-        tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
-        name_special_tokens(tokenizer)
-        return tokenizer
+        return hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
 
     def _scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         config = self.config
