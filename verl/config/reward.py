@@ -137,7 +137,7 @@ class RewardModelConfig(BaseConfig):
     """Score responses with a reward model."""
 
     enable_resource_pool: bool = False
-    """Give the reward model `nnodes * n_gpus_per_node` processes of its own; they share the rows."""
+    """Give the reward model `nnodes * n_gpus_per_node` processes of its own, sharing rows."""
 
     n_gpus_per_node: int = option(8, minimum=0)
     """Devices per node of that pool."""
