@@ -73,7 +73,7 @@ SINGLE_RANKS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
     import ray
 
@@ -85,7 +85,7 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_pool(ray_cluster):
     from verl.single_controller.ray import RayResourcePool
 
@@ -119,7 +119,7 @@ def pair_launcher(request) -> Iterator[Launcher]:
     launcher.close()
 
 
-@pytest.fixture(scope="session", params=BACKENDS)
+@pytest.fixture(scope="package", params=BACKENDS)
 def calculators(request) -> Iterator[WorkerGroup]:
     """A group of `Calculator(offset=100)` that tests leave as they found it."""
     launcher = new_launcher(request)

@@ -209,8 +209,6 @@ def test_remax_compares_with_the_greedy_response(toy, tmp_path):
 
 
 def test_validation_refuses_what_this_trainer_cannot_do(toy, tmp_path):
-    with pytest.raises(ValueError, match=r"reward_model\.enable is True"):
-        toy_run(toy, tmp_path, "reward_model.enable=true", f"reward_model.model.path={toy}/model")
     changes = ["algorithm.filter_groups.enable=true", "algorithm.use_kl_in_reward=true"]
     with pytest.raises(ValueError, match="charged after prompts are chosen"):
         toy_run(toy, tmp_path, *changes, "algorithm.filter_groups.metric=seq_final_reward")
