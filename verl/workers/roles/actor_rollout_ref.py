@@ -112,7 +112,7 @@ class ActorRolloutRefWorker(Worker):
         seconds = time.perf_counter() - start
         names = {"log_probs": "old_log_probs", "entropy": "entropys"}
         return DataProto.from_dict(
-            tensors={names.get(name, name): column for name, column in columns.items()},
+            tensors={names.get(name, name): column.cpu() for name, column in columns.items()},
             meta_info={
                 "temperature": rollout.temperature,
                 "old_policy_version": self.engine.policy_version,
@@ -133,14 +133,14 @@ class ActorRolloutRefWorker(Worker):
             ),
             temperature=self.config.rollout.temperature,
         )
-        return DataProto.from_dict(tensors={"ref_log_prob": columns["log_probs"]})
+        return DataProto.from_dict(tensors={"ref_log_prob": columns["log_probs"].cpu()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
         config, start = self.config, time.perf_counter()
         metrics = self.actor.update_policy(
-            data.batch,
+            data.batch.to(self.engine.device),
             rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n // self.world_size,
             temperature=config.rollout.temperature,
             old_policy_version=data.meta_info.get("old_policy_version"),

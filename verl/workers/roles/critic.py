@@ -54,14 +54,15 @@ class CriticWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` of the response tokens."""
-        return DataProto.from_dict(tensors={"values": self.critic.compute_values(data.batch)})
+        values = self.critic.compute_values(data.batch)
+        return DataProto.from_dict(tensors={"values": values.cpu()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
         start, epochs = time.perf_counter(), self.config.ppo_epochs
         rows = self.config.ppo_mini_batch_size * self.config.rollout_n // self.world_size
-        metrics = self.critic.update_critic(data.batch, rows_per_step=rows)
+        metrics = self.critic.update_critic(data.batch.to(self.engine.device), rows_per_step=rows)
         seconds = time.perf_counter() - start
         metrics.update(utilisation("critic", self.flops, data, seconds, passes=epochs))
         return DataProto(meta_info={"metrics": metrics})
