@@ -32,7 +32,7 @@ test: $(STAMP)  ## Run the tests (CPU; under fifteen minutes on two cores)
 	$(BIN)/python -m pytest
 
 test-kernels: $(STAMP)  ## Compare the GPU kernels with plain torch, through Triton's interpreter
-	$(BIN)/pip install --quiet triton
+	$(BIN)/pip install --quiet --no-deps triton==3.6.0
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py
 
 test-all: $(STAMP)  ## Run the slow tests too
