@@ -46,6 +46,11 @@ def test_the_defaults_are_consistent():
 # what is set, how the message begins, what it offers
 CASES = [
     (
+        {"reward_manager.name": "model"},
+        "reward_manager.name is model, but reward_model.enable is False",
+        "set reward_model.enable=True",
+    ),
+    (
         {f"{R}.exact": True, f"{R}.name": "vllm"},
         f'{R}.exact is True, but rollout.name is "vllm"',
         "rollout.name=native or rollout.exact=False",

@@ -273,6 +273,21 @@ def test_held_out_prompts_without_an_answer_are_scored_by_the_model(toy, tmp_pat
     assert metrics[-1]["reward_model/input_length/max"] == trained_on, "not those of validation"
 
 
+def test_the_model_manager_takes_the_models_score_in_validation_too(toy, tmp_path, model_path):
+    manager = "reward_manager.name=model"
+    metrics, trainer = run(toy, tmp_path, model_path, NO_FUNCTION, manager)
+    rewards = trainer.seen.batch["token_level_scores"]
+    torch.testing.assert_close(rewards, model_scores(trainer))
+    scores = [value for name, value in metrics[-1].items() if "reward/mean@1" in name]
+    assert scores
+    assert not any(score in (0.0, 1.0) for score in scores), "a model's score, not a verdict"
+
+
+def test_the_model_manager_asks_no_function(toy, tmp_path, model_path):
+    with pytest.raises(ValueError, match="asks no function"):
+        run(toy, tmp_path, model_path, "reward_manager.name=model")
+
+
 def test_held_out_prompts_with_an_answer_are_graded_by_rule(toy, tmp_path, model_path):
     rows = [
         {"prompt": "1+1=", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}}

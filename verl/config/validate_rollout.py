@@ -98,3 +98,9 @@ def loader_faults(config: Any) -> Iterator[Fault]:
     if manager.source == "importlib" and (manager.module is None or manager.module.path is None):
         text = "reward_manager.module.path is null; reward_manager.source=importlib needs the file"
         yield Fault(text, ("reward_manager.module.path",))
+    if manager.name == "model" and manager.source == "register" and not config.reward_model.enable:
+        text = (
+            "reward_manager.name is model, but reward_model.enable is False; it takes the score of "
+            "a reward model: set reward_model.enable=True and reward_model.model.path"
+        )
+        yield Fault(text, ("reward_manager.name", "reward_model.enable"))

@@ -89,6 +89,11 @@ def refuse_unsuited_reward_model(config: PPOConfig) -> None:
             "custom_reward_function"
         )
     manager = config.reward_manager
+    if manager.name == "model" and config.custom_reward_function.path is not None:
+        raise ValueError(
+            "reward_manager.name is 'model' and custom_reward_function.path is set; that manager "
+            "asks no function: remove one of the two"
+        )
     is_built_in = manager.source == "register" and manager.name in MANAGERS_THAT_ASK_A_FUNCTION
     if is_built_in and config.custom_reward_function.path is None:
         raise ValueError(

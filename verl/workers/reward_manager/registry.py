@@ -20,6 +20,7 @@ REWARD_MANAGER_REGISTRY = Registry[type[Any]](
     rate_limited="verl.workers.reward_manager.limited:RateLimitedRewardManager",
     limited="verl.workers.reward_manager.limited:RateLimitedRewardManager",
     remote="verl.workers.reward_manager.remote:RemoteRewardManager",
+    model="verl.workers.reward_manager.model:ModelRewardManager",
     judge="verl.workers.reward_manager.judge:JudgeRewardManager",
 )
 
