@@ -6,7 +6,6 @@
 of every token returned. End-of-sequence is ignored, so all runs give the same number of tokens.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -18,7 +17,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shapes import ceilings, random_model
+from shapes import ceilings, random_model, workload_parser
 
 from verl.models.forward import hidden_states, packed_layout, packed_positions
 from verl.models.fuse import fuse_model
@@ -87,12 +86,7 @@ def hugging_face(model, batch, new_tokens):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", default="0.5B")
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=512)
+    parser = workload_parser(__doc__.partition("\n")[0])
     parser.add_argument("--steps-per-visit", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--fuse", action="store_true")

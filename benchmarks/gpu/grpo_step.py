@@ -6,7 +6,6 @@
 optimizer step on all of them. Rewards are random numbers: scoring costs nothing here.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -19,7 +18,7 @@ from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).parent))
 from decode import requests
-from shapes import ceilings, random_model
+from shapes import ceilings, random_model, workload_parser
 
 from verl.algos.advantages.group_relative import compute_grpo_outcome_advantage
 from verl.config.actor import FSDPActorConfig
@@ -67,12 +66,7 @@ class Phases:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", default="0.5B")
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=512)
+    parser = workload_parser(__doc__.partition("\n")[0])
     parser.add_argument("--micro-tokens", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--old-log-probs", action="store_true", help="a separate pass for them")

@@ -1,5 +1,7 @@
 """Models of known shapes with random weights, and what the machine can do."""
 
+import argparse
+
 import torch
 from transformers import PreTrainedModel, Qwen2Config
 
@@ -28,6 +30,17 @@ def random_model(shape: str, device: str = "cuda") -> PreTrainedModel:
     )
     with torch.device(device):
         return random_causal_lm(config, dtype=torch.bfloat16)
+
+
+def workload_parser(description: str) -> argparse.ArgumentParser:
+    """The options of every benchmark that generates; the defaults are the workload 128x8x512."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", default="0.5B", choices=SHAPES)
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    return parser
 
 
 def ceilings() -> dict[str, float]:

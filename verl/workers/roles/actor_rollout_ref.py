@@ -19,22 +19,22 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl.single_controller.base.worker import Worker
 from verl.utils.checkpoint.one_device import OneDeviceCheckpointManager
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.roles.building import build_engine, micro_batching
+from verl.workers.roles.checkpointed import CheckpointedWorker
 from verl.workers.roles.utilisation import utilisation
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 from verl.workers.rollout.native.memory import cache_budget
 
 MESH = "actor"
-STEPS_PER_VISIT = {"cpu": 4, "cuda": 16}
-"""Tokens per sequence between two looks of the host, for which a GPU would have to wait."""
+STEPS_PER_VISIT, STEPS_PER_VISIT_ON_CPU = 16, 4
+"""Tokens per sequence between two looks of the host; a device beside it waits meanwhile."""
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(CheckpointedWorker):
     """Actor, rollout and reference policy of one rank; `role` names which of them it plays."""
 
     def __init__(
@@ -149,24 +149,6 @@ class ActorRolloutRefWorker(Worker):
         metrics.update(utilisation("actor", self.flops, data, seconds, passes=epochs))
         return DataProto(meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Write the policy and its optimizer into a folder that the caller commits."""
-        self.checkpoints.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """Continue from a folder that the caller has verified."""
-        self.checkpoints.load_checkpoint(local_path, hdfs_path, del_local_after_load)
-
     def _build_rollout(self) -> NativeEngine:
         rollout, tokenizer = self.config.rollout, self.tokenizer
         if rollout.name != "native":
@@ -174,6 +156,7 @@ class ActorRolloutRefWorker(Worker):
                 f"rollout.name is {rollout.name!r}; this worker runs the built-in engine: "
                 "set actor_rollout_ref.rollout.name=native"
             )
+        is_cpu = self.engine.device.type == "cpu"
         return NativeEngine(
             self.engine.module,
             EngineLimits(
@@ -182,7 +165,7 @@ class ActorRolloutRefWorker(Worker):
                 max_response_tokens=rollout.response_length,
                 max_prefill_tokens=rollout.max_num_batched_tokens,
                 max_cache_bytes=cache_budget(self.engine.device, rollout.gpu_memory_utilization),
-                steps_per_visit=STEPS_PER_VISIT[self.engine.device.type],
+                steps_per_visit=STEPS_PER_VISIT_ON_CPU if is_cpu else STEPS_PER_VISIT,
             ),
             eos_token_ids=end_tokens(self.engine.module, tokenizer),
             version=lambda: self.engine.policy_version,

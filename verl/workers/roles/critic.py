@@ -9,17 +9,17 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl.single_controller.base.worker import Worker
 from verl.utils.checkpoint.one_device import OneDeviceCheckpointManager
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.roles.building import build_engine
+from verl.workers.roles.checkpointed import CheckpointedWorker
 from verl.workers.roles.utilisation import utilisation
 
 MESH = "critic"
 
 
-class CriticWorker(Worker):
+class CriticWorker(CheckpointedWorker):
     """The value function of one rank."""
 
     def __init__(
@@ -66,21 +66,3 @@ class CriticWorker(Worker):
         seconds = time.perf_counter() - start
         metrics.update(utilisation("critic", self.flops, data, seconds, passes=epochs))
         return DataProto(meta_info={"metrics": metrics})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Write the value model and its optimizer into a folder that the caller commits."""
-        self.checkpoints.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """Continue from a folder that the caller has verified."""
-        self.checkpoints.load_checkpoint(local_path, hdfs_path, del_local_after_load)
