@@ -10,10 +10,10 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart test test-kernels test-all lint format check bench config clean
+.PHONY: help install quickstart test test-kernels test-invariance chaos test-all lint format check bench bench-gpu config clean
 
 help:  ## Show this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
 
 install: $(STAMP)  ## Create .venv and install the package with everything the tests need
 
@@ -35,6 +35,12 @@ test-kernels: $(STAMP)  ## Compare the GPU kernels with plain torch, through Tri
 	$(BIN)/pip install --quiet --no-deps triton==3.6.0
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py
 
+test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the padded one (ten minutes)
+	$(BIN)/python -m pytest tests/parity/test_invariance.py -m slow
+
+chaos: $(STAMP)  ## Kill, stop and hang workers in each phase of a run, and print what became of it
+	$(BIN)/python -m pytest tests/chaos -m 'slow or not slow'
+
 test-all: $(STAMP)  ## Run the slow tests too
 	$(BIN)/python -m pytest -m 'not gpu'
 
@@ -52,6 +58,11 @@ check: lint test  ## What a reviewer would run
 
 config: $(STAMP)  ## Regenerate the YAML files and docs/config.md from the dataclasses
 	$(BIN)/python -m verl.config.generate
+
+bench-gpu: $(STAMP)  ## Measure on a GPU, beside TRL (ten minutes); tables go to docs/performance.md
+	$(BIN)/pip install --quiet --no-deps --target build/trl trl==1.16.0 datasets dill multiprocess xxhash
+	$(BIN)/python benchmarks/gpu/all.py --out benchmarks/results/gpu --trl build/trl
+	$(BIN)/python -m benchmarks.gpu.summary benchmarks/results/gpu docs/performance.md
 
 bench: $(STAMP)  ## Measure; results go to benchmarks/results
 	$(BIN)/python benchmarks/protocol.py

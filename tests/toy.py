@@ -78,13 +78,17 @@ def toy_overrides(toy: Path, output: Path) -> list[str]:
 
 
 def toy_run(
-    toy: Path, output: Path, *changes: str, trainer_class: type[PPOTrainer] = PPOTrainer
+    toy: Path,
+    output: Path,
+    *changes: str,
+    trainer_class: type[PPOTrainer] = PPOTrainer,
+    runner_class: "type[KeepsTrainer] | None" = None,
 ) -> tuple[list[dict[str, Any]], PPOTrainer]:
     """Train; the metrics of each reported step (`step` among them), and the trainer.
 
     `changes` are further settings, such as "algorithm.adv_estimator=rloo".
     """
-    runner = type("Runner", (KeepsTrainer,), {"trainer_class": trainer_class})
+    runner = type("Runner", (runner_class or KeepsTrainer,), {"trainer_class": trainer_class})
     log = output / "metrics.jsonl"
     log.unlink(missing_ok=True)
     with temp_env_var("VERL_FILE_LOGGER_PATH", str(log)):

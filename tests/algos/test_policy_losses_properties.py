@@ -52,7 +52,7 @@ def test_a_batch_without_tokens_has_loss_and_gradient_zero(case: str, mode: str)
     loss, metrics = loss_of(batch, config_of(case), mode)
     assert loss.item() == 0
     assert (gradient_of(batch, config_of(case), mode) == 0).all()
-    assert set(metrics.values()) <= {0.0}
+    assert set(map(float, metrics.values())) <= {0.0}
 
 
 @quick
@@ -107,7 +107,8 @@ def test_without_advantages_kl_cov_only_pulls_selected_tokens_to_the_old_policy(
 def test_metrics_are_means_over_tokens(case, seed):
     """So the metric of a whole is the average of its parts, weighted by tokens."""
     batch = random_batch(seed=seed)
-    whole = {n: v for n, v in loss_of(batch, config_of(case))[1].items() if n.startswith("actor/")}
+    metrics = loss_of(batch, config_of(case))[1]
+    whole = {name: float(v) for name, v in metrics.items() if name.startswith("actor/")}
     if case == "clip_cov":
         whole.pop("actor/pg_clipfrac")  # each part would make a selection of its own
     total = batch.response_mask.sum().item()
@@ -116,5 +117,5 @@ def test_metrics_are_means_over_tokens(case, seed):
         part = batch.rows(rows)
         _, metrics = loss_of(part, config_of(case))
         for name in sums:
-            sums[name] += metrics[name] * part.response_mask.sum().item()
+            sums[name] += float(metrics[name]) * part.response_mask.sum().item()
     assert {name: value / total for name, value in sums.items()} == pytest.approx(whole, abs=1e-6)

@@ -21,7 +21,7 @@ LATER = {
     "verl.interactions.utils.interaction_registry": (
         "get_interaction_class initialize_interactions_from_config"
     ),
-    "verl.model_merger": "ModelMergerConfig FSDPModelMerger MegatronModelMerger",
+    "verl.model_merger": "MegatronModelMerger",
     "verl.tools.base_tool": "BaseTool OpenAIFunctionToolSchema",
     "verl.tools.schemas": "ToolResponse OpenAIFunctionToolCall",
     "verl.tools.utils.tool_registry": "initialize_tools_from_config get_tool_class ToolType",
@@ -31,12 +31,7 @@ LATER = {
     "verl.utils.ulysses": "",
     "verl.workers.engine": "EngineRegistry BaseEngine",
     "verl.workers.engine_workers": "ActorRolloutRefWorker TrainingWorker",
-    "verl.workers.fsdp_workers": (
-        "AsyncActorRolloutRefWorker"
-        " ActorRolloutRefWorker.generate_sequences ActorRolloutRefWorker.update_weights"
-        " ActorRolloutRefWorker.start_profile ActorRolloutRefWorker.stop_profile"
-        " ActorRolloutRefWorker.dump_memory_snapshot"
-    ),
+    "verl.workers.fsdp_workers": ("ActorRolloutRefWorker.dump_memory_snapshot"),
     "verl.workers.megatron_workers": "ActorRolloutRefWorker",
     "verl.workers.rollout.base": "BaseRollout get_rollout_class",
     "verl.workers.rollout.replica": "RolloutReplica RolloutReplicaRegistry TokenOutput",

@@ -224,6 +224,17 @@ TRAINING = {
     "verl.trainer.main_eval": """
         main(config)
     """,
+    "verl.model_merger": """
+        ModelMergerConfig
+        FSDPModelMerger
+        FSDPModelMerger.merge_and_save()
+        FSDPModelMerger.cleanup()
+    """,
+    "verl.utils.checkpoint.fsdp_checkpoint_manager": """
+        FSDPCheckpointManager(
+            model, optimizer, lr_scheduler=None, processing_class=None, checkpoint_config=None
+        )
+    """,
     "verl.utils.checkpoint.checkpoint_manager": """
         BaseCheckpointManager(
             model, optimizer, lr_scheduler=None, processing_class=None, checkpoint_config=None
@@ -253,7 +264,12 @@ TRAINING = {
         SFTDataset(parquet_files, tokenizer, config, max_samples=-1)
     """,
     "verl.workers.fsdp_workers": """
+        AsyncActorRolloutRefWorker(config, role)
         ActorRolloutRefWorker(config, role)
+        ActorRolloutRefWorker.generate_sequences(prompts)
+        ActorRolloutRefWorker.update_weights()
+        ActorRolloutRefWorker.start_profile()*
+        ActorRolloutRefWorker.stop_profile()
         ActorRolloutRefWorker.init_model()
         ActorRolloutRefWorker.update_actor(data)
         ActorRolloutRefWorker.compute_log_prob(data)

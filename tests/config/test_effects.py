@@ -94,6 +94,35 @@ def test_settings_whose_switch_is_on_are_not_named():
     assert idle(settings) == {}
 
 
+def test_a_stored_adapter_and_a_shared_reference_leave_settings_without_effect():
+    model = "actor_rollout_ref.model"
+    base = {**GRPO, f"{A}.use_kl_loss": True, f"{model}.lora_rank": 8}
+    ref = {"actor_rollout_ref.ref.fsdp_config.param_offload": True}
+    assert idle({**base, **ref}).keys() == ref.keys()
+    assert idle({**base, **ref, "actor_rollout_ref.ref.model.path": "org/other"}) == {}
+    form = {f"{model}.lora_alpha": 32, f"{model}.target_modules": ["q_proj"]}
+    assert idle({**base, **form}) == {}
+    assert idle({**base, **form, f"{model}.lora_adapter_path": "adapter"}).keys() == form.keys()
+
+
+def test_what_only_a_gpu_does_is_named_on_a_cpu():
+    settings = {f"{A}.use_torch_compile": True, f"{A}.probe_micro_batch": True}
+    assert idle({**GRPO, **settings, "trainer.device": "cpu"}).keys() == settings.keys()
+    assert not idle({**GRPO, **settings, "trainer.device": "cuda"})
+
+
+def test_padded_rows_cannot_be_chosen():
+    key = "actor_rollout_ref.model.use_remove_padding"
+    assert "always packed" in idle({**GRPO, key: False})[key]
+    assert idle({**GRPO, key: True, f"{A}.ulysses_sequence_parallel_size": 2}) == {}, "it is needed"
+
+
+def test_the_form_of_a_critics_adapters_needs_a_rank():
+    alpha = {"critic.model.lora_alpha": 32}
+    assert idle(alpha).keys() == alpha.keys()
+    assert idle({**alpha, "critic.model.lora_rank": 4}) == {}
+
+
 def test_settings_of_the_other_back_end_are_named():
     found = idle({f"{A}.fsdp_config.param_offload": True, f"{A}.strategy": "megatron"})
     assert found == {f"{A}.fsdp_config.param_offload": f"{A}.strategy is megatron"}

@@ -203,8 +203,43 @@ CASES = [
     ),
     (
         {"actor_rollout_ref.hybrid_engine": False},
-        "actor_rollout_ref.hybrid_engine is False",
-        "share",
+        "actor_rollout_ref.hybrid_engine is False, so generation needs ranks of its own",
+        "resource_pool.rollout.devices for some of its 8",
+    ),
+    (
+        {
+            "actor_rollout_ref.hybrid_engine": False,
+            "resource_pool.actor_rollout_ref.devices": [0],
+            "resource_pool.rollout.devices": [1],
+            f"{R}.nnodes": 1,
+        },
+        f"{R}.nnodes is 1 and resource_pool.rollout.devices is [1]",
+        "leave one of them out",
+    ),
+    (
+        {"actor_rollout_ref.hybrid_engine": False, "resource_pool.rollout.devices": [1]},
+        "resource_pool.rollout.devices is [1], and the actor has no list",
+        "set resource_pool.actor_rollout_ref.devices",
+    ),
+    (
+        {"actor_rollout_ref.hybrid_engine": False, f"{R}.nnodes": 1, f"{R}.exact": True},
+        f"{R}.exact is True; with actor_rollout_ref.hybrid_engine=False",
+        "shared weights only",
+    ),
+    (
+        {"resource_pool.rollout.devices": [1]},
+        "resource_pool.rollout.devices is [1]; with actor_rollout_ref.hybrid_engine=True",
+        "hybrid_engine=False",
+    ),
+    (
+        {
+            "actor_rollout_ref.hybrid_engine": False,
+            f"{R}.nnodes": 1,
+            f"{R}.n_gpus_per_node": 3,
+            f"{R}.tensor_model_parallel_size": 2,
+        },
+        f"{R}.tensor_model_parallel_size (2) times",
+        "must divide the 3 ranks",
     ),
     (
         {"reward_model.enable": True, "reward_model.enable_resource_pool": True},

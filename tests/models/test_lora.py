@@ -4,16 +4,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import plain_twin, tiny_model
+from tests.tiny_models import plain_twin, tiny_config, tiny_model
 from verl.models.forward import hidden_states, packed_layout
+from verl.models.loading import random_causal_lm
 from verl.models.lora import (
     LoraOptions,
     adapter_weights,
     add_lora,
+    as_started,
     has_lora,
+    hf_weights,
     load_adapter,
     merged_copy,
     save_adapter,
+    without_adapters,
 )
 from verl.utils.checkpoint.hf_model import save_hf_model
 
@@ -133,4 +137,37 @@ def test_experts_get_no_adapter_and_attention_beside_them_may():
     with pytest.raises(ValueError, match=r"only linear layers .* name them in target_modules"):
         with_lora("qwen3_moe")
     model = with_lora("qwen3_moe", target_modules=["q_proj"], scale=0.1)
+    torch.testing.assert_close(logits(merged_copy(model)), logits(model))
+
+
+def test_a_model_without_weights_gets_adapters_without_weights(tmp_path):
+    """As ranks need it that are given their part of the weights later."""
+    save_adapter(with_lora(scale=0.1), tmp_path)
+    with torch.device("meta"):
+        empty, other = (random_causal_lm(tiny_config("llama")) for _ in range(2))
+    add_lora(empty, LoraOptions(rank=4))
+    add_lora(other, LoraOptions(adapter_path=str(tmp_path)), keeps_start=True)
+    assert {p.device.type for p in (*empty.parameters(), *other.parameters())} == {"meta"}
+    trained = [
+        {name for name, p in m.named_parameters() if p.requires_grad} for m in (empty, other)
+    ]
+    assert trained[0] == trained[1]
+
+
+def test_a_model_runs_as_it_started_whatever_became_of_its_adapters(tmp_path):
+    stored = with_lora(scale=0.1)
+    save_adapter(stored, tmp_path)
+    options = LoraOptions(adapter_path=str(tmp_path))
+    model = add_lora(tiny_model("llama"), options, keeps_start=True)
+    assert adapter_weights(model).keys() == adapter_weights(stored).keys()
+    with torch.no_grad():
+        for weight in adapter_weights(model).values():
+            weight.mul_(2)
+    with as_started(model):
+        assert torch.equal(logits(model), logits(stored))
+    with without_adapters(model):
+        assert torch.equal(logits(model), logits(tiny_model("llama")))
+    assert not torch.allclose(logits(model), logits(stored))
+    merged = dict(hf_weights(model))
+    assert merged.keys() == dict(tiny_model("llama").named_parameters()).keys()
     torch.testing.assert_close(logits(merged_copy(model)), logits(model))

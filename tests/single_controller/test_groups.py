@@ -249,3 +249,10 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_way_out(calculators, cal
         pytest.skip("one rank divides everything")
     with pytest.raises(ValueError, match=f"{num_rows} rows cannot be split evenly .* pad it"):
         vars(calculators)[call](rows(*range(num_rows)))
+
+
+def test_some_of_the_ranks_may_be_called_alone(calculators):
+    everywhere = calculators.add(5)
+    last = calculators.world_size - 1
+    assert calculators.execute_ranks([last], "add", 5) == [everywhere[last]]
+    assert calculators.execute_ranks([last, 0], "add", 5) == [everywhere[last], everywhere[0]]

@@ -107,12 +107,24 @@ def test_placement_names_controller_roles_and_engines():
         load({f"{R}.tensor_model_parallel_size": 2, f"{A}.use_kl_loss": True}).checked()
     )
     assert (plan.controller, plan.ranks) == ("ray", 8)
+    whole = "whole on each of 8 ranks, the optimizer's state divided"
     assert {role.role: role.layout for role in plan.roles} == {
-        "actor": "fsdp over 8 ranks",
+        "actor": f"{whole}, if that fits; else fsdp over 8 ranks",
         "rollout": "native, 4 engines, tensor parallel 2",
         "reference": "a frozen copy",
-        "critic": "fsdp over 8 ranks",
+        "critic": f"{whole}, if that fits; else fsdp over 8 ranks",
     }
+
+
+def test_placement_says_what_ranks_divide_where_it_was_chosen():
+    def layouts(sharding):
+        values = {**GRPO, f"{A}.fsdp_config.sharding": sharding, f"{A}.fsdp_config.fsdp_size": 4}
+        return [role.layout for role in placement(load(values).checked()).roles]
+
+    engines = "native, 8 engines, tensor parallel 1"
+    assert layouts("full") == ["fsdp over 4 ranks, 2 copies", engines]
+    whole = "whole on each of 8 ranks, the optimizer's state divided"
+    assert layouts("zero1") == [whole, f"{engines}, on the trainer's own weights"]
 
 
 def test_one_device_needs_no_ray_and_no_second_copy():
@@ -177,6 +189,24 @@ def test_memory_is_divided_over_the_ranks(model_folder):
     assert plan["rollout"].parts["engine weights"] == 2 * PARAMS
 
 
+def test_ranks_with_whole_weights_divide_the_optimizer_state_and_share_them_with_the_rollout(
+    model_folder,
+):
+    zero1 = {
+        f"{A}.fsdp_config.sharding": "zero1",
+        "actor_rollout_ref.ref.fsdp_config.sharding": "zero1",
+    }
+    plan = phases(
+        {**GRPO, "actor_rollout_ref.model.path": model_folder, **zero1, f"{A}.use_kl_loss": True}
+    )
+    update = plan["update actor"].parts
+    assert update["weights"] == 2 * PARAMS
+    assert update["optimizer"] == 12 * PARAMS / 8
+    assert update["gradients"] == 2 * PARAMS
+    assert update["reference"] == 2 * PARAMS
+    assert "engine weights" not in plan["rollout"].parts
+
+
 def test_offloading_keeping_activations_and_references_show(model_folder):
     base = {**GRPO, "actor_rollout_ref.model.path": model_folder}
     plain = phases(base)
@@ -189,15 +219,20 @@ def test_offloading_keeping_activations_and_references_show(model_folder):
         > 5 * plain["update actor"].parts["activations"]
     )
     with_reference = phases({**base, f"{A}.use_kl_loss": True})
-    assert with_reference["load"].parts["reference"] == 4 * PARAMS / 8
+    assert with_reference["load"].parts["reference"] == 2 * PARAMS / 8  # frozen: no fp32
     adapters = phases({**base, f"{A}.use_kl_loss": True, "actor_rollout_ref.model.lora_rank": 8})
     assert "reference" not in adapters["load"].parts
     assert adapters["load"].parts["optimizer"] < plain["load"].parts["optimizer"] / 300
+    other = {f"{A}.use_kl_loss": True, "actor_rollout_ref.ref.model.path": model_folder}
+    own = phases({**base, **other, "actor_rollout_ref.model.lora_rank": 8})
+    assert own["load"].parts["reference"] == with_reference["load"].parts["reference"]
 
 
 def test_a_critic_has_a_phase_of_its_own(model_folder):
     plan = phases({"actor_rollout_ref.model.path": model_folder})
     assert "update critic" in plan
+    adapters = phases({"actor_rollout_ref.model.path": model_folder, "critic.model.lora_rank": 8})
+    assert adapters["load"].parts["critic"] < plan["load"].parts["critic"] / 2
     value_params = PARAMS - 152064 * 3584 + 3584
     assert plan["load"].parts["critic"] == 12 * value_params / 8
 

@@ -1,20 +1,30 @@
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import verl
 from verl.utils import device
+from verl.utils.checkpoint.rng import capture_rng, restore_rng
 from verl.utils.device import (
     auto_set_device,
     check_cpu_bf16,
+    free_cached_memory,
     get_device_capability,
     get_device_id,
     get_device_name,
     get_nccl_backend,
     get_torch_device,
     get_visible_devices_keyword,
+    memory_info,
+    peak_memory,
     resolve_device,
+    rng_states,
     set_expandable_segments,
+    set_rng_states,
+    synchronize,
 )
 from verl.utils.environment import temp_env_var
 
@@ -45,6 +55,10 @@ def test_everything_follows_from_the_cpu():
         assert get_nccl_backend() == "gloo"
         assert get_device_capability() == (None, None)
         set_expandable_segments(True)  # nothing to set
+        synchronize(torch.device("cpu"))  # nothing to wait for
+        free_cached_memory()
+        assert peak_memory() is None
+        assert rng_states() == []
 
 
 @without_cuda
@@ -102,3 +116,96 @@ def test_bfloat16_that_works_passes_and_is_tried_once(monkeypatch):
     check_cpu_bf16()  # the test environment sets what this machine needs
     monkeypatch.setattr(device, "_BF16_PROBE", "raise SystemExit(1)")
     check_cpu_bf16()
+
+
+class TwoNpus:
+    """What torch_npu offers as `torch.npu`, as far as it is used, on two devices of 64 GB."""
+
+    def __init__(self):
+        self.states = [torch.tensor([1]), torch.tensor([2])]
+        self.calls = []
+
+    def is_initialized(self):
+        return True
+
+    def current_device(self):
+        return 1
+
+    def device_count(self):
+        return len(self.states)
+
+    def mem_get_info(self, of):
+        return 48 * 2**30, 64 * 2**30
+
+    def max_memory_allocated(self):
+        return 10
+
+    def max_memory_reserved(self):
+        return 16
+
+    def get_rng_state_all(self):
+        return [state.clone() for state in self.states]
+
+    def set_rng_state_all(self, states):
+        self.states = states
+
+    def synchronize(self, of):
+        self.calls.append(("synchronize", str(of)))
+
+    def empty_cache(self):
+        self.calls.append(("empty_cache", ""))
+
+
+@pytest.fixture
+def npus(monkeypatch):
+    stand_in = TwoNpus()
+    monkeypatch.setitem(device.STAND_INS, "npu", stand_in)
+    with temp_env_var("VERL_FORCE_DEVICE", "npu"):
+        yield stand_in
+
+
+def test_another_kind_of_accelerator_answers_all_the_same_questions(npus):
+    assert get_torch_device() is npus
+    assert get_device_id() == 1
+    assert device.KINDS["npu"].ray_resource == "NPU"
+    # torch itself knows the name of the device only with its package, which is not here
+    first = SimpleNamespace(type="npu", index=0)
+    assert memory_info(first) == (48 * 2**30, 64 * 2**30)
+    assert peak_memory() == (10, 16)
+    assert get_device_capability() == (None, None)
+    free_cached_memory()
+    assert npus.calls == [("empty_cache", "")]
+
+
+def test_its_random_numbers_continue_after_a_resume(npus):
+    state = capture_rng()
+    assert [int(number) for number in state["npu"]] == [1, 2]
+    npus.states = [torch.tensor([7]), torch.tensor([8])]
+    restore_rng(state)
+    assert [int(number) for number in npus.states] == [1, 2]
+    with pytest.raises(ValueError, match="of 3 NPU devices was saved and 2 are visible"):
+        set_rng_states("npu", [torch.tensor([0])] * 3)
+
+
+FOR_ONE_KIND_ONLY = (
+    "models/kernels/",
+    "utils/device.py",
+    "utils/steady_memory.py",  # the CUDA driver's memory calls
+    "utils/profiler/timers.py",  # NVTX
+    "utils/profiler/tools.py",  # Nsight, the history of CUDA's allocator
+    "workers/rollout/native/kernel_batch.py",  # decoding through kernels and CUDA graphs
+    "workers/rollout/native/step_graphs.py",
+)
+
+
+def test_nothing_else_names_a_kind_of_device_in_torch():
+    root = Path(verl.__file__).parent
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        place = path.relative_to(root).as_posix()
+        if place.startswith(FOR_ONE_KIND_ONLY):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.cuda", "torch.npu"):
+                found.append(f"{place}:{node.lineno}")
+    assert not found, "ask verl.utils.device instead"

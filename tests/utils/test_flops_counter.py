@@ -3,7 +3,9 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.utils import flops_counter
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
@@ -16,7 +18,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-VOCABULARY = 2 * 10 * 8
+VOCABULARY = 10 * 8  # the output matrix; the embedding is no product
 ATTENTION = 8 * 2 * (4 + 4) + 8 * 2 * (2 + 2)  # query and output, key and value; d = 2
 FEED_FORWARD = 3 * 8 * 16
 
@@ -34,14 +36,16 @@ def test_a_dense_model_by_hand():
     assert achieved == pytest.approx((linear + attention) / 2 / 1e12)
 
 
-def test_the_weights_are_those_of_the_model():
-    config = AutoConfig.for_model("llama", **SHAPE)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(config)
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    long, short = (FlopsCounter(config).step_flops([1] * n) for n in (2, 1))
-    assert long - short == 6 * matrices + 6 * 4 * 2 * 2
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_count_is_what_torch_counts_in_a_forward_pass(is_tied):
+    config = AutoConfig.for_model("llama", **SHAPE, tie_word_embeddings=is_tied)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(torch.arange(5)[None], use_cache=False)
+    products = counted.get_flop_counts()["Global"]
+    linear, attention = products[torch.ops.aten.mm], products[torch.ops.aten.bmm]
+    # Eager attention computes the pairs that it masks, too.
+    assert FlopsCounter(config).step_flops([5]) / 3 == linear + attention / 2
 
 
 def test_only_the_experts_of_a_token_count():
@@ -58,7 +62,8 @@ def test_only_the_experts_of_a_token_count():
 def test_latent_attention_reaches_the_published_number_of_active_weights():
     config = AutoConfig.for_model("deepseek_v3")  # its defaults are the 671B model, 37B active
     per_token = FlopsCounter(config).step_flops([1] * 1000) / 6000
-    assert per_token == pytest.approx(37.55e9, rel=0.001)
+    embedding = config.vocab_size * config.hidden_size
+    assert per_token + embedding == pytest.approx(37.55e9, rel=0.001)
 
 
 def test_a_window_limits_what_attention_looks_at():

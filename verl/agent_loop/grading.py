@@ -12,25 +12,22 @@ column of their own; what becomes of faults and abstentions is decided where bat
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from verl.agent_loop.base import AgentLoopOutput
+from verl.agent_loop.follower import AsBatch, Follower, with_row_columns
 from verl.protocol import DataProto
 from verl.workers.reward_manager.grading import PerResponseManager
 from verl.workers.reward_manager.results import GRADE_COLUMN, as_result
 
 
-class GradedGeneration:
+class GradedGeneration(Follower):
     """The responses to one batch of prompts. `as_batch` makes a batch of trajectories."""
 
-    def __init__(
-        self,
-        manager: PerResponseManager,
-        as_batch: Callable[[list[AgentLoopOutput]], DataProto],
-    ) -> None:
+    def __init__(self, manager: PerResponseManager, as_batch: AsBatch) -> None:
         self._manager = manager
         self._as_batch = as_batch
         self._round = manager.open_round()
@@ -39,12 +36,7 @@ class GradedGeneration:
         """Grade the trajectory of a row, unless its loop has scored it."""
         if output.reward_score is not None:
             return
-        single = self._as_batch([output])
-        for name, value in row.items():
-            column = np.empty(1, dtype=object)
-            column[0] = value
-            single.non_tensor_batch.setdefault(name, column)
-        (response,) = self._manager.responses(single)
+        (response,) = self._manager.responses(with_row_columns(self._as_batch([output]), [row]))
         self._round.add(place, response)
 
     async def finish(self, batch: DataProto) -> None:

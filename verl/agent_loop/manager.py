@@ -7,6 +7,7 @@ engines batch what they ask for. Results stand in the order of the rows, whichev
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import yaml
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, DictConfigWrap, agent_loops
+from verl.agent_loop.follower import Follower, MakeFollower
 from verl.agent_loop.grading import GradedGeneration
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.agent_loop.trajectories import as_batch, timing_of
@@ -23,10 +25,10 @@ from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.workers.reward_manager.grading import PerResponseManager
+from verl.workers.roles.generating import GeneratingWorker
 from verl.workers.rollout.base import Rollout
-
-SEED_COLUMN = "sampling_seed"
-"""Rows may carry the seed of their sample; without it the engine takes a fresh one."""
+from verl.workers.rollout.remote import remote_rollouts
+from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,10 @@ class LoopClass:
 
 
 class AgentLoopManager:
-    """Runs agent loops over `rollouts`, or over the engines of a worker group in this process."""
+    """Runs agent loops over `rollouts`, or over the engines of a worker group.
+
+    The loops run here, wherever the engines are.
+    """
 
     def __init__(
         self,
@@ -56,7 +61,8 @@ class AgentLoopManager:
         self.tokenizer = tokenizer
         self.processor = processor
         if rollouts is None:
-            rollouts = [worker.rollout for worker in worker_group.workers]
+            size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            rollouts = engines_of(worker_group, ranks_per_engine=size)
         self.rollout_replicas = list(rollouts)
         self._dataset_cls = get_dataset_class(config.data)
         trace = config.actor_rollout_ref.rollout.trace
@@ -81,26 +87,37 @@ class AgentLoopManager:
         """From now on grade each response as soon as it ends, with a manager that can."""
         self._reward_fn, self._val_reward_fn = reward_fn, val_reward_fn
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Continue every row once. For code that has an event loop there is the async one."""
-        return asyncio.run(self.generate_sequences_async(prompts))
+    def generate_sequences(
+        self, prompts: DataProto, follow: MakeFollower | None = None
+    ) -> DataProto:
+        """Continue every row once. For code that has an event loop there is the async one.
 
-    async def generate_sequences_async(self, prompts: DataProto) -> DataProto:
+        `follow` makes something that is told of each trajectory when it has ended, and takes the
+        place of grading.
+        """
+        return asyncio.run(self.generate_sequences_async(prompts, follow))
+
+    async def generate_sequences_async(
+        self, prompts: DataProto, follow: MakeFollower | None = None
+    ) -> DataProto:
         params = self.sampling_params(prompts.meta_info)
         versions = self._policy_versions()
         servers = AsyncLLMServerManager(self.config, self.rollout_replicas)
         rows = rows_of(prompts.non_tensor_batch)
-        grading = self._grading(prompts.meta_info)
+        make = follow or self._grading_of(prompts.meta_info)
+        follower = None if make is None else make(self._as_batch)
         # One task per row, made in row order: samples of a prompt reach the engine together.
         tasks = [
-            asyncio.create_task(self._run_graded(place, grading, row, dict(params), servers, info))
+            asyncio.create_task(
+                self._run_followed(place, follower, row, dict(params), servers, info)
+            )
             for place, (row, info) in enumerate(zip(rows, self._trace_infos(prompts), strict=True))
         ]
         try:
             outputs = list(await asyncio.gather(*tasks))
         except BaseException:
-            if grading is not None:
-                grading.cancel()
+            if follower is not None:
+                follower.cancel()
             raise
         finally:
             for task in tasks:
@@ -111,26 +128,13 @@ class AgentLoopManager:
         if versions == self._policy_versions() and len(versions) == 1:
             (batch.meta_info["policy_version"],) = versions  # every token was sampled with it
         batch.meta_info["metrics"] = {"rollout/truncated_ratio": num_cut / len(outputs)}
-        if grading is not None:
-            await grading.finish(batch)
+        if follower is not None:
+            await follower.finish(batch)
         return batch
 
     def sampling_params(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:
-        """What every loop of a batch samples with.
-
-        With `meta_info["validate"]` those of validation; `meta_info["do_sample"]=False` is greedy.
-        """
-        rollout = self.config.actor_rollout_ref.rollout
-        is_validation = bool(meta_info.get("validate", False))
-        source = rollout.val_kwargs if is_validation else rollout
-        does_sample = bool(meta_info.get("do_sample", source.do_sample))
-        return {
-            "temperature": source.temperature if does_sample else 0.0,
-            "top_p": source.top_p,
-            "top_k": source.top_k,
-            "repetition_penalty": rollout.repetition_penalty,
-            "ignore_eos": rollout.ignore_eos,
-        }
+        """What every loop of a batch samples with."""
+        return sampling_options(self.config.actor_rollout_ref.rollout, meta_info)
 
     def sleep(self) -> None:
         """Let the engines give back the memory that only generation needs."""
@@ -155,13 +159,13 @@ class AgentLoopManager:
             {**info, "trace": limit is None or place < limit} for place, info in enumerate(infos)
         ]
 
-    def _grading(self, meta_info: Mapping[str, Any]) -> GradedGeneration | None:
+    def _grading_of(self, meta_info: Mapping[str, Any]) -> MakeFollower | None:
         """None where responses are graded afterwards."""
         is_validation = bool(meta_info.get("validate", False))
         manager = self._val_reward_fn if is_validation else self._reward_fn
         if not isinstance(manager, PerResponseManager):
             return None
-        return GradedGeneration(manager, self._as_batch)
+        return partial(GradedGeneration, manager)
 
     def _as_batch(self, outputs: Sequence[AgentLoopOutput]) -> DataProto:
         return as_batch(
@@ -171,18 +175,18 @@ class AgentLoopManager:
             pad_token_id=self.tokenizer.pad_token_id,
         )
 
-    async def _run_graded(
+    async def _run_followed(
         self,
         place: int,
-        grading: GradedGeneration | None,
+        follower: Follower | None,
         row: dict[str, Any],
         params: dict[str, Any],
         servers: AsyncLLMServerManager,
         info: Mapping[str, Any],
     ) -> AgentLoopOutput:
         output = await self._run_traced(row, params, servers, **info)
-        if grading is not None:
-            grading.add(place, row, output)
+        if follower is not None:
+            follower.add(place, row, output)
         return output
 
     async def _run_traced(
@@ -218,6 +222,14 @@ class AgentLoopManager:
             dataset_config=DictConfigWrap(self.config.data),
             **known.kwargs,
         )
+
+
+def engines_of(worker_group: Any, *, ranks_per_engine: int) -> list[Rollout]:
+    """The engines of a group: the object itself if it is in this process, else a stand-in."""
+    worker = worker_group.workers[0]
+    if isinstance(worker, GeneratingWorker):
+        return [worker.rollout]
+    return [*remote_rollouts(worker_group, ranks_per_engine)]
 
 
 def rows_of(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.single_controller.base.failures import WorkerError
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.base import GenerationRequest, Rollout, SamplingParams, TokenOutput
 
@@ -157,6 +158,7 @@ class AsyncLLMServerManager:
 
 
 def _for_ticket(error: BaseException, ticket: Ticket) -> Exception:
-    if isinstance(error, ValueError):
-        return error  # the request is at fault, and the message says how
+    # The request is at fault, or a worker is; either message says how.
+    if isinstance(error, ValueError | WorkerError):
+        return error
     return RuntimeError(f"request {ticket.request_id} failed: {error!r}")

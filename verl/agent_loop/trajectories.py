@@ -1,7 +1,4 @@
-"""Trajectories become a batch: prompts padded on the left, responses on the right.
-
-Masks come from the lengths, never from pad ids: a pad token may also be the end of a sentence.
-"""
+"""Trajectories become a batch, and their timings a report."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +9,7 @@ from torch import Tensor
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.protocol import DataProto
-from verl.utils.model import compute_position_id_with_mask
+from verl.workers.rollout.sequences import pad_floats, padded_sequences
 
 
 def as_batch(
@@ -31,46 +28,22 @@ def as_batch(
             f"{prompt_length}, and apply_chat_template keeps to it"
         )
     responses = [output.response_ids[:response_length] for output in outputs]
-    prompt_ids, prompt_mask = pad(prompts, prompt_length, pad_token_id, on_left=True)
-    response_ids, response_tokens = pad(responses, response_length, pad_token_id)
-    response_mask, _ = pad([o.response_mask[:response_length] for o in outputs], response_length, 0)
-    attention_mask = torch.cat([prompt_mask, response_tokens], dim=1)  # (B, P + T)
-    tensors = {
-        "prompts": prompt_ids,
-        "responses": response_ids,
-        "response_mask": response_mask,
-        "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
-        "attention_mask": attention_mask,
-        "position_ids": compute_position_id_with_mask(attention_mask),
-    }
+    tensors = padded_sequences(
+        prompts,
+        responses,
+        [output.response_mask[:response_length] for output in outputs],
+        prompt_length=prompt_length,
+        response_length=response_length,
+        pad_token_id=pad_token_id,
+    )
     log_probs = [output.response_logprobs for output in outputs]
     if all(values is not None for values in log_probs):
         tensors["rollout_log_probs"] = pad_floats(log_probs, response_length)
     scores = [output.reward_score for output in outputs]
     if any(score is not None for score in scores):
+        response_tokens = tensors["attention_mask"][:, prompt_length:]
         tensors["rm_scores"] = scores_on_last_tokens(scores, response_tokens)
     return DataProto.from_dict(tensors=tensors, non_tensors=object_columns(outputs))
-
-
-def pad(
-    rows: Sequence[Sequence[int]], length: int, value: int, *, on_left: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The rows as (B, length), and a mask that is 1 where they have a token."""
-    padded = torch.full((len(rows), length), value, dtype=torch.long)
-    mask = torch.zeros(len(rows), length, dtype=torch.long)
-    for number, row in enumerate(rows):
-        span = slice(length - len(row), length) if on_left else slice(0, len(row))
-        padded[number, span] = torch.tensor(row, dtype=torch.long)
-        mask[number, span] = 1
-    return padded, mask
-
-
-def pad_floats(rows: Sequence[Sequence[float] | None], length: int) -> Tensor:
-    padded = torch.zeros(len(rows), length)
-    for number, row in enumerate(rows):
-        values = torch.tensor((row or [])[:length])
-        padded[number, : len(values)] = values
-    return padded
 
 
 def scores_on_last_tokens(scores: Sequence[float | None], response_tokens: Tensor) -> Tensor:

@@ -193,7 +193,14 @@ class ActorConfig(BaseConfig):
     """Run the prompt once for all its responses in the training pass."""
 
     use_torch_compile: bool = True
-    """Compile the entropy and log-probability functions with `torch.compile`."""
+    """On a GPU, compile norms and MLPs that no fused kernel fits with `torch.compile`, in training
+    and scoring passes. Log-probabilities and entropy have kernels of their own."""
+
+    update_while_generating: bool = False
+    """Train on a prompt's responses as soon as the last of them has ended, while others are still
+    generated; the optimizer step waits for all. The update is the same. On one device, with one
+    optimizer step per batch and advantages within groups. Activations then need memory beside the
+    cache of keys and values: lower `rollout.gpu_memory_utilization` or the micro-batches."""
 
     use_fused_kernels: bool = option(
         False, yaml="${oc.select:actor_rollout_ref.model.use_fused_kernels,false}"
@@ -274,6 +281,11 @@ class FSDPActorConfig(ActorConfig):
         True, yaml="${oc.select:actor_rollout_ref.model.use_remove_padding,true}"
     )
     """Pack sequences without padding; follows `model.use_remove_padding`."""
+
+    probe_micro_batch: bool = False
+    """Let the first update measure how many tokens of a micro-batch fit into 90% of the device's
+    memory, beginning at the configured size, and use that number from then on. On a GPU; never
+    changes the gradient."""
 
     optim: FSDPOptimizerConfig = option(default_factory=FSDPActorOptimizerConfig)
 

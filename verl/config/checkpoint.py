@@ -24,4 +24,4 @@ class CheckpointConfig(BaseConfig):
     """What a resumed run restores, from the same list."""
 
     async_save: bool = False
-    """Write in the background while training goes on. Megatron only."""
+    """Copy the state to host memory and write it in the background while training goes on."""

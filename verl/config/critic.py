@@ -234,6 +234,11 @@ class FSDPCriticConfig(CriticConfig):
     grad_clip: float = option(1.0, above=0)
     """Largest global gradient norm; a longer gradient is scaled down to it."""
 
+    probe_micro_batch: bool = option(
+        False, yaml="${oc.select:actor_rollout_ref.actor.probe_micro_batch,false}"
+    )
+    """Let the first update measure how many tokens of a micro-batch fit; follows the actor."""
+
     optim: FSDPOptimizerConfig = option(default_factory=FSDPCriticOptimizerConfig)
 
 

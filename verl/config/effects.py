@@ -12,8 +12,15 @@ from typing import Any
 
 from verl.config.base import BaseConfig, ReadLog
 from verl.config.keys import Keys
-from verl.config.names import needs_critic, needs_reference, uses_lora
+from verl.config.names import (
+    critic_lora_rank,
+    is_own_reference,
+    needs_critic,
+    needs_reference,
+    uses_lora,
+)
 from verl.config.ppo import PPOConfig
+from verl.config.ranks import engine_of, ranks_per_sequence
 from verl.config.variants import family
 
 TRI = "actor_rollout_ref"
@@ -21,6 +28,7 @@ ACTOR = f"{TRI}.actor"
 ROLLOUT = f"{TRI}.rollout"
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([\w.]+)")
 COMPATIBILITY = "accepted for older scripts; nothing reads it"
+ALWAYS_PACKED = "rows are always packed without padding; the numbers are those of padded rows"
 REWARD_MODEL_KEYS = (
     "model",
     "rollout",
@@ -34,6 +42,13 @@ REWARD_MODEL_KEYS = (
     "truncation",
 )
 """What only a reward model reads."""
+
+
+ADAPTER_FORM = tuple(
+    f"{TRI}.model.{name}"
+    for name in ("lora_alpha", "use_rslora", "target_modules", "exclude_modules")
+)
+"""What new adapters look like."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +183,29 @@ EFFECTS: list[Effect] = [
         lambda config: config.actor_rollout_ref.actor.use_dynamic_bsz,
     ),
     Effect(
+        (f"{TRI}.model.use_remove_padding", f"{ACTOR}.use_remove_padding"),
+        ALWAYS_PACKED,
+        lambda config: ranks_per_sequence(engine_of(config, TRI)) == 1,
+    ),
+    Effect(
+        ("critic.model.use_remove_padding",),
+        ALWAYS_PACKED,
+        lambda config: ranks_per_sequence(engine_of(config, "critic")) == 1,
+    ),
+    Effect(("reward_model.model.use_remove_padding",), ALWAYS_PACKED, lambda config: True),
+    Effect(
+        (
+            f"{ACTOR}.use_torch_compile",
+            f"{ACTOR}.fsdp_config.use_torch_compile",
+            f"{TRI}.ref.use_torch_compile",
+            f"{TRI}.ref.fsdp_config.use_torch_compile",
+            f"{ACTOR}.probe_micro_batch",
+            "critic.probe_micro_batch",
+        ),
+        "trainer.device is cpu: nothing is compiled there, and memory is not measured",
+        lambda config: config.trainer.device == "cpu",
+    ),
+    Effect(
         tuple(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")),
         "validation is greedy: actor_rollout_ref.rollout.val_kwargs.do_sample is off",
         lambda config: not config.actor_rollout_ref.rollout.val_kwargs.do_sample,
@@ -200,11 +238,34 @@ EFFECTS: list[Effect] = [
         lambda config: config.actor_rollout_ref.rollout.name in ("native", "hf"),
     ),
     Effect(
-        tuple(
-            f"{TRI}.model.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")
-        ),
+        (*ADAPTER_FORM, f"{TRI}.model.lora.merge"),
         "no LoRA: actor_rollout_ref.model.lora_rank is 0",
         lambda config: not uses_lora(config),
+    ),
+    Effect(
+        ADAPTER_FORM,
+        "the adapter in actor_rollout_ref.model.lora_adapter_path brings its own",
+        lambda config: config.actor_rollout_ref.model.lora_adapter_path is not None,
+    ),
+    Effect(
+        (f"{TRI}.ref.fsdp_config", f"{TRI}.ref.megatron"),
+        "with LoRA the reference is the actor without its adapters",
+        is_own_reference,
+    ),
+    Effect(
+        ("critic.model.lora_alpha", "critic.model.target_modules"),
+        "no LoRA: critic.model.lora_rank is 0",
+        lambda config: not critic_lora_rank(config),
+    ),
+    Effect(
+        (f"{ROLLOUT}.layered_summon", f"{ROLLOUT}.load_format"),
+        "the built-in engine has no weights of its own",
+        lambda config: config.actor_rollout_ref.rollout.name in ("native", "hf"),
+    ),
+    Effect(
+        (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"),
+        f"{TRI}.hybrid_engine is on: generation shares the devices of training",
+        lambda config: config.actor_rollout_ref.hybrid_engine,
     ),
     Effect(
         tuple(f"reward_model.{name}" for name in REWARD_MODEL_KEYS)
@@ -274,6 +335,7 @@ EFFECTS: list[Effect] = [
             f"{ROLLOUT}.multi_turn.use_inference_chat_template",
             f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode",
             f"{ROLLOUT}.agent.custom_async_server",
+            "trainer.balance_batch",
             "trainer.ray_wait_register_center_timeout",
             "trainer.use_legacy_worker_impl",
         ),

@@ -35,7 +35,8 @@ class EngineConfig(BaseConfig):
     _target_: str = "verl.workers.config.EngineConfig"
 
     param_offload: bool = False
-    """Keep the weights in CPU memory while the role is idle."""
+    """Keep the weights in CPU memory while the role is idle. Not for an actor whose weights the
+    built-in rollout engine shares."""
 
     optimizer_offload: bool = False
     """Keep the optimizer's state in CPU memory while the role is idle."""
@@ -53,10 +54,12 @@ class EngineConfig(BaseConfig):
     """Name of the training back-end."""
 
     dtype: str = option("auto", choices=DTYPES)
-    """Number format of the forward and backward pass; `auto` is bfloat16, on a CPU float32."""
+    """Number format of the forward and backward pass; `auto` is bfloat16, on a CPU float32. With
+    float16 the loss is scaled up and the gradient down again (arXiv:1710.03740)."""
 
     use_torch_compile: bool = True
-    """Compile the entropy and log-probability functions with `torch.compile`."""
+    """On a GPU, compile norms and MLPs that no fused kernel fits with `torch.compile`, in training
+    and scoring passes."""
 
     use_dynamic_bsz: bool = runtime_value(True)
     """Whether micro-batches are cut by token budget; from the role."""
@@ -121,11 +124,23 @@ class FSDPEngineConfig(EngineConfig):
     """Let FSDP2 keep weights, gradients and optimizer state in CPU memory until they are needed."""
 
     reshard_after_forward: bool = True
-    """Give gathered weights back after the forward pass. Off is faster and needs more memory."""
+    """Give gathered weights back after the forward pass, and sum gradients over ranks after every
+    micro-batch. Off is faster and needs memory for whole weights and whole gradients: both are kept
+    until the step's last micro-batch."""
+
+    sharding: str = option("auto", choices=("auto", "zero1", "full"))
+    """What ranks divide among them. `zero1`: the optimizer's state; each has whole weights, which
+    the built-in rollout engine shares. `full`: the weights too. `auto` takes `zero1` where weights,
+    gradients and this rank's part of the state fill at most half of the device's memory. A single
+    rank divides nothing."""
 
     fsdp_size: int = option(-1, minimum=-1)
     """Devices that share one copy of the weights; -1 takes all. Smaller values keep several copies
     and communicate less between nodes."""
+
+    prefix_sharing: bool = True
+    """Compute a prompt once for all its responses in a micro-batch, in training and scoring passes.
+    Changes no result beyond rounding, and on a GPU not a bit of a log-probability."""
 
     forward_prefetch: bool = False
     """Gather the next layer's weights while the current layer computes."""

@@ -104,7 +104,8 @@ class LoraConfig(BaseConfig):
     """Rank of the adapters; 0 trains all weights."""
 
     merge: bool = False
-    """Send merged weights to the rollout engine instead of base weights and adapters."""
+    """Generate with a copy of the weights into which the adapters are merged after every update. It
+    is faster, takes the memory of a second model, and rounds differently from training."""
 
 
 @dataclass(kw_only=True)
@@ -202,6 +203,9 @@ class HFModelConfig(BaseConfig):
     lora_alpha: int = option(16, minimum=0)
     """Adapters are scaled by `lora_alpha / lora_rank`."""
 
+    use_rslora: bool = False
+    """Scale adapters by `lora_alpha / sqrt(lora_rank)` instead (arXiv:2312.03732)."""
+
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: names, a regular expression, or `all-linear`."""
 
@@ -209,7 +213,8 @@ class HFModelConfig(BaseConfig):
     """Layers that get none, even if targeted."""
 
     lora_adapter_path: str | None = None
-    """Start from this adapter instead of a new one."""
+    """Start from the adapter in this folder instead of a new one. Rank, scaling and layers are the
+    adapter's, and the reference policy is the model with this adapter."""
 
     lora: LoraConfig = option(default_factory=LoraConfig)
     """Megatron's LoRA section, of which FSDP reads these keys."""

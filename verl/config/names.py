@@ -49,7 +49,7 @@ POLICY_LOSSES = (
 )
 ROLLOUTS = ("native", "hf", "vllm", "sglang", "trtllm")
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
-POOL_ROLES = ("actor_rollout_ref", "critic", "reward_model")
+POOL_ROLES = ("actor_rollout_ref", "critic", "reward_model", "rollout")
 
 # Tracker -> the package it needs (None: nothing).
 TRACKERS: dict[str, str | None] = {
@@ -93,6 +93,19 @@ def needs_reference(config: Any) -> bool:
 def uses_lora(config: Any) -> bool:
     model = config.actor_rollout_ref.model
     return model.lora_rank > 0 or model.lora.rank > 0 or model.lora_adapter_path is not None
+
+
+def is_own_reference(config: Any) -> bool:
+    """Whether the policy itself, its adapters taken off, serves as reference."""
+    return uses_lora(config) and config.actor_rollout_ref.ref.model.path is None
+
+
+def critic_lora_rank(config: Any) -> int:
+    """The rank of the critic's adapters; 0 for one that trains all weights, or none."""
+    model = config.critic.model
+    if not needs_critic(config):
+        return 0
+    return model.lora_rank if "lora_rank" in model else model.lora.rank
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

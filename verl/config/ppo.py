@@ -31,7 +31,8 @@ class ActorRolloutRefConfig(BaseConfig):
     """The policy in its three roles: trained, generating, and frozen as a reference."""
 
     hybrid_engine: bool = True
-    """Training and generation share devices. Must be on except in asynchronous training."""
+    """Training and generation share devices. Off, generation has ranks of its own: `rollout.nnodes`
+    times `rollout.n_gpus_per_node`, or `resource_pool.rollout.devices`."""
 
     nccl_timeout: int = option(600, minimum=1)
     """Seconds after which a collective operation counts as hung."""
@@ -94,7 +95,7 @@ class PPOConfig(BaseConfig):
 
     resource_pool: dict[str, Any] = option(default_factory=dict)
     """Which devices a role runs on, as `<role>.devices: [0, 1]`; roles not named share all devices.
-    Roles: `actor_rollout_ref`, `critic`, `reward_model`."""
+    Roles: `actor_rollout_ref`, `critic`, `reward_model`, and `rollout` without `hybrid_engine`."""
 
     global_profiler: GlobalProfilerConfig = option(default_factory=GlobalProfilerConfig)
     """Which steps of the run are profiled, and with what."""

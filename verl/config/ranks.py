@@ -20,7 +20,7 @@ def world_size(config: Any) -> int:
 
 def pool_devices(config: Any, role: str) -> list[int] | None:
     """The devices that `resource_pool` gives to a role (`actor_rollout_ref`, `critic`,
-    `reward_model`), or None when it gives it none and the role shares all."""
+    `reward_model`, `rollout`), or None when it gives it none and the role shares all."""
     pools: dict[str, Any] = config.resource_pool
     pool = pools.get(role)
     devices = pool.get("devices") if isinstance(pool, dict) else None
@@ -30,6 +30,23 @@ def pool_devices(config: Any, role: str) -> list[int] | None:
 def role_ranks(config: Any, role: str) -> int:
     devices = pool_devices(config, role)
     return world_size(config) if devices is None else len(devices)
+
+
+def rollout_ranks(config: Any) -> int:
+    """Ranks that generate: those of the policy, or with a pool of their own those of the pool."""
+    section = config.actor_rollout_ref
+    if section.hybrid_engine:
+        return role_ranks(config, "actor_rollout_ref")
+    devices = pool_devices(config, "rollout")
+    return ranks_beside(config) if devices is None else len(devices)
+
+
+def ranks_beside(config: Any) -> int:
+    """Ranks that generate on devices beside those of the trainer."""
+    section, is_listed = config.actor_rollout_ref, pool_devices(config, "rollout") is not None
+    if section.hybrid_engine or is_listed:
+        return 0
+    return section.rollout.nnodes * section.rollout.n_gpus_per_node
 
 
 def engine_of(config: Any, role: str) -> EngineConfig:

@@ -1,7 +1,8 @@
 """The reference policy: the frozen model whose KL keeps the actor from straying.
 
 It is created only when `actor.use_kl_loss` or `algorithm.use_kl_in_reward` is on; with LoRA it is
-the actor without its adapters. Unless set here, it follows the actor.
+the actor itself as it started: without adapters, or with the one in `lora_adapter_path`. Unless set
+here, it follows the actor.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class RefConfig(BaseConfig):
     use_torch_compile: bool = option(
         True, yaml="${oc.select:actor_rollout_ref.actor.use_torch_compile,true}"
     )
-    """Compile the log-probability functions with `torch.compile`; follows the actor."""
+    """On a GPU, compile norms and MLPs that no fused kernel fits; follows the actor."""
 
     log_prob_micro_batch_size: int | None = option(None, minimum=1)
     """Deprecated: the same as `log_prob_micro_batch_size_per_gpu`, but counted over all devices."""

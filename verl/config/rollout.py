@@ -47,6 +47,13 @@ class RolloutConfig(ServingConfig):
     mode: str = option("async", choices=("async", "sync"))
     """Requests are always served asynchronously; `sync` is accepted and means the same."""
 
+    nnodes: int = option(0, minimum=0)
+    """Without `hybrid_engine`: machines that only generate, beside those of `trainer.nnodes`. 0
+    where `resource_pool.rollout.devices` names devices among those of the run."""
+
+    n_gpus_per_node: int = option(8, yaml="${oc.select:trainer.n_gpus_per_node,8}", minimum=1)
+    """Devices on each of them; follows `trainer.n_gpus_per_node`."""
+
     n: int = option(1, minimum=1)
     """Responses per prompt. GRPO and its relatives need more than 1."""
 

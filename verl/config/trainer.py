@@ -1,7 +1,7 @@
 """The run: how long, on what, how often it saves, and where it reports."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.config.base import BaseConfig, option
 
@@ -13,6 +13,8 @@ LOCAL_DIR = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
 @dataclass(kw_only=True)
 class TrainerConfig(BaseConfig):
     """One RL run."""
+
+    _mutable_fields: ClassVar[set[str]] = {"resume_mode", "resume_from_path"}
 
     total_epochs: int = option(1, minimum=0)
     """Passes over the training data."""
@@ -42,6 +44,14 @@ class TrainerConfig(BaseConfig):
 
     n_gpus_per_node: int = option(8, minimum=1)
     """Devices per machine; on a CPU, worker processes."""
+
+    max_restarts: int = option(3, minimum=0)
+    """How often a run whose worker processes died or hang starts them anew, from its last
+    checkpoint, before it gives up."""
+
+    worker_timeout: float = option(3600.0, above=0)
+    """Seconds that workers may take for one call (a phase of a step, a part of a generation); then
+    they count as hanging and are started anew."""
 
     dry_run: bool = False
     """Check the configuration, print the plan (batch sizes, placement, memory) and stop."""
@@ -99,7 +109,7 @@ class TrainerConfig(BaseConfig):
     """Training steps in which only the critic is trained."""
 
     balance_batch: bool = True
-    """Reorder the batch so that every rank gets about as many tokens."""
+    """Accepted for older scripts; every rank always gets about as many tokens."""
 
     use_legacy_worker_impl: str = option("auto", choices=("auto", "enable", "disable"))
     """Accepted for older scripts; there is one kind of worker."""

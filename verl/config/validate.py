@@ -31,6 +31,7 @@ from verl.config.ranks import (
 from verl.config.sft import SFTConfig, SFTEngineConfig, SFTEngineDataConfig
 from verl.config.validate_algorithm import algorithm_faults
 from verl.config.validate_machine import machine_faults
+from verl.config.validate_overlap import overlap_faults
 from verl.config.validate_rollout import rollout_faults
 
 ACTOR = "actor_rollout_ref.actor"
@@ -244,12 +245,6 @@ def placement_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
             "trainer.resume_mode=resume_path it must name a folder .../global_step_N"
         )
         yield Fault(text, ("trainer.resume_from_path",))
-    if not config.actor_rollout_ref.hybrid_engine:
-        text = (
-            "actor_rollout_ref.hybrid_engine is False; here training and generation share "
-            "devices. The asynchronous trainers separate them"
-        )
-        yield Fault(text, ("actor_rollout_ref.hybrid_engine",))
     model = config.reward_model
     if model.enable and model.enable_resource_pool and not model.nnodes * model.n_gpus_per_node:
         text = (
@@ -317,4 +312,5 @@ PPO_RULES: list[Callable[[PPOConfig, Roles], Iterator[Fault]]] = [
     micro_batch_faults,
     parallel_faults,
     placement_faults,
+    overlap_faults,
 ]

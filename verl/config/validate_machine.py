@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.faults import Fault, nearest_path, shown
-from verl.config.names import TRACKERS, needs_critic, uses_lora
+from verl.config.names import TRACKERS, critic_lora_rank, needs_critic, uses_lora
 from verl.config.ppo import PPOConfig
 from verl.config.ranks import world_size
 from verl.config.sft import SFTConfig, SFTEngineConfig
@@ -102,8 +102,8 @@ def engine_package_faults(config: PPOConfig) -> Iterator[Fault]:
         key = "actor_rollout_ref.actor.strategy"
         text = f'{key} is "megatron", but megatron-core is not installed; install it or use fsdp'
         yield Fault(text, (key,), is_about_machine=True)
-    if uses_lora(config) and find_spec("peft") is None:
-        key = "actor_rollout_ref.model.lora_rank"
+    if (uses_lora(config) or critic_lora_rank(config)) and find_spec("peft") is None:
+        key = f"{'actor_rollout_ref' if uses_lora(config) else 'critic'}.model.lora_rank"
         text = f'{key} asks for LoRA, but peft is not installed; pip install "verl[peft]"'
         yield Fault(text, (key,), is_about_machine=True)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.faults import Fault, nearest_divisors
-from verl.config.ranks import role_ranks
+from verl.config.ranks import pool_devices, rollout_ranks, world_size
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -12,7 +12,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def rollout_faults(config: Any) -> Iterator[Fault]:
     yield from sampling_faults(config)
     yield from length_faults(config)
-    yield from engine_faults(config)
+    yield from own_ranks_faults(config)
+    if rollout_ranks(config):
+        yield from engine_faults(config)
     yield from loader_faults(config)
 
 
@@ -51,9 +53,49 @@ def length_faults(config: Any) -> Iterator[Fault]:
         yield Fault(text, (f"{ROLLOUT}.max_num_batched_tokens",))
 
 
+def own_ranks_faults(config: Any) -> Iterator[Fault]:
+    """Generation shares the policy's ranks, or has its own: one of the two."""
+    section, switch = config.actor_rollout_ref, "actor_rollout_ref.hybrid_engine"
+    devices = pool_devices(config, "rollout")
+    if section.hybrid_engine:
+        if devices is not None:
+            text = (
+                f"resource_pool.rollout.devices is {devices}; with {switch}=True generation shares "
+                f"the devices of training: set {switch}=False"
+            )
+            yield Fault(text, ("resource_pool.rollout.devices",))
+        return
+    if devices is None and not section.rollout.nnodes:
+        text = (
+            f"{switch} is False, so generation needs ranks of its own: set {ROLLOUT}.nnodes and "
+            f"n_gpus_per_node for devices beside those of the trainer, or "
+            f"resource_pool.rollout.devices for some of its {world_size(config)}"
+        )
+        yield Fault(text, (switch,))
+    if devices is not None and section.rollout.nnodes:
+        text = (
+            f"{ROLLOUT}.nnodes is {section.rollout.nnodes} and resource_pool.rollout.devices is "
+            f"{devices}; leave one of them out"
+        )
+        yield Fault(text, (f"{ROLLOUT}.nnodes", "resource_pool.rollout.devices"))
+    if devices is not None and pool_devices(config, "actor_rollout_ref") is None:
+        text = (
+            f"resource_pool.rollout.devices is {devices}, and the actor has no list; without one "
+            "it takes all devices, these too: set resource_pool.actor_rollout_ref.devices"
+        )
+        yield Fault(text, ("resource_pool.rollout.devices",))
+    if section.rollout.exact:
+        text = (
+            f"{ROLLOUT}.exact is True; with {switch}=False the rollout has weights of its own, and "
+            f"generation and training agree bit for bit on shared weights only: set one of them "
+            "the other way"
+        )
+        yield Fault(text, (f"{ROLLOUT}.exact",))
+
+
 def engine_faults(config: Any) -> Iterator[Fault]:
     rollout = config.actor_rollout_ref.rollout
-    ranks = role_ranks(config, "actor_rollout_ref")
+    ranks = rollout_ranks(config)
     tensor, data = rollout.tensor_model_parallel_size, rollout.data_parallel_size
     size = tensor * data * rollout.pipeline_model_parallel_size
     if ranks % size:

@@ -80,7 +80,8 @@ def layout_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, head_dim)
+    # Not `x[0]`, whose gradient is a copy into zeros.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (N, heads, head_dim)
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     return layout.attend(layer, q, k, v, options)[None], None
 

@@ -2,11 +2,16 @@
 
 Floating-point sums depend on their order, and kernels choose the order by the shape of the whole
 product: a token decoded beside three others differs in the last bits from the same token in a
-training pass. Here every product has one fixed shape. Rows go through linear layers in tiles of
-`ROWS`; queries meet keys in tiles of `QUERIES`, always against the full capacity of keys. Rollout
-and training then agree bit for bit. The number of tokens is padded to a multiple of `ROWS` too,
-because the last elements of an odd-sized tensor go through other code than the rest. It is slower,
-and meant for proof.
+training pass.
+
+On a GPU our kernels add in one order for every shape (`attention_blocks`), so only the matrix
+products remain: cuBLAS splits long sums for few rows, and is told not to. That costs next to
+nothing.
+
+Elsewhere every product has one fixed shape. Rows go through linear layers in tiles of `ROWS`;
+queries meet keys in tiles of `QUERIES`, always against the full capacity of keys. The number of
+tokens is padded to a multiple of `ROWS` too, because the last elements of an odd-sized tensor go
+through other code than the rest. It is slower, and meant for proof.
 """
 
 from collections.abc import Sequence
@@ -19,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.models.attention import AttentionLayout, AttentionOptions
+from verl.models.kernels.availability import can_run_triton
 
 ROWS = 64
 QUERIES = 16
@@ -27,9 +33,10 @@ _capacities: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 
 
 def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
-    """Route every linear layer of the model through fixed tiles, in place.
+    """Let the model give each token the same bits in rollout and training, in place.
 
-    `capacity` is the longest sequence there will be, prompt and response together.
+    `capacity` is the longest sequence there will be, prompt and response together. On a GPU this
+    holds for the whole process from now on.
     """
     odd = [name for name, p in model.named_parameters() if p.dim() > 2]
     if odd:
@@ -37,6 +44,9 @@ def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
             f"exact mode covers linear layers; {type(model).__name__} also has {odd[0]} "
             f"of {dict(model.named_parameters())[odd[0]].dim()} dimensions: turn exact mode off"
         )
+    if model.device.type == "cuda" and can_run_triton(model.device):
+        never_split_sums()
+        return model
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.forward = _TiledForward(module)
@@ -44,8 +54,15 @@ def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
     return model
 
 
+def never_split_sums() -> None:
+    """Products of 16-bit matrices add in one order, however many rows there are (8 at least)."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # the other one cannot promise it
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+
+
 def exact_capacity(model: nn.Module) -> int | None:
-    """The capacity `make_exact` was given; None for a model that is not exact."""
+    """The capacity of a model that runs in tiles; None for any other."""
     return _capacities.get(model)
 
 

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import ATTENTION, AttentionLayout
 from verl.models.exact import ROWS, ExactPackedLayout, exact_capacity
+from verl.models.kernels.availability import can_run_triton
 from verl.models.packed import PackedLayout
-from verl.models.varlen import VarlenLayout
+from verl.models.shared_prompts import SharedPrompts, UnfoldedLayout
 
 
 def hidden_states(
@@ -27,7 +28,7 @@ def hidden_states(
     padding = (0, 0 if exact_capacity(model) is None else -num_tokens % ROWS)
     ids, positions = (F.pad(x, padding)[None] for x in (input_ids, position_ids))
     output = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)
-    hidden = output.last_hidden_state[0]
+    hidden = output.last_hidden_state.squeeze(0)
     if hidden.shape[0] != ids.shape[1]:
         raise ValueError(
             f"{type(model).__name__} gave {hidden.shape[0]} hidden states for {ids.shape[1]} "
@@ -36,14 +37,19 @@ def hidden_states(
     return hidden[:num_tokens]
 
 
-def packed_layout(model: PreTrainedModel, lengths: Sequence[int]) -> AttentionLayout:
-    """The layout for whole sequences end to end, exact where the model is."""
+def packed_layout(model: PreTrainedModel, parts: Sequence[int] | SharedPrompts) -> AttentionLayout:
+    """The layout for whole sequences end to end (their lengths), or for prompts and samples."""
+    if exact_capacity(model) is None and can_run_triton(model.device):
+        from verl.models.kernel_layout import KernelLayout  # noqa: PLC0415 - needs triton
+
+        return KernelLayout(parts, model.device)
+    if isinstance(parts, SharedPrompts):
+        inner = packed_layout(model, parts.whole_lengths())
+        return UnfoldedLayout(parts, inner, model.device)
     capacity = exact_capacity(model)
     if capacity is not None:
-        return ExactPackedLayout(lengths, capacity)
-    if model.device.type == "cuda":
-        return VarlenLayout(lengths, model.device)
-    return PackedLayout(lengths, model.device)
+        return ExactPackedLayout(parts, capacity)
+    return PackedLayout(parts, model.device)
 
 
 def packed_positions(lengths: Sequence[int]) -> Tensor:

@@ -5,6 +5,7 @@ GPU they cost a pass over memory per line. Here a module instance gets another `
 parameters, its place in the model and its gradients stay. Nothing is trusted by name: each kind of
 module is run beside its fused form on random input, forward and backward, and left alone when
 they differ by more than rounding. On tensors a kernel cannot take, the module's own code runs.
+Projections of one input become one product, which needs no comparison (`joined_linears`).
 
 The rotary function belongs to the architecture's Python module, so it is wrapped there, once. The
 wrapper acts only inside attention modules that were fused: other models of the architecture in
@@ -23,11 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from verl.models.joined_linears import JoinedLinears, can_join
 from verl.models.kernels.availability import can_run_triton
 
 logger = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 MAX_DIFFERENCE = 3e-5
 """Of the largest element, in fp32; exact and approximate gelu are ten times further apart."""
 
@@ -147,11 +150,13 @@ class FusedGate(FusedForward):
     """down(act(gate(x)) * up(x)) with silu, or gelu in its tanh form with `is_gelu`."""
 
     def __init__(self, module: nn.Module, *, is_gelu: bool) -> None:
-        from verl.models.kernels.swiglu import gated  # noqa: PLC0415 - needs triton
+        from verl.models.kernels.swiglu import gated, gated_halves  # noqa: PLC0415 - needs triton
 
         super().__init__(module)
         self.is_gelu = is_gelu
         self.kernel = functools.partial(gated, is_gelu=is_gelu)
+        self.halves_kernel = functools.partial(gated_halves, is_gelu=is_gelu)
+        self.joined: JoinedLinears | None = None
 
     def kind(self) -> Hashable:
         weight = next(self.module.parameters())
@@ -171,10 +176,19 @@ class FusedGate(FusedForward):
         inputs = _random_inputs((3, self.module.gate_proj.in_features), device=weight.device)
         return _compare(self.own_forward, self, inputs, weight.dtype, max_difference=1e-3)
 
+    def install(self) -> None:
+        super().install()
+        linears = (self.module.gate_proj, self.module.up_proj)
+        self.joined = JoinedLinears(linears) if can_join(linears) else None
+
     def __call__(self, x: Tensor) -> Tensor:
         if not can_run_triton(x.device):
             return self.own_forward(x)
-        module = self.module
+        module, joined = self.module, self.joined
+        # An adapter on either layer has taken its place, and must not be left out.
+        own = [module.gate_proj, module.up_proj]
+        if joined is not None and joined.linears == own and joined.is_whole:
+            return module.down_proj(self.halves_kernel(joined.product(x)))
         return module.down_proj(self.kernel(module.gate_proj(x), module.up_proj(x)))
 
 
@@ -186,6 +200,10 @@ class FusedAttention(FusedForward):
         namespace = vars(_python_module(self.module))
         if not isinstance(namespace[ROTARY], SwitchedRotary):
             namespace[ROTARY] = SwitchedRotary(namespace[ROTARY])
+        children = dict(self.module.named_children())
+        linears = [children[name] for name in PROJECTIONS if name in children]
+        if len(linears) == len(PROJECTIONS) and can_join(linears):
+            JoinedLinears(linears).install()  # pyright: ignore[reportArgumentType]
 
     def kind(self) -> Hashable:
         return next(self.module.parameters()).dtype

@@ -18,7 +18,9 @@ from verl.models.kernels.availability import can_run_triton
 
 WORKSPACE_ELEMENTS = 1 << 26
 """Logits that plain torch may hold at once: 256 MiB in fp32, and as much for each step of the
-formula. The kernels hold no such copies and take four times the rows."""
+formula. The kernels hold no such copies and take seven times the rows."""
+
+FEWEST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class OutputHead:
     """Factor on the logits (Cohere multiplies, Granite divides)."""
 
     is_exact: bool = False
-    """Whether a row's logits must not depend on the other rows."""
+    """Whether rows go through it in tiles, each of one shape."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "OutputHead":
@@ -58,7 +60,10 @@ class OutputHead:
 def raw_logits(hidden: Tensor, head: OutputHead) -> Tensor:
     """What the output layer gives, in its dtype; (rows, V) for hidden states (rows, hidden)."""
     if not head.is_exact:
-        return nn.functional.linear(hidden, head.weight, head.bias)
+        # A product with a single row takes other code and rounds differently.
+        num_missing = max(0, FEWEST_ROWS - len(hidden)) if hidden.is_cuda else 0
+        padded = nn.functional.pad(hidden, (0, 0, 0, num_missing)) if num_missing else hidden
+        return nn.functional.linear(padded, head.weight, head.bias)[: len(hidden)]
     padded = nn.functional.pad(hidden, (0, 0, 0, -len(hidden) % ROWS))
     return exact_linear(padded, head.weight, head.bias)[: len(hidden)]
 
@@ -138,18 +143,29 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, log_sum, mean = ctx.saved_tensors
         head, temperature = ctx.head, ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        is_trained = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows in _scoring_chunks(hidden, weight.shape[0]):
             logits = raw_logits(hidden[rows], head)
             vectors = (x[rows] for x in (targets, log_sum, mean, grad_log_prob, grad_entropy))
             grad = _logits_gradient(logits, *vectors, head=head, temperature=temperature)
             grad_hidden[rows] = grad @ weight
-            grad_weight += grad.t() @ hidden[rows]
+            if grad_weight is not None:
+                add_product_(grad_weight, grad.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b with an fp32 total, without rounding the product to the dtype of a and b."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def _statistics(
@@ -198,7 +214,7 @@ def _logits_gradient(
 
 
 def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
-    num_workspaces = 4 if can_run_triton(hidden.device) else 1
+    num_workspaces = 7 if can_run_triton(hidden.device) else 1
     return row_chunks(hidden.shape[0], vocabulary, num_workspaces=num_workspaces)
 
 

@@ -23,18 +23,43 @@ def load_causal_lm(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the model at `path` (a folder or a hub name) with its weights, ready to be packed."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    for key, value in (override_config or {}).items():
-        if key != "attn_implementation":
-            setattr(config, key, value)
     model = AutoModelForCausalLM.from_pretrained(
         path,
-        config=config,
+        config=read_config(path, override_config, trust_remote_code),
         dtype=dtype,
         attn_implementation=ATTENTION,
         trust_remote_code=trust_remote_code,
     )
     return prepare(model).to(device)  # pyright: ignore[reportArgumentType]
+
+
+def empty_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    override_config: dict[str, object] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model at `path` on the meta device: everything but its weights, which are not read."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            read_config(path, override_config, trust_remote_code),
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+    return prepare(model)
+
+
+def read_config(
+    path: str, override_config: dict[str, object] | None, trust_remote_code: bool, **changes: object
+) -> PretrainedConfig:
+    """The model's own configuration with the user's changes; attention is always ours."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **changes)
+    for key, value in (override_config or {}).items():
+        if key != "attn_implementation":
+            setattr(config, key, value)
+    return config
 
 
 def random_causal_lm(

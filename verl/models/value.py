@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from verl.models.attention import ATTENTION
-from verl.models.loading import disable_dropout, refuse_state_outside_attention
+from verl.models.loading import disable_dropout, read_config, refuse_state_outside_attention
 
 
 def load_value_model(
@@ -36,6 +36,26 @@ def load_value_model(
     return model.to(device)  # pyright: ignore[reportArgumentType]
 
 
+def empty_value_model(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    override_config: dict[str, object] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The same on the meta device: everything but its weights, which are not read."""
+    with torch.device("meta"):
+        model = AutoModelForTokenClassification.from_config(
+            read_config(path, override_config, trust_remote_code, num_labels=1),
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+    disable_dropout(model)
+    refuse_state_outside_attention(model)
+    return model.eval()
+
+
 def load_with_head(
     auto_class: Any,
     path: str,
@@ -49,13 +69,9 @@ def load_with_head(
 
     A head that was saved without a bias is one with a bias of 0.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, num_labels=1)
-    for key, value in (override_config or {}).items():
-        if key != "attn_implementation":
-            setattr(config, key, value)
     model, loading = auto_class.from_pretrained(
         path,
-        config=config,
+        config=read_config(path, override_config, trust_remote_code, num_labels=1),
         dtype=dtype,
         attn_implementation=ATTENTION,
         trust_remote_code=trust_remote_code,

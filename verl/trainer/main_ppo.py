@@ -12,13 +12,12 @@ import hydra
 from omegaconf import DictConfig
 
 from verl.config import command
-from verl.config.base import ReadLog
 from verl.config.convert import to_dictconfig
-from verl.config.effects import report_unread
 from verl.config.faults import ConfigError
 from verl.config.load import Loaded, load_config
 from verl.config.ppo import PPOConfig
 from verl.config.validate import validate
+from verl.trainer.plan.placement import controller
 from verl.trainer.plan.render import make_plan, print_plan
 from verl.utils.exit_codes import EndsTheRun
 from verl.utils.import_utils import lazy_attribute
@@ -30,6 +29,7 @@ CONFIG_DIR = Path(__file__).parent / "config"
 # What loads torch is imported when a run starts, not when a mistake is reported.
 _LAZY = {
     "TaskRunner": "verl.trainer.task_runner:TaskRunner",
+    "run_on_ray": "verl.trainer.on_ray:run_on_ray",
     "create_rl_dataset": "verl.trainer.ppo.datasets:create_rl_dataset",
     "create_rl_sampler": "verl.trainer.ppo.datasets:create_rl_sampler",
 }
@@ -89,15 +89,19 @@ def run(
 def train(loaded: Loaded, task_runner_class: type[Any] | None) -> None:
     """Run, then name the settings that nothing looked at.
 
-    A runner of somebody's own gets the configuration in the form that Hydra would have given it.
+    A runner of somebody's own gets the configuration in the form that Hydra would have given it. On
+    Ray, and if its class is an actor class, it runs as an actor.
     """
-    if task_runner_class is not None:
-        task_runner_class().run(to_dictconfig(loaded.config))
-        return
-    log = ReadLog()
-    log.attach(loaded.config)
-    lazy_attribute(__name__, _LAZY, "TaskRunner")().run(loaded.config)
-    command.say(report_unread(loaded.config, loaded.user_set, log))
+    config = loaded.config
+    is_actor_class = task_runner_class is not None and not isinstance(task_runner_class, type)
+    if is_actor_class or controller(config) == "ray":
+        run_on_ray = lazy_attribute(__name__, _LAZY, "run_on_ray")
+        command.say(run_on_ray(config, sorted(loaded.user_set), task_runner_class))
+    elif task_runner_class is not None:
+        task_runner_class().run(to_dictconfig(config))
+    else:
+        runner = lazy_attribute(__name__, _LAZY, "TaskRunner")()
+        command.say(runner.run_and_report(config, loaded.user_set))
 
 
 if __name__ == "__main__":

@@ -1,34 +1,50 @@
 """`TaskRunner`: from a configuration to a trainer that runs. Recipes override a hook or two.
 
-Each `add_*` method chooses the worker class of a role; `run` makes tokenizer, rewards, datasets and
-trainer out of the configuration, in this order, and trains.
+Each `add_*` method chooses the worker class of a role and its pool; `run` makes tokenizer, rewards,
+datasets and trainer out of the configuration, in this order, and trains. When worker processes die
+or hang, everything is made anew and continues from the last checkpoint, as a new process would.
 """
 
+import copy
+import logging
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from verl.config.base import ReadLog
+from verl.config.effects import report_unread
 from verl.config.ppo import PPOConfig
 from verl.single_controller.base.controller import Controller
-from verl.single_controller.local import CONTROLLER
+from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
+from verl.single_controller.controllers import controllers
+from verl.trainer.plan.placement import controller as controller_name
 from verl.trainer.ppo.model_scores import asks_over_http
+from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.run import as_ppo_config
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.utils.dataset.prompts import set_chat_template
+from verl.utils.device import resolve_device
+from verl.utils.environment import forced_device
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.reward_model.server import RewardModelServer
-from verl.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from verl.workers.roles import (
+    ActorRolloutRefWorker,
+    CriticWorker,
+    RewardModelWorker,
+    RolloutWorker,
+)
 
-POOL = "global_pool"
-REWARD_POOL = "reward_pool"
+logger = logging.getLogger(__name__)
 
 
 class TaskRunner:
-    """Builds and runs one training run in this process."""
+    """Builds and runs one training run, in this process or as an actor of a Ray cluster."""
 
     trainer_class: type[PPOTrainer] = PPOTrainer
 
@@ -36,45 +52,46 @@ class TaskRunner:
         self.role_worker_mapping: dict[Role, type] = {}
         self.mapping: dict[Role, str] = {}
         self.reward_server: RewardModelServer | None = None
+        self.trainer: PPOTrainer | None = None
 
     def controller(self, config: PPOConfig) -> Controller:
         """Who runs the workers."""
-        num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        if config.trainer.controller == "ray" or num_ranks > 1:
-            raise ValueError(
-                f"trainer.nnodes * trainer.n_gpus_per_node is {num_ranks}, trainer.controller is "
-                f"{config.trainer.controller!r}; this version trains on one device in one process: "
-                "set trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.controller=local"
-            )
-        return CONTROLLER
+        return controllers[controller_name(config)]
+
+    def device(self, config: PPOConfig) -> str:
+        """What the workers run on. A runner on Ray sees no device; the driver has told it."""
+        return forced_device() or resolve_device(config.trainer.device)
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[type, Any]:
         """The policy's worker class and the class of its group."""
         role = Role.ActorRolloutRef if need_reference_policy(config) else Role.ActorRollout
         self.role_worker_mapping[role] = ActorRolloutRefWorker
-        self.mapping[role] = POOL
+        self.mapping[role] = pool_of(config, "actor_rollout_ref")
         return ActorRolloutRefWorker, self.controller(config).worker_group
+
+    def add_rollout_worker(self, config: PPOConfig) -> None:
+        """A worker that only generates, where generation has ranks of its own."""
+        if not config.actor_rollout_ref.hybrid_engine:
+            self.role_worker_mapping[Role.Rollout] = RolloutWorker
+            self.mapping[Role.Rollout] = ROLLOUT_POOL
 
     def add_critic_worker(self, config: PPOConfig) -> None:
         if need_critic(config):
             self.role_worker_mapping[Role.Critic] = CriticWorker
-            self.mapping[Role.Critic] = POOL
+            self.mapping[Role.Critic] = pool_of(config, "critic")
 
     def add_reward_model_worker(self, config: PPOConfig) -> None:
         if need_reward_model(config):
             self.role_worker_mapping[Role.RewardModel] = RewardModelWorker
             has_pool = config.reward_model.enable_resource_pool
-            self.mapping[Role.RewardModel] = REWARD_POOL if has_pool else POOL
+            shared = pool_of(config, "reward_model")
+            self.mapping[Role.RewardModel] = REWARD_POOL if has_pool else shared
 
     def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type) -> None:
         """The reference lives in the policy's worker; a recipe may give it one of its own."""
 
     def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
-        pools = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-        model = config.reward_model
-        if REWARD_POOL in self.mapping.values():
-            pools[REWARD_POOL] = [model.n_gpus_per_node] * model.nnodes
-        return self.controller(config).resource_pool_manager(pools, self.mapping)
+        return make_pools(config, self.mapping, self.controller(config), self.device(config))
 
     def served_reward_model(self, config: PPOConfig) -> dict[str, Any]:
         """What a custom reward function needs that asks the reward model by itself."""
@@ -91,11 +108,40 @@ class TaskRunner:
         }
 
     def run(self, config: PPOConfig | DictConfig) -> None:
-        trainer = self.build(as_ppo_config(config))
+        """Train; start over from the last checkpoint when workers are lost."""
+        config = as_ppo_config(config)
+        for restarts_left in range(config.trainer.max_restarts, -1, -1):
+            trainer = self.trainer = self.build(copy.deepcopy(config))  # workers write into theirs
+            try:
+                self._train(trainer)
+                return
+            except (WorkerDied, WorkerTimeout) as error:
+                trainer.stop_workers()
+                if restarts_left == 0:
+                    raise
+                logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))
+                continue_from_own_commit(config, trainer)
+
+    def run_and_report(self, config: PPOConfig, user_set: Iterable[str]) -> list[str]:
+        """Train, then name the settings that nothing looked at, here or in the workers."""
+        log = vars(config).get("_read_log") or ReadLog()  # what a driver has read counts too
+        log.attach(config)
+        self.run(config)
+        assert self.trainer is not None
+        for paths in self.trainer.options_read():
+            log.paths.update(paths)
+        return report_unread(config, user_set, log)
+
+    def request_stop(self) -> None:
+        """Finish the step that runs, save, and end."""
+        if self.trainer is not None:
+            self.trainer.request_stop()
+
+    def _train(self, trainer: PPOTrainer) -> None:
         try:
             trainer.init_workers()
             if self.reward_server is not None:
-                self.reward_server.score_texts = trainer.rm_wg.workers[0].score_texts
+                self.reward_server.score_texts = trainer.rm_wg.score_texts
             trainer.fit()
         finally:
             if self.reward_server is not None:
@@ -105,6 +151,7 @@ class TaskRunner:
         """The trainer, its workers not yet started."""
         import_external_libs(config.actor_rollout_ref.model.external_lib)
         worker_class, group_class = self.add_actor_rollout_worker(config)
+        self.add_rollout_worker(config)
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config, worker_class)
@@ -120,7 +167,27 @@ class TaskRunner:
             reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **kwargs),
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **kwargs),
             controller=self.controller(config),
+            device_name=self.device(config),
         )
+
+
+def continue_from_own_commit(config: PPOConfig, trainer: PPOTrainer) -> None:
+    """What this run has saved is where it goes on; else it begins as it did the first time."""
+    step = trainer.checkpoint_manager.committed_step if trainer.has_committed else None
+    if step is not None:
+        folder = Path(config.trainer.default_local_dir).expanduser()
+        config.trainer.resume_mode = "resume_path"
+        config.trainer.resume_from_path = str(folder / f"global_step_{step}")
+
+
+def _next_attempt(trainer: PPOTrainer, restarts_left: int) -> str:
+    start = "from the beginning"
+    if trainer.last_saved_step:
+        start = f"after step {trainer.last_saved_step}"
+    return (
+        f"step {trainer.global_steps} was lost with a worker; starting the workers anew, {start} "
+        f"(trainer.max_restarts leaves {restarts_left - 1} more)"
+    )
 
 
 def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:

@@ -2,25 +2,53 @@
 
 One name decides everything: `get_device_name()` is "cuda", "npu" or "cpu", found on the machine or
 forced with `VERL_FORCE_DEVICE`. The rest follows from it: the torch module, the collective
-back-end, the variable that hides devices. A device that was asked for and is not there is refused,
-never replaced by another.
+back-end, the variable that hides devices, memory, random numbers. AMD's GPUs are "cuda" too, as in
+torch. A device that was asked for and is not there is refused, never replaced by another.
+
+Other modules ask here and name no kind of device. Exceptions are what exists for one kind only:
+kernels, CUDA graphs, the CUDA driver's own memory calls, NVIDIA's and Ascend's profilers.
 """
 
+import gc
 import importlib.util
 import logging
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl.utils.environment import forced_device
 
 logger = logging.getLogger(__name__)
 
-DEVICES = ("cuda", "npu", "cpu")
+
+@dataclass(frozen=True)
+class Kind:
+    """What one kind of device calls things."""
+
+    collectives: str
+    """The back-end of its process groups."""
+
+    visible_devices: str
+    """The environment variable that says which devices a process may use."""
+
+    ray_resource: str | None
+    """What Ray counts it as."""
+
+
+KINDS = {
+    "cuda": Kind("nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
+    "npu": Kind("hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
+    "cpu": Kind("gloo", "CUDA_VISIBLE_DEVICES", None),
+}
+DEVICES = tuple(KINDS)
+
+STAND_INS: dict[str, Any] = {}
+"""Objects to use instead of `torch.<kind>`, by kind, for a device that this torch lacks."""
 
 
 def _npu_is_available() -> bool:
@@ -31,6 +59,8 @@ def _npu_is_available() -> bool:
 
 is_cuda_available: bool = torch.cuda.is_available()
 is_npu_available: bool = _npu_is_available()
+is_rocm: bool = torch.version.hip is not None
+"""Whether "cuda" means AMD's GPUs here; what is written for NVIDIA's alone asks."""
 
 
 def get_device_name() -> str:
@@ -58,7 +88,7 @@ def resolve_device(requested: str | None = "auto") -> str:
         raise ValueError(
             f"device {requested!r} was asked for, but torch {torch.__version__} sees none on this "
             "machine. Set trainer.device=auto or cpu to run without it; if there is one, check "
-            f"{_VISIBLE[requested]}, the driver, and that torch was built for it"
+            f"{KINDS[requested].visible_devices}, the driver, and that torch was built for it"
         )
     return requested
 
@@ -79,9 +109,14 @@ def auto_set_device(config: Any) -> None:
     config.trainer.device = resolved
 
 
-def get_torch_device() -> ModuleType:
+def torch_module_of(kind: str) -> Any:
+    """`torch.cuda`, `torch.npu` or `torch.cpu`, whichever device this process runs on."""
+    return STAND_INS[kind] if kind in STAND_INS else torch.get_device_module(kind)
+
+
+def get_torch_device() -> Any:
     """`torch.cuda`, `torch.npu` or `torch.cpu`."""
-    return torch.get_device_module(get_device_name())
+    return torch_module_of(get_device_name())
 
 
 def get_device_id() -> int:
@@ -91,26 +126,72 @@ def get_device_id() -> int:
 
 def get_nccl_backend() -> str:
     """The collective back-end of the device: "nccl", "hccl" or, on a CPU, "gloo"."""
-    return {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[get_device_name()]
-
-
-_VISIBLE = {
-    "cuda": "CUDA_VISIBLE_DEVICES",
-    "npu": "ASCEND_RT_VISIBLE_DEVICES",
-    "cpu": "CUDA_VISIBLE_DEVICES",
-}
+    return KINDS[get_device_name()].collectives
 
 
 def get_visible_devices_keyword() -> str:
     """The environment variable that says which devices a process may use."""
-    return _VISIBLE[get_device_name()]
+    return KINDS[get_device_name()].visible_devices
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was told; a CPU always has."""
+    if device.type != "cpu":
+        torch_module_of(device.type).synchronize(device)
+
+
+def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on `device`. A copy to a GPU starts from pinned memory, so the host goes on."""
+    is_copied_to_gpu = device.type == "cuda" and tensor.device.type == "cpu"
+    if is_copied_to_gpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=is_copied_to_gpu)
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of an accelerator, whoever holds the rest."""
+    return torch_module_of(device.type).mem_get_info(device)
+
+
+def peak_memory() -> tuple[int, int] | None:
+    """The most bytes that tensors took, and that torch held; None on a CPU, where nobody counts."""
+    if get_device_name() == "cpu":
+        return None
+    module = get_torch_device()
+    return module.max_memory_allocated(), module.max_memory_reserved()
+
+
+def free_cached_memory() -> None:
+    """Give back to the device what nothing refers to, cycles included. A CPU keeps nothing."""
+    if get_device_name() != "cpu":
+        gc.collect()
+        get_torch_device().empty_cache()
+
+
+def rng_states() -> list[Tensor]:
+    """The random state of each visible device; none before the process has used one."""
+    module = get_torch_device()
+    if get_device_name() == "cpu" or not module.is_initialized():
+        return []
+    return module.get_rng_state_all()
+
+
+def set_rng_states(kind: str, states: list[Tensor]) -> None:
+    """Continue the random numbers of the devices of a kind where `rng_states` was called."""
+    visible = torch_module_of(kind).device_count()
+    if visible != len(states):
+        raise ValueError(
+            f"the random state of {len(states)} {kind.upper()} devices was saved and {visible} are "
+            "visible; resume with the same number of devices"
+        )
+    torch_module_of(kind).set_rng_state_all(states)
 
 
 def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
     """CUDA compute capability (major, minor); (None, None) on other devices."""
     if get_device_name() != "cuda":
         return None, None
-    return torch.cuda.get_device_capability(device_id)
+    return get_torch_device().get_device_capability(device_id)
 
 
 def set_expandable_segments(enable: bool) -> None:

@@ -110,6 +110,16 @@ def ray_job_config() -> str:
     return variable("RAY_JOB_CONFIG_JSON_ENV_VAR")
 
 
+def ray_address() -> str | None:
+    """`RAY_ADDRESS`: the cluster that `ray.init` joins; unset, it starts one."""
+    return variable("RAY_ADDRESS") or None
+
+
+def variables_of_verl() -> dict[str, str]:
+    """All `VERL_*` variables, for a process elsewhere that is to behave as this one."""
+    return {name: value for name, value in os.environ.items() if name.startswith("VERL_")}
+
+
 def volcengine_capacity_expiration() -> int | None:
     """`MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP`: when the instance ends, Unix seconds."""
     return _timestamp("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP")

@@ -1,13 +1,14 @@
 """How many operations a training step takes, from the model's shape, and what the device promises.
 
-For a decoder with N weights that a token passes through, a step forwards and backwards costs
+For a decoder with N weights that a token is multiplied with, a step forwards and backwards costs
 
     6 N tokens  +  3 * sum over sequences and layers of pairs * 2 * heads * (d_qk + d_v)
 
 where `pairs` is how many (query, key) pairs attention looks at: s^2 / 2 for a causal layer on s
-tokens, w s - w^2 / 2 for one with a sliding window w < s. N is the usual count (embedding and
-output matrix included, also when they are one; only the experts a token is sent to), so the numbers
-compare with published ones. A vision tower and recomputed activations are not counted.
+tokens, w s - w^2 / 2 for one with a sliding window w < s. N has the output matrix in it and of the
+experts those a token is sent to. The embedding is looked up, not multiplied with, so it does not
+count, whether it is the output matrix as well or not. A vision tower and recomputed activations are
+not counted either; the output matrix counts for all tokens, also where it runs on responses only.
 """
 
 import logging
@@ -127,7 +128,7 @@ class _Shape:
             self.d_qk = self.d_v = _read(config, "head_dim", None) or self.hidden // self.num_heads
         self.windows = self._windows()
         layers = self.num_layers * self._attention_weights() + self._feed_forward_weights()
-        self.num_weights: int = 2 * config.vocab_size * self.hidden + layers
+        self.num_weights: int = config.vocab_size * self.hidden + layers
 
     def attention_flops(self, seqlen: int) -> float:
         """Forward operations of query times key and probability times value, over all layers."""

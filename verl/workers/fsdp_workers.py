@@ -2,4 +2,11 @@
 
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
+AsyncActorRolloutRefWorker = ActorRolloutRefWorker
+
+__all__ = [
+    "ActorRolloutRefWorker",
+    "AsyncActorRolloutRefWorker",
+    "CriticWorker",
+    "RewardModelWorker",
+]

@@ -1,53 +1,186 @@
-"""How a batch becomes optimizer steps, and how the reports of its pieces become one.
+"""What the optimizer steps of an update need beyond their rows: counts, selections, reports.
 
-A batch is cut into mini-batches, one optimizer step each; an engine cuts a mini-batch into
-micro-batches. Counts that losses divide by are taken over the mini-batch, before it is cut.
+Losses are divided by counts over all rows of a step, wherever they are, and some losses look at all
+of them before the first pass (`whole_step_columns`). What passes and ranks report is joined here
+too: sums and weights are added over ranks, so that a metric is the one a single rank would report.
 """
 
+import math
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import GlobalBatch
+from verl.utils.collectives import Group, all_reduce_, collective_device
 from verl.utils.metric import Metric
+from verl.workers.engine.base import BaseEngine, TrainResult
+from verl.workers.engine.shared_packing import prompt_groups
+from verl.workers.schedule import MicroBatching, StepPlan, UpdatePlan, plan_update
+
+NUM_TOKENS = "num_tokens"
+"""The entry of a report that weighs its other entries: the response tokens of its rows."""
 
 
-def mini_batches(
-    data: TensorDict, rows_per_step: int, *, epochs: int, shuffle_seed: int | None = None
-) -> Iterator[TensorDict]:
-    """The rows of each optimizer step; every epoch goes over all rows once.
+def plan_for_one_rank(
+    data: TensorDict,
+    engine: BaseEngine,
+    *,
+    rows_per_step: int,
+    epochs: int,
+    shuffle_seed: int | None,
+    micro_batching: MicroBatching,
+) -> UpdatePlan:
+    """The plan of a rank that is alone; several need one that was made for all of them."""
+    if engine.get_data_parallel_size() > 1:
+        raise ValueError(
+            f"this rank is one of {engine.get_data_parallel_size()} and cannot know the rows of "
+            'the others; put a plan for all ranks into meta_info["update_plan"] '
+            "(verl.workers.schedule.plan_update)"
+        )
+    return plan_update(
+        data["attention_mask"].sum(-1).tolist(),
+        data["response_mask"].sum(-1).tolist(),
+        rows_per_step=rows_per_step,
+        epochs=epochs,
+        shuffle_seed=shuffle_seed,
+        micro_batching=micro_batching,
+        groups=prompt_groups(data),
+    )
 
-    The last mini-batch of an epoch may be short: a filter upstream may have dropped rows, and
-    dropping more to make the numbers even would bias what is learnt.
+
+def global_counts(
+    step: StepPlan, num_columns: int, loss_scale_factor: float | None = None
+) -> GlobalBatch:
+    """What `agg_loss` divides by in a step whose response mask has `num_columns` columns.
+
+    `dp_size` is 1: gradients of ranks are summed, so nothing turns an average back into a sum.
     """
-    generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
-    for _ in range(epochs):
-        order = torch.arange(len(data))
-        if generator is not None:
-            order = torch.randperm(len(data), generator=generator)
-        for rows in order.split(rows_per_step):
-            yield data[rows]
-
-
-def global_counts(response_mask: Tensor, loss_scale_factor: float | None) -> GlobalBatch:
-    """What `agg_loss` divides by, for a mini-batch whose mask is (B, T)."""
     return {
         "dp_size": 1,
-        "batch_num_tokens": int(response_mask.sum()),
-        "global_batch_size": int(response_mask.any(-1).sum()),
-        "loss_scale_factor": loss_scale_factor or response_mask.shape[-1],
+        "batch_num_tokens": step.batch_num_tokens,
+        "global_batch_size": step.global_batch_size,
+        "loss_scale_factor": loss_scale_factor or num_columns,
     }
 
 
-def merge_reports(
-    reports: Sequence[Mapping[str, float]], weights: Sequence[float]
-) -> dict[str, Metric]:
-    """Means over micro-batches, each weighted by how many response tokens it had."""
-    merged: dict[str, Metric] = defaultdict(lambda: Metric("mean"))
-    for report, weight in zip(reports, weights, strict=True):
-        for name, value in report.items():
-            merged[name].append(value, weight)
-    return dict(merged)
+def whole_step_columns(
+    data: TensorDict, names: Sequence[str], step: StepPlan, engine: BaseEngine
+) -> dict[str, Tensor]:
+    """Columns of a step's rows on all ranks: this rank's own first, then those of the others."""
+    rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    own = data.select(*names)[step.rows_of(rank)]
+    if size == 1:
+        return {name: own[name] for name in names}
+    group = engine.get_data_parallel_group()
+    counts = [len(step.rows_of(other)) for other in range(size)]
+    columns = {}
+    for name in names:
+        column = own[name].to(collective_device(group))
+        padded = column.new_zeros(max(counts), *column.shape[1:])
+        padded[: counts[rank]] = column
+        parts = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(parts, padded, group=group)
+        others = [parts[r][: counts[r]] for r in range(size) if r != rank]
+        columns[name] = torch.cat([column, *others]).to(own[name].device)
+    return columns
+
+
+def merge_reports(reports: Sequence[Mapping[str, Any]], group: Group = None) -> dict[str, Metric]:
+    """One part per metric for a step, from the reports of its passes on all ranks of `group`.
+
+    A loss is a sum: every report holds its share of it. Everything else is a mean over response
+    tokens. Values may be tensors; they are read from the device all at once.
+    """
+    names = sorted({name for report in reports for name in report} - {NUM_TOKENS})
+    sums: dict[str, list[float]] = defaultdict(list)
+    weights: dict[str, list[float]] = defaultdict(list)
+    for report in as_floats(reports):
+        for name in report.keys() - {NUM_TOKENS}:
+            weight = 1.0 if is_sum(name) else report[NUM_TOKENS]
+            if weight:  # a mean over no tokens, NaN perhaps, means nothing
+                sums[name].append(report[name] * weight)
+                weights[name].append(weight)
+    table = torch.tensor(
+        [[exact_sum(sums[name]), exact_sum(weights[name])] for name in names], dtype=torch.float64
+    )
+    if group is not None:
+        agree_on_names(names, group)
+        all_reduce_(table, group=group)
+    merged = {name: Metric("mean") for name in names}
+    for name, (total, weight) in zip(names, table.tolist(), strict=True):
+        if is_sum(name):
+            merged[name].append(total)
+        elif weight:
+            merged[name].append(total / weight, weight)
+    return merged
+
+
+def summarise(
+    results: Sequence[tuple[TrainResult, Mapping[str, Metric]]], role: str
+) -> dict[str, Any]:
+    """The metrics of an update from those of its optimizer steps.
+
+    Losses are means over steps, everything else is a mean over response tokens.
+    """
+    names = sorted({name for _, report in results for name in report})
+    norms = [result.grad_norm for result, _ in results]
+    last = results[-1][0]
+    scale = {} if last.loss_scale is None else {f"{role}/loss_scale": last.loss_scale}
+    return {
+        **{
+            name: Metric.merge([r[name] for _, r in results if name in r]).aggregate()
+            for name in names
+        },
+        f"{role}/grad_norm": sum(norms) / len(norms),
+        f"{role}/lr": last.learning_rate,
+        f"{role}/num_optimizer_steps": sum(result.is_applied for result, _ in results),
+        f"{role}/num_skipped_steps": sum(not result.is_applied for result, _ in results),
+        f"{role}/num_oom_splits": sum(result.num_oom_splits for result, _ in results),
+        **scale,
+    }
+
+
+def is_sum(name: str) -> bool:
+    return name.endswith("_loss")
+
+
+def agree_on_names(names: Sequence[str], group: Group) -> None:
+    """Tables of different metrics must not be added up; all ranks must have reported the same."""
+    digest = float(zlib.crc32("\n".join(names).encode()))
+    largest = all_reduce_(
+        torch.tensor([digest, -digest], dtype=torch.float64), dist.ReduceOp.MAX, group
+    )
+    if largest.tolist() != [digest, -digest]:
+        raise ValueError(
+            f"ranks reported different metrics; here they are {', '.join(names)}. A policy loss "
+            "must report the same names for every micro-batch, one without response tokens included"
+        )
+
+
+def as_floats(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """The same reports as plain numbers, with one read from the device."""
+    tensors = [
+        value.detach().double()
+        for report in reports
+        for value in report.values()
+        if isinstance(value, Tensor)
+    ]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [
+        {
+            name: next(numbers) if isinstance(value, Tensor) else float(value)
+            for name, value in report.items()
+        }
+        for report in reports
+    ]
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    # fsum refuses inf - inf, where the honest answer is NaN.
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

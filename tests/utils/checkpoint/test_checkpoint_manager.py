@@ -18,7 +18,7 @@ from verl.utils.checkpoint.checkpoint_manager import (
 )
 from verl.utils.checkpoint.commit import staged_step
 from verl.utils.checkpoint.errors import CheckpointMismatchError, NoIntactCheckpointError
-from verl.utils.checkpoint.one_device import OneDeviceCheckpointManager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.checkpoint.store import CheckpointStore
 from verl.utils.environment import temp_env_var
 from verl.workers.engine.optimizer import MasterOptimizer
@@ -41,8 +41,12 @@ def role(dtype=torch.bfloat16, save=None, load=None, **options):
     return (
         model,
         optimizer,
-        OneDeviceCheckpointManager(model, optimizer, checkpoint_config=config, **options),
+        FSDPCheckpointManager(model, optimizer, checkpoint_config=config, **options),
     )
+
+
+def of_rank(name):
+    return f"{name}.rank_0_of_1.json", f"{name}.rank_0_of_1.safetensors"
 
 
 def train(model, optimizer):
@@ -79,8 +83,8 @@ def test_a_role_continues_bit_for_bit_from_a_committed_step(tmp_path, dtype):
     ("contents", "files"),
     [
         (["model"], {"huggingface"}),
-        (["hf_model", "extra"], {"huggingface", "extra.json", "extra.safetensors"}),
-        (["optimizer"], {"huggingface", "optimizer.json", "optimizer.safetensors"}),
+        (["hf_model", "extra"], {"huggingface", *of_rank("extra")}),
+        (["optimizer"], {"huggingface", "optimizer.json", *of_rank("optimizer")}),
     ],
 )
 def test_only_what_the_config_names_is_saved(tmp_path, contents, files):
@@ -112,7 +116,7 @@ def test_asking_for_what_was_not_saved_is_refused(tmp_path):
 
 def test_a_role_without_an_optimizer_cannot_promise_to_save_it():
     with pytest.raises(ValueError, match="this role has none"):
-        OneDeviceCheckpointManager(tiny_model("llama"), None)
+        FSDPCheckpointManager(tiny_model("llama"), None)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from verl.utils.checkpoint.identity import (
 
 CONFIG = {
     "algorithm": {"gamma": 1.0, "adv_estimator": "grpo"},
-    "trainer": {"total_epochs": 3, "save_freq": 5, "logger": ["console"], "n_gpus_per_node": 1},
+    "trainer": {"total_epochs": 3, "save_freq": 5, "n_gpus_per_node": 1, "critic_warmup": 0},
     "actor_rollout_ref": {
         "actor": {"ppo_micro_batch_size_per_gpu": 8, "optim": {"lr": 1e-6}, "checkpoint": {"a": 1}},
     },
@@ -48,7 +48,7 @@ def test_many_differences_are_cut_short():
     [
         ("algorithm", "gamma", 0.9),
         ("algorithm", "adv_estimator", "gae"),
-        ("trainer", "n_gpus_per_node", 2),
+        ("trainer", "critic_warmup", 2),
     ],
 )
 def test_an_option_that_makes_another_run_is_refused(section, key, value):
@@ -62,7 +62,7 @@ def test_an_option_that_makes_another_run_is_refused(section, key, value):
 def test_options_of_length_reports_memory_and_contents_may_change():
     changed = {
         **CONFIG,
-        "trainer": {"total_epochs": 9, "save_freq": 1, "logger": [], "n_gpus_per_node": 1},
+        "trainer": {"total_epochs": 9, "save_freq": 1, "n_gpus_per_node": 4, "critic_warmup": 0},
         "actor_rollout_ref": {
             "actor": {
                 "ppo_micro_batch_size_per_gpu": 1,

@@ -41,10 +41,9 @@ def batch():
     )
 
 
-def actor(lr=0.01, **options):
-    engine = OneDeviceEngine(
-        lambda: tiny_model("llama"), FSDPOptimizerConfig(lr=lr, weight_decay=0.0), max_grad_norm=1.0
-    )
+def actor(lr=0.01, optimizer="AdamW", **options):
+    optim = FSDPOptimizerConfig(lr=lr, weight_decay=0.0, optimizer=optimizer)
+    engine = OneDeviceEngine(lambda: tiny_model("llama"), optim, max_grad_norm=1.0)
     engine.initialize()
     return DataParallelPPOActor(FSDPActorConfig(**options), engine)
 

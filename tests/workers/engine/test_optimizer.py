@@ -110,3 +110,17 @@ def test_warm_up_by_ratio_and_cosine_to_the_floor():
     assert rates[:3] == [0.0, 0.5, 1.0]
     assert math.isclose(rates[6], 0.55)
     assert math.isclose(rates[10], 0.1)
+
+
+def test_moments_that_do_not_exist_yet_are_counted():
+    def to_come(**options):
+        weight = nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
+        optimizer = MasterOptimizer([("weight", weight)], FSDPOptimizerConfig(lr=0.1, **options))
+        before = optimizer.bytes_to_come()
+        weight.grad = torch.ones_like(weight)
+        optimizer.step(max_norm=1.0)
+        return before, optimizer.bytes_to_come()
+
+    assert to_come() == (80, 0), "two moments of ten fp32 numbers"
+    assert to_come(optimizer="SGD", override_optimizer_config={"momentum": 0.9}) == (40, 0)
+    assert to_come(optimizer="SGD")[0] == 0

@@ -13,7 +13,7 @@ def test_rows_are_laid_end_to_end_without_their_padding():
     rows = pack_rows(IDS, MASK, POSITIONS, num_response_columns=3)
     assert rows.input_ids.tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 3]
     assert rows.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
-    assert rows.lengths == [4, 4, 1]
+    assert rows.parts == [4, 4, 1]
 
 
 def test_a_response_token_is_predicted_by_the_token_before_it():

@@ -18,15 +18,12 @@ SETTINGS = {
     "greedy": {"temperature": 0.0},
     "filters": {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.2},
 }
+PENALTY = {"repetition_penalty": 1.4}
 
 
-def outputs(model, params, plain):
-    engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
-    if plain:
-        engine.batch = RunningBatch(engine.runner, LIMITS)
-        engine.cache = engine.batch.cache
+def requests(params):
     generator = torch.Generator().manual_seed(3)
-    requests = [
+    return [
         GenerationRequest(
             request_id=str(i),
             # The last prompt is longer than its slot, and goes on in the rows' own.
@@ -36,7 +33,16 @@ def outputs(model, params, plain):
         )
         for i in range(4)
     ]
-    result = engine.generate_batch(requests)
+
+
+def outputs(model, params, plain, is_late=None):
+    engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
+    if is_late is not None:
+        engine.batch._is_late = is_late
+    if plain:
+        engine.batch = RunningBatch(engine.runner, LIMITS)
+        engine.cache = engine.batch.cache
+    result = engine.generate_batch(requests(params))
     assert_nothing_is_left(engine)
     return type(engine.batch).__name__, [output for group in result for output in group]
 
@@ -53,6 +59,57 @@ def test_responses_are_those_of_plain_torch(device, architecture, name):
         assert ours.token_ids == theirs.token_ids
         assert ours.stop_reason == theirs.stop_reason
         assert ours.log_probs == pytest.approx(theirs.log_probs, abs=2e-5)
+
+
+@on_each_device
+@pytest.mark.parametrize("params", [{}, PENALTY])
+def test_reading_results_one_visit_late_changes_no_token(device, params):
+    model = tiny_model("qwen2").to(device)
+    _, at_once = outputs(model, params, plain=False, is_late=False)
+    _, late = outputs(model, params, plain=False, is_late=True)
+    for ours, theirs in zip(late, at_once, strict=True):
+        assert (ours.token_ids, ours.log_probs) == (theirs.token_ids, theirs.log_probs)
+        assert (ours.stop_reason, ours.policy_versions) == (
+            theirs.stop_reason,
+            theirs.policy_versions,
+        )
+
+
+@on_each_device
+def test_tokens_under_way_when_the_weights_change_belong_to_the_old_version(device):
+    model, version = tiny_model("llama").to(device), [3]
+    engine = NativeEngine(model, LIMITS, eos_token_ids=[1], version=lambda: version[0])
+    engine.batch._is_late = True
+    request = GenerationRequest(
+        request_id="a", prompt_ids=[5, 6], params=SamplingParams(max_tokens=12, ignore_eos=True)
+    )
+    (group,) = engine.submit(request)
+    engine.step()  # the prompt, its first token, and three more under way
+    engine.step()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    version[0] = 4
+    while not group.is_finished:
+        engine.step()
+    versions = group.samples[0].output.policy_versions
+    assert versions == [3] * 7 + [4] * 5
+    assert_nothing_is_left(engine)
+
+
+@pytest.mark.gpu
+def test_a_step_with_filters_is_a_graph_of_its_own_and_capturing_leaves_no_trace():
+    from verl.workers.rollout.native.kernel_batch import Draw
+
+    model = tiny_model("llama").cuda()
+    params = {"top_p": 0.8, "repetition_penalty": 1.4}
+    _, expected = outputs(model, params, plain=True)
+    engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
+    found = [engine.generate_batch(requests(params)) for _ in range(2)]
+    kinds = {kind for _, kind in engine.batch._graphs._graphs}
+    assert kinds == {Draw(filters=True, penalty=True)}
+    for result in found:
+        tokens = [output.token_ids for group in result for output in group]
+        assert tokens == [output.token_ids for output in expected]
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ def compute_policy_loss_bypass_mode(
     loss_agg_mode: str = "token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor | float]]:
     """The loss named by `rollout_correction.loss_type`; `old_log_prob` is the rollout's.
 
         ppo_clip    vanilla PPO, r = pi / pi_rollout: the ratio is the importance weight

@@ -23,7 +23,7 @@ def compute_policy_loss_cispo(
     loss_agg_mode: str = "token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped importance-sampling policy optimization (arXiv:2506.13585).
 
         L = -sg(clip(r, 1 - low, 1 + high)) A log pi

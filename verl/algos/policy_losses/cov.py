@@ -64,7 +64,7 @@ def compute_policy_loss_clip_cov(
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
     selected_tokens: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Clip-Cov (arXiv:2505.22617).
 
         L = max(-A r, -A clip(r, 1 - low, 1 + high)),  and 0 for the selected tokens
@@ -108,7 +108,7 @@ def compute_policy_loss_kl_cov(
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
     selected_tokens: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """KL-Cov (arXiv:2505.22617).
 
         L = -A r + ppo_kl_coef |log r|   for the selected tokens,   -A r for the others

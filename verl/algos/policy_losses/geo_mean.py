@@ -24,7 +24,7 @@ def compute_policy_loss_geo_mean(
     loss_agg_mode: str = "token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Geometric-mean policy optimization (arXiv:2507.20673).
 
         c_it = min(log r_it, high) where A > 0,  max(log r_it, -low) where A < 0

@@ -17,7 +17,7 @@ def compute_policy_loss_gpg(
     loss_agg_mode: str = "token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Group policy gradient (arXiv:2504.02546): L = -A log pi. `old_log_prob` is not used."""
     loss = -advantages * torch.where(response_mask.bool(), log_prob, 0)
     return aggregate(loss, response_mask, loss_agg_mode, config, rollout_is_weights), {}

@@ -27,7 +27,7 @@ def compute_policy_loss_gspo(
     loss_agg_mode: str = "seq-mean-token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Group sequence policy optimization (arXiv:2507.18071).
 
         s_i = exp(1/n_i sum_t log r_it)          one ratio per sequence, normalised by its length

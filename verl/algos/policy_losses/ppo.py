@@ -27,7 +27,7 @@ def compute_policy_loss_vanilla(
     loss_agg_mode: str = "token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO-clip (arXiv:1707.06347) with separate bounds (clip-higher, arXiv:2503.14476).
 
         L = max(-A r, -A clip(r, 1 - low, 1 + high)),   r = exp(log_prob - old_log_prob)

@@ -38,6 +38,11 @@ def prepared_by(prepare: Preparation) -> Callable[[Loss], Loss]:
     return declare
 
 
+def is_prepared(loss_fn: Callable[..., Any]) -> bool:
+    """Whether `loss_fn` wants to see whole mini-batches."""
+    return loss_fn in _PREPARATIONS
+
+
 def prepare_loss(
     loss_fn: Callable[..., Any],
     *,

@@ -15,7 +15,7 @@ def compute_policy_loss_reinforce(
     loss_agg_mode: str = "seq-mean-token-sum",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """L = -w A log pi, with w = `rollout_is_weights` (1 if not given) and no clip.
 
     `ppo_kl` is measured against the policy that sampled the tokens. All tensors are (B, T).

@@ -17,7 +17,7 @@ def compute_policy_loss_sapo(
     loss_agg_mode: str = "seq-mean-token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Soft adaptive policy optimization (arXiv:2511.20347).
 
         L = -A 4/tau sigmoid(tau (r - 1)),   tau = tau_pos where A > 0, else tau_neg

@@ -73,13 +73,15 @@ def aggregate(
     return agg_loss(loss, response_mask, loss_agg_mode, **counts)
 
 
-def token_means(response_mask: Tensor, **values: Tensor) -> dict[str, float]:
+def token_means(response_mask: Tensor, **values: Tensor) -> dict[str, Tensor]:
     """The mean of each (B, T) value over the response tokens, named `actor/<name>`.
 
     Every metric of a built-in loss is such a mean, so the metric of a mini-batch is the average of
-    its micro-batches weighted by their number of response tokens. One read from the device.
+    its micro-batches weighted by their number of response tokens. The means stay on the device:
+    reading them here would make the host wait for the forward pass.
     """
     count = response_mask.sum().clamp(min=1)
-    means = [masked_sum(value.detach(), response_mask) / count for value in values.values()]
-    names = [f"actor/{name}" for name in values]
-    return dict(zip(names, torch.stack(means).tolist(), strict=True))
+    return {
+        f"actor/{name}": masked_sum(value.detach(), response_mask) / count
+        for name, value in values.items()
+    }

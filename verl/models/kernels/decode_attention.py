@@ -3,11 +3,11 @@
     prompt slots    (slots, KV heads, tokens, head dim)   shared by the samples of a prompt
     response slots  (slots, KV heads, tokens, head dim)   one per row
 
-A program takes one row and one KV head with all query heads of that head. It starts its running
-softmax from the new token, whose key and value it also writes into the row's slot, then goes over
-the prompt and over the row's own tokens. Samples of one prompt are neighbours, so that what one
-reads of the prompt the next finds in the cache of the chip. Lengths are read on the device:
-nothing here depends on what the host knows, so a captured graph stays valid as rows grow.
+A program takes one row and one KV head with all query heads of that head. It writes the new token's
+key and value into the row's slot and then goes over the prompt and the row's own tokens. Samples of
+one prompt are neighbours, so that what one reads of the prompt the next finds in the cache of the
+chip. Lengths are read on the device: nothing here depends on what the host knows, so a captured
+graph stays valid as rows grow.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -20,11 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_TOKENS = 64
-NUM_WARPS = 4
+from verl.models.kernels.attention_blocks import BLOCK, SMALLEST_DOT, visit, with_sink
+
+NUM_WARPS, NUM_WARPS_OF_WIDE_HEADS = 4, 2
 NUM_STAGES = 3
-SMALLEST_DOT = 16
-"""Rows that a matrix instruction takes; query heads are padded to them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,56 +75,14 @@ def slot_decode_attention(
         KEY_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(key_dim)),
         VALUE_DIM=value_dim,
         VALUE_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(value_dim)),
-        BLOCK=BLOCK_TOKENS,
+        BLOCK=BLOCK,
         WINDOW=sliding_window or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS if key_dim <= 64 else NUM_WARPS_OF_WIDE_HEADS,
         num_stages=NUM_STAGES,
     )  # fmt: skip
     return output
-
-
-@triton.jit
-def _scores(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scaled products of the queries with a block of keys, (heads, tokens) in fp32."""
-    x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if HAS_SOFTCAP:
-        x = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)  # tanh
-    return x
-
-
-@triton.jit
-def _visit(
-    q, top, total, mix, keys, values, k_step, v_step, first, end, scale, softcap,
-    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Let the running softmax (top, total, mix) see the tokens from `first` to `end` of a slot."""
-    k_dim, v_dim = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
-    for start in range(first // BLOCK * BLOCK, end, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        is_seen = (tokens >= first) & (tokens < end)
-        k = tl.load(
-            keys + tokens[:, None] * k_step + k_dim[None, :],
-            mask=is_seen[:, None] & (k_dim < KEY_DIM)[None, :],
-            other=0.0,
-        )
-        x = _scores(q, k, scale, softcap, HAS_SOFTCAP)
-        x = tl.where(is_seen[None, :], x, float("-inf"))
-        new_top = tl.maximum(top, tl.max(x, 1))
-        p = tl.exp(x - new_top[:, None])
-        shrink = tl.exp(top - new_top)
-        v = tl.load(
-            values + tokens[:, None] * v_step + v_dim[None, :],
-            mask=is_seen[:, None] & (v_dim < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        total = total * shrink + tl.sum(p, 1)
-        mix = mix * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = new_top
-    return top, total, mix
 
 
 @triton.jit
@@ -143,8 +100,9 @@ def _slot_decode(
 ):  # fmt: skip
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     prompt_slot, slot = tl.load(prompt_slots + row), tl.load(slots + row)
-    num_shared = tl.load(num_shareds + row)
-    place = tl.maximum(tl.load(places + row), 0)  # rows that nobody uses stand before the start
+    num_shared = tl.load(num_shareds + row).to(tl.int32)
+    place = tl.maximum(tl.load(places + row), 0).to(tl.int32)  # unused rows stand before the start
+    position = num_shared + place
 
     heads = tl.arange(0, HEADS_PADDED)
     k_dim, v_dim = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
@@ -161,34 +119,22 @@ def _slot_decode(
     own_v = own_values + slot * ov_slot + kv_head * ov_head
     tl.store(own_k + place * ok_token + k_dim, new_k.to(own_keys.dtype.element_ty), mask=is_k)
     tl.store(own_v + place * ov_token + v_dim, new_v.to(own_values.dtype.element_ty), mask=is_v)
+    tl.debug_barrier()  # the loop reads it back
 
-    top = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
-    if HAS_SOFTCAP:
-        top = softcap * (2 * tl.sigmoid(2 * top / softcap) - 1)
-    total = tl.full([HEADS_PADDED], 1.0, tl.float32)
-    mix = tl.zeros([HEADS_PADDED, VALUE_PADDED], tl.float32) + new_v.to(tl.float32)[None, :]
-
-    first_shared = num_shared * 0
-    first_own = place * 0
+    first = position * 0
     if WINDOW > 0:
-        first_shared = tl.maximum(num_shared + place - WINDOW + 1, 0)
-        first_own = tl.maximum(place - WINDOW + 1, 0)
-    top, total, mix = _visit(
-        q, top, total, mix,
+        first = tl.maximum(position - WINDOW + 1, 0)
+    top, total, mix = visit(
+        q, tl.zeros([HEADS_PADDED], tl.int32) + position, first, position + 1, num_shared,
+        scale, softcap,
         prompt_keys + prompt_slot * pk_slot + kv_head * pk_head,
-        prompt_values + prompt_slot * pv_slot + kv_head * pv_head,
-        pk_token, pv_token, first_shared, num_shared, scale, softcap,
-        KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, HAS_SOFTCAP,
-    )  # fmt: skip
-    top, total, mix = _visit(
-        q, top, total, mix, own_k, own_v, ok_token, ov_token, first_own, place, scale, softcap,
-        KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, HAS_SOFTCAP,
+        prompt_values + prompt_slot * pv_slot + kv_head * pv_head, pk_token, pv_token,
+        own_k, own_v, ok_token, ov_token,
+        HEADS_PADDED, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + first_head + heads, mask=is_head, other=0.0).to(tl.float32)
-        new_top = tl.maximum(top, sink)
-        total = total * tl.exp(top - new_top) + tl.exp(sink - new_top)
-        mix = mix * tl.exp(top - new_top)[:, None]
+        top, total, mix = with_sink(top, total, mix, sink)
     mix = mix / total[:, None]
     place_of = (row * HEADS * tl.num_programs(1) + first_head + heads[:, None]) * VALUE_DIM
     tl.store(

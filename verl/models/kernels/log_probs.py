@@ -29,15 +29,24 @@ LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 def logits_log_probs(
-    logits: Tensor, targets: Tensor, *, temperature: float, scale: float, softcap: float | None
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p(target), log-sum-exp and mean of the scores z; (rows,) in fp32 for logits (rows, V).
 
+    There may be a temperature for each row, (rows,) in fp32.
     The mean is under the row's own distribution: entropy = log-sum-exp - mean. A target outside
     the vocabulary gives NaN.
     """
     num_rows, vocabulary = logits.shape
-    temperatures = logits.new_full((num_rows,), temperature, dtype=torch.float32)
+    if isinstance(temperature, Tensor):
+        temperatures = temperature.contiguous()
+    else:
+        temperatures = logits.new_full((num_rows,), temperature, dtype=torch.float32)
     statistics = block_statistics(logits, temperatures, scale=scale, softcap=softcap)
     num_blocks = triton.cdiv(vocabulary, BLOCK)
     log_prob, log_sum, mean = (torch.empty_like(temperatures) for _ in range(3))
@@ -114,12 +123,18 @@ def block_statistics(
 
 
 @triton.jit
-def score(logit, temperature, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """softcap(logit * scale) / temperature in fp32; `softcap` is read only with `HAS_SOFTCAP`."""
+def capped(logit, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """softcap(logit * scale) in fp32; `softcap` is read only with `HAS_SOFTCAP`."""
     z = logit.to(tl.float32) * scale
     if HAS_SOFTCAP:
         z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)  # tanh
-    return tl.div_rn(z, temperature)
+    return z
+
+
+@triton.jit
+def score(logit, temperature, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """softcap(logit * scale) / temperature in fp32."""
+    return tl.div_rn(capped(logit, scale, softcap, HAS_SOFTCAP), temperature)
 
 
 @triton.jit

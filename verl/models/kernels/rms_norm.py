@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE_ELEMENTS = 4096
-MAX_PARTIAL_SUMS = 512
+TILE_ELEMENTS, BACKWARD_TILE_ELEMENTS = 4096, 1024
+MAX_PARTIAL_SUMS = 2112
 """Programs of the backward pass; each adds up its rows' part of the weight's gradient."""
 
 
@@ -50,7 +50,7 @@ class _RmsNorm(torch.autograd.Function):
         y = torch.empty_like(rows, dtype=dtype)
         options = _options(rows.shape[1], is_offset)
         if len(rows):
-            _forward[(triton.cdiv(len(rows), options["TILE"]),)](
+            _norm_forward[(triton.cdiv(len(rows), options["TILE"]),)](
                 rows, weight.contiguous(), y, len(rows), eps, **options
             )
         ctx.save_for_backward(rows, weight)
@@ -61,23 +61,23 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        options = _options(rows.shape[1], ctx.is_offset)
+        options = _options(rows.shape[1], ctx.is_offset, BACKWARD_TILE_ELEMENTS)
         num_tiles = triton.cdiv(len(rows), options["TILE"])
         tiles_each = max(1, triton.cdiv(num_tiles, MAX_PARTIAL_SUMS))
         num_programs = triton.cdiv(num_tiles, tiles_each)
         grad_x = torch.empty_like(rows)
         partial = rows.new_empty((num_programs, rows.shape[1]), dtype=torch.float32)
         if num_programs:
-            _backward[(num_programs,)](
+            _norm_backward[(num_programs,)](
                 gradients[0].contiguous(), rows, weight.contiguous(), grad_x, partial,
                 len(rows), tiles_each, ctx.eps, **options,
             )  # fmt: skip
         return grad_x.view(ctx.shape), partial.sum(0).to(weight.dtype), None, None
 
 
-def _options(width: int, is_offset: bool) -> dict[str, Any]:
+def _options(width: int, is_offset: bool, num_elements: int = TILE_ELEMENTS) -> dict[str, Any]:
     block = triton.next_power_of_2(width)
-    tile = max(1, TILE_ELEMENTS // block)
+    tile = max(1, num_elements // block)
     return {
         "WIDTH": width,
         "BLOCK": block,
@@ -95,7 +95,7 @@ def _normed(x, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _norm_forward(
     x, weight, y, num_rows, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, IS_OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +114,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     grad_y, x, weight, grad_x, partial, num_rows, tiles_each, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, IS_OFFSET: tl.constexpr,
 ):  # fmt: skip

@@ -1,10 +1,13 @@
-"""The next token of each row from its logits, and its log-probability, in one read. Triton.
+"""The next token of each row from its logits, and its log-probability. Triton.
 
 `log_probs` leaves a few numbers for every block of a row's vocabulary. They give the log-sum-exp,
 the very one of training, and say in which block the row's uniform number falls, so that only that
 block is read again. There is no sort, no noise tensor and no copy of the logits. The uniform number
 is a hash of (seed, token index): what a row draws does not depend on its neighbours. Sums that
 decide the draw are in fp64.
+
+Filters and penalties (`filters`) change the numbers of the blocks and which tokens of the last one
+count; the log-probability stays that of the whole distribution.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -15,7 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.models.kernels.log_probs import BLOCK, LAUNCH, block_statistics, load_scores, merge_blocks
+from verl.models.kernels.filters import (
+    Filters,
+    Repetition,
+    Scores,
+    choice_scores,
+    kept_totals,
+    penalised_statistics,
+    shares,
+    smallest_weights,
+)
+from verl.models.kernels.log_probs import BLOCK, block_statistics, load_scores, merge_blocks
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -31,24 +44,31 @@ def draw_tokens(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    filters: Filters | None = None,
+    repetition: Repetition | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token ids (B,) int64 and log-probabilities (B,) fp32 for raw logits (B, V).
 
-    Scores are softcap(logits * scale) / temperature; greedy rows take the likeliest token.
+    Scores are softcap(logits * scale) / temperature; greedy rows take the likeliest token. Rows
+    whose filters and penalty are off get the token that they get without these arguments.
     """
-    num_rows, vocabulary = logits.shape
-    num_blocks = triton.cdiv(vocabulary, BLOCK)
-    tokens = torch.empty(num_rows, dtype=torch.long, device=logits.device)
-    log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     statistics = block_statistics(logits, temperature, scale=scale, softcap=softcap)
-    _draw[(num_rows,)](
-        logits, temperature, is_greedy, seed, token_index, *statistics, tokens, log_probs,
-        logits.stride(0), float(scale), float(softcap or 0), num_blocks,
-        BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
-        VOCABULARY=vocabulary,
+    scores = Scores(logits, temperature, scale, softcap, repetition)
+    tops, totals, _ = statistics
+    floors = temperature  # not read where there are no filters
+    if repetition is not None:
+        tops, totals = penalised_statistics(scores, tops, totals)
+    if filters is not None:
+        floors = smallest_weights(scores, filters, is_greedy, tops, totals)
+        totals = kept_totals(scores, floors, tops, totals)
+    tokens = torch.empty(scores.num_rows, dtype=torch.long, device=logits.device)
+    log_probs = torch.empty(scores.num_rows, dtype=torch.float32, device=logits.device)
+    _draw[(scores.num_rows,)](
+        *scores.arguments, is_greedy, seed, token_index, *statistics,
+        tops, totals, floors, tokens, log_probs,
         BLOCK=BLOCK,
-        HAS_SOFTCAP=softcap is not None,
-        **LAUNCH,
+        HAS_FILTERS=filters is not None,
+        **scores.options,
     )  # fmt: skip
     return tokens, log_probs
 
@@ -70,47 +90,62 @@ def _uniform(seed, index):
 
 
 @triton.jit
+def _locate(weights, uniform, NUM: tl.constexpr):
+    """Which of `NUM` weights the point uniform x total falls on, and where on it, in [0, 1).
+
+    Never one of weight 0, whatever the sums are rounded to.
+    """
+    places = tl.arange(0, NUM)
+    ends = tl.cumsum(weights, 0)
+    point = uniform * tl.sum(tl.where(places == NUM - 1, ends, 0.0), 0)
+    place = tl.min(tl.where((ends > point) & (weights > 0), places, NUM), 0)
+    place = tl.minimum(place, tl.max(tl.where(weights > 0, places, 0), 0))
+    own = tl.sum(tl.where(places == place, weights, 0.0), 0)
+    end = tl.sum(tl.where(places == place, ends, 0.0), 0)
+    return place, tl.minimum(tl.maximum((point - end + own) / own, 0.0), 1 - 2.0**-52)
+
+
+@triton.jit
 def _draw(
-    logits, temperatures, are_greedy, seeds, indices, tops, sums, moments, tokens, log_probs,
-    row_step, scale, softcap, num_blocks,
-    BLOCKS_PADDED: tl.constexpr,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    logits, seen, temperatures, penalties, row_step, seen_step, scale, softcap, num_blocks,
+    are_greedy, seeds, indices, tops, totals, moments,
+    choice_tops, choice_totals, floors, tokens, log_probs,
+    BLOCKS_PADDED: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr, HAS_FILTERS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, BLOCKS_PADDED)
-    is_block = blocks < num_blocks
-    top = tl.load(tops + row * num_blocks + blocks, mask=is_block, other=float("-inf"))
-    own = tl.load(sums + row * num_blocks + blocks, mask=is_block, other=0.0)
-    highest = tl.max(top, 0)
-    share = own * tl.exp(top - highest)
     first = row * num_blocks
     log_sum, _ = merge_blocks(
-        tops + first, sums + first, moments + first, num_blocks, BLOCKS_PADDED
+        tops + first, totals + first, moments + first, num_blocks, BLOCKS_PADDED
     )
-
+    highest, top, share = shares(
+        choice_tops + first, choice_totals + first, num_blocks, BLOCKS_PADDED
+    )
     block = tl.argmax(top, 0)
     is_greedy = tl.load(are_greedy + row)
     inside = tl.full([], 0.0, tl.float64)
     if is_greedy == 0:
-        weights = share.to(tl.float64)
-        ends = tl.cumsum(weights, 0)
-        total = tl.sum(weights, 0)
-        point = _uniform(tl.load(seeds + row), tl.load(indices + row)) * total
-        block = tl.minimum(tl.sum((ends <= point).to(tl.int32), 0), num_blocks - 1)
-        chosen = tl.sum(tl.where(blocks == block, weights, 0.0), 0)
-        end = tl.sum(tl.where(blocks == block, ends, 0.0), 0)
-        inside = tl.minimum(tl.maximum((point - end + chosen) / chosen, 0.0), 1 - 2.0**-52)
+        uniform = _uniform(tl.load(seeds + row), tl.load(indices + row))
+        block, inside = _locate(share.to(tl.float64), uniform, BLOCKS_PADDED)
+
     temperature = tl.load(temperatures + row)
-    x = load_scores(
+    z = load_scores(
         logits + row * row_step, block, temperature, scale, softcap, VOCABULARY, BLOCK, HAS_SOFTCAP
     )
+    x = z
+    if HAS_PENALTY:
+        x = choice_scores(
+            logits + row * row_step, seen + row * seen_step, block, temperature,
+            tl.load(penalties + row), scale, softcap,
+            VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
+        )  # fmt: skip
     place = tl.argmax(x, 0)
     if is_greedy == 0:
-        weights_inside = tl.exp(x - tl.max(x, 0)).to(tl.float64)
-        inside_ends = tl.cumsum(weights_inside, 0)
-        goal = inside * tl.sum(weights_inside, 0)
-        place = tl.minimum(tl.sum((inside_ends <= goal).to(tl.int32), 0), BLOCK - 1)
+        weights = tl.exp(x - tl.max(x, 0))
+        if HAS_FILTERS:
+            weights = tl.where(tl.exp(x - highest) < tl.load(floors + row), 0.0, weights)
+        place, inside = _locate(weights.to(tl.float64), inside, BLOCK)
     token = tl.minimum(block * BLOCK + place, VOCABULARY - 1)
-    score = tl.sum(tl.where(tl.arange(0, BLOCK) == token - block * BLOCK, x, 0.0), 0)
+    score = tl.sum(tl.where(tl.arange(0, BLOCK) == token - block * BLOCK, z, 0.0), 0)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(log_probs + row, score - log_sum)

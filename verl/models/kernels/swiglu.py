@@ -37,15 +37,17 @@ def reference_gated(gate: Tensor, up: Tensor, *, is_gelu: bool = False) -> Tenso
     return (F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)) * up
 
 
+def gated_halves(both: Tensor, *, is_gelu: bool = False) -> Tensor:
+    """act(gate) * up where gate and up are the halves of each row of `both`, (..., 2 n)."""
+    return _GatedHalves.apply(both, is_gelu)  # pyright: ignore[reportReturnType]
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
-        if y.numel():
-            _forward[(triton.cdiv(y.numel(), BLOCK),)](
-                gate, up, y, y.numel(), BLOCK=BLOCK, IS_GELU=is_gelu, num_warps=4
-            )
+        _launch(_gate_forward, (_rows(gate), _rows(up), _rows(y)), is_gelu)
         ctx.save_for_backward(gate, up)
         ctx.is_gelu = is_gelu
         return y
@@ -54,13 +56,44 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        if gate.numel():
-            _backward[(triton.cdiv(gate.numel(), BLOCK),)](
-                gradients[0].contiguous(), gate, up, grad_gate, grad_up, gate.numel(),
-                BLOCK=BLOCK, IS_GELU=ctx.is_gelu, num_warps=4,
-            )  # fmt: skip
-        return grad_gate, grad_up, None
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        tensors = (gradients[0].contiguous(), gate, up, *grads)
+        _launch(_gate_backward, tuple(_rows(x) for x in tensors), ctx.is_gelu)
+        return *grads, None
+
+
+class _GatedHalves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, is_gelu: bool) -> Tensor:
+        both = both.contiguous()
+        y = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+        _launch(_gate_forward, (*_rows(both).chunk(2, -1), _rows(y)), is_gelu)
+        ctx.save_for_backward(both)
+        ctx.is_gelu = is_gelu
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (both,) = ctx.saved_tensors
+        grad = torch.empty_like(both)
+        halves = (*_rows(both).chunk(2, -1), *_rows(grad).chunk(2, -1))
+        _launch(_gate_backward, (_rows(gradients[0].contiguous()), *halves), ctx.is_gelu)
+        return grad, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+
+
+def _launch(kernel: Any, tensors: tuple[Tensor, ...], is_gelu: bool) -> None:
+    """Over tensors (rows, n), each with a step of its own from row to row."""
+    num_rows, width = tensors[0].shape
+    if num_rows and width:
+        kernel[(num_rows, triton.cdiv(width, BLOCK))](
+            *tensors, *(x.stride(0) for x in tensors), width,
+            BLOCK=BLOCK, IS_GELU=is_gelu, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -76,27 +109,34 @@ def _activation(x, IS_GELU: tl.constexpr):
 
 
 @triton.jit
-def _forward(gate, up, y, num_elements, BLOCK: tl.constexpr, IS_GELU: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < num_elements
-    g = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
+def _gate_forward(
+    gate, up, y, gate_step, up_step, y_step, width, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    g = tl.load(gate + row * gate_step + columns, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_step + columns, mask=mask, other=0.0).to(tl.float32)
     active, _ = _activation(g, IS_GELU)
     active = active.to(gate.dtype.element_ty).to(tl.float32)
-    tl.store(y + places, (active * u).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + row * y_step + columns, (active * u).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _backward(
-    grad_y, gate, up, grad_gate, grad_up, num_elements,
+def _gate_backward(
+    grad_y, gate, up, grad_gate, grad_up,
+    grad_y_step, gate_step, up_step, grad_gate_step, grad_up_step, width,
     BLOCK: tl.constexpr, IS_GELU: tl.constexpr,
 ):  # fmt: skip
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < num_elements
-    grad = tl.load(grad_y + places, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    grad = tl.load(grad_y + row * grad_y_step + columns, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_step + columns, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_step + columns, mask=mask, other=0.0).to(tl.float32)
     active, slope = _activation(g, IS_GELU)
     active = active.to(gate.dtype.element_ty).to(tl.float32)
-    tl.store(grad_up + places, (grad * active).to(grad_up.dtype.element_ty), mask=mask)
-    tl.store(grad_gate + places, (grad * u * slope).to(grad_gate.dtype.element_ty), mask=mask)
+    for_up = (grad * active).to(grad_up.dtype.element_ty)
+    tl.store(grad_up + row * grad_up_step + columns, for_up, mask=mask)
+    for_gate = (grad * u * slope).to(grad_gate.dtype.element_ty)
+    tl.store(grad_gate + row * grad_gate_step + columns, for_gate, mask=mask)

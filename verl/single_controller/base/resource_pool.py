@@ -47,6 +47,9 @@ class ResourcePool:
         """For each rank, its number on its node."""
         return [local_rank for count in self._store for local_rank in range(count)]
 
+    def release(self) -> None:
+        """Give back what the pool holds; one that only counts holds nothing."""
+
 
 Pool = TypeVar("Pool", bound=ResourcePool)
 

@@ -75,6 +75,11 @@ class WorkerGroup:
         return self._backend.workers
 
     @property
+    def call_timeout_seconds(self) -> float:
+        """How long a call of this group may take."""
+        return self._call_timeout_seconds
+
+    @property
     def reference_type(self) -> type:
         """What a non-blocking call gives for each rank."""
         return self._backend.reference_type
@@ -105,6 +110,18 @@ class WorkerGroup:
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         return self._submit(method_name, [Share(0, args, kwargs)])[0]
+
+    def execute_ranks(
+        self, ranks: Sequence[int], method_name: str, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """Run a method on some of the ranks with the same arguments; their answers, in order."""
+        return self.execute_shares(method_name, [Share(rank, args, kwargs) for rank in ranks])
+
+    def execute_shares(self, method_name: str, shares: Sequence[Share]) -> list[Any]:
+        """Run a method on some of the ranks, each with its own arguments; answers in order."""
+        call = self.start_call(method_name)
+        references = self._submit(method_name, shares)
+        return wait_for_answers(self._backend, call, [share.rank for share in shares], references)
 
     def start_call(self, method_name: str) -> Call:
         """The clock of a call starts now."""

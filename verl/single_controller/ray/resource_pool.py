@@ -17,6 +17,7 @@ from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
+from verl.utils.device import KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ PLACEMENT_TIMEOUT_SECONDS = 300.0
 """How long a cluster may take to find room, which includes starting nodes."""
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-DEVICE_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+DEVICE_RESOURCES = {name: kind.ray_resource for name, kind in KINDS.items() if kind.ray_resource}
 
 
 class RayResourcePool(ResourcePool):

@@ -3,9 +3,12 @@
 Per parameter, with b bytes in the compute dtype and W ranks that share the weights:
 
     one device     weights b, master copy 4 (unless b is 4), Adam's moments 8, gradients b
+    zero1          weights b, master copy and moments 12/W, gradients b
     FSDP           stored weights 4/W (2/W in bf16, then a master copy 4/W), moments 8/W,
                    gradients 4/W, and the gathered weights of two layers and the embedding
     Megatron       weights b and gradients 4 over tensor x pipeline ranks, the optimizer over all
+
+Which of the two `fsdp_config.sharding=auto` takes is known where the device is; FSDP is shown.
 
 Per token of a micro-batch, with h hidden, i inner units and q, k the width of queries and keys:
 
@@ -24,11 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.engine import FSDPEngineConfig
-from verl.config.names import needs_critic, needs_reference, uses_lora
+from verl.config.names import (
+    critic_lora_rank,
+    is_own_reference,
+    needs_critic,
+    needs_reference,
+    uses_lora,
+)
 from verl.config.ranks import data_parallel_size, engine_of, ranks_per_sequence, role_ranks
 from verl.config.ref import McoreRefConfig
 from verl.trainer.plan.model_shape import ModelShape, read_model_shape
-from verl.trainer.plan.placement import replicas
+from verl.trainer.plan.placement import has_whole_weights, replicas
 
 HEAD_CHUNK = 1024  # tokens whose logits exist at the same time
 FULL_DTYPES = ("float32", "fp32")
@@ -82,9 +91,10 @@ def memory_plan(config: Any) -> MemoryPlan:
     scoring, training = activation_bytes(config, shape)
     busy = {"weights": actor.weights, "working weights": actor.gathered}
     update = {"optimizer": actor.optimizer, "gradients": actor.gradients, "activations": training}
+    beside = at_rest if config.actor_rollout_ref.hybrid_engine else {}  # else on another device
     phases = [
         Phase("load", at_rest),
-        Phase("rollout", at_rest | rollout_bytes(config, shape)),
+        Phase("rollout", beside | rollout_bytes(config, shape)),
         Phase("log-prob", at_rest | busy | {"activations": scoring}),
         Phase("update actor", at_rest | busy | update),
     ]
@@ -109,19 +119,16 @@ def shape_at(path: str) -> tuple[ModelShape | None, str]:
 def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State:
     engine, ranks = engine_of(config, role), role_ranks(config, role)
     compute = compute_bytes(config, engine)
-    trained = params
-    if role != "critic" and uses_lora(config):
-        model = config.actor_rollout_ref.model
-        trained = shape.lora_params(model.lora_rank or model.lora.rank)
+    trained = trained_params(config, role, shape, params)
     gathered = 0.0
     if not isinstance(engine, FSDPEngineConfig):
         parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
         weights, gradients = compute * params / parts, 4 * trained / parts
         optimizer = 12 * trained / (ranks if engine.use_distributed_optimizer else parts)
-    elif ranks == 1:
-        master = 0 if compute == 4 else 4
+    elif ranks == 1 or engine.sharding == "zero1":
+        master = 0 if compute == 4 and ranks == 1 else 4
         weights, gradients = compute * params, compute * trained
-        optimizer = (master + 8) * trained
+        optimizer = (master + 8) * trained / ranks
     else:
         shards = engine.fsdp_size if engine.fsdp_size > 0 else ranks
         stored = 4 if engine.model_dtype in FULL_DTYPES else 2
@@ -139,6 +146,15 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
     )
 
 
+def trained_params(config: Any, role: str, shape: ModelShape, params: int) -> int:
+    """All of them, or adapters."""
+    if role == "critic":
+        rank = critic_lora_rank(config)
+        return shape.lora_params(rank) + shape.hidden if rank else params
+    model = config.actor_rollout_ref.model
+    return shape.lora_params(model.lora_rank or model.lora.rank) if uses_lora(config) else params
+
+
 def critic_state(config: Any, actor_shape: ModelShape) -> State | None:
     """The value model, taken to have the actor's shape when its own is not here to read."""
     if not needs_critic(config):
@@ -148,8 +164,8 @@ def critic_state(config: Any, actor_shape: ModelShape) -> State | None:
 
 
 def reference_bytes(config: Any, shape: ModelShape) -> float:
-    """A frozen copy, sharded like the actor; with LoRA there is none."""
-    if not needs_reference(config) or uses_lora(config):
+    """A frozen copy, sharded like the actor; with LoRA the actor itself serves."""
+    if not needs_reference(config) or is_own_reference(config):
         return 0.0
     ref = config.actor_rollout_ref.ref
     engine = ref.megatron if isinstance(ref, McoreRefConfig) else ref.fsdp_config
@@ -159,10 +175,10 @@ def reference_bytes(config: Any, shape: ModelShape) -> float:
     if not isinstance(engine, FSDPEngineConfig):
         parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
         return compute_bytes(config, engine) * shape.params / parts
-    if ranks == 1:
-        return compute_bytes(config, engine) * shape.params
-    stored = 4 if engine.model_dtype in FULL_DTYPES else 2
-    return stored * shape.params / (engine.fsdp_size if engine.fsdp_size > 0 else ranks)
+    whole = compute_bytes(config, engine) * shape.params
+    if ranks == 1 or engine.sharding == "zero1":
+        return whole
+    return whole / (engine.fsdp_size if engine.fsdp_size > 0 else ranks)
 
 
 def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
@@ -172,7 +188,8 @@ def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
     tensor = rollout.tensor_model_parallel_size
     parts: dict[str, float] = {}
     shares_weights = rollout.name in ("native", "hf")
-    if not (shares_weights and role_ranks(config, "actor_rollout_ref") == 1):
+    is_apart = not config.actor_rollout_ref.hybrid_engine
+    if is_apart or not (shares_weights and has_whole_weights(config)):
         parts["engine weights"] = size * shape.params / tensor
     sequences = math.ceil(config.data.train_batch_size * rollout.n / replicas(config))
     running = min(sequences, rollout.max_num_seqs)

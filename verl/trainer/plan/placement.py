@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.engine import FSDPEngineConfig
-from verl.config.names import needs_critic, needs_reference, uses_lora
+from verl.config.names import is_own_reference, needs_critic, needs_reference
 from verl.config.ranks import (
     data_parallel_size,
     engine_of,
     pool_devices,
+    ranks_beside,
     ranks_per_sequence,
     role_ranks,
+    rollout_ranks,
     world_size,
 )
 
@@ -43,7 +45,7 @@ def placement(config: Any) -> Placement:
     roles = [RolePlacement("actor", pool(config, "actor_rollout_ref"), layout(config, "actor"))]
     roles.append(rollout_placement(config))
     if needs_reference(config):
-        how = "the actor without its adapters" if uses_lora(config) else "a frozen copy"
+        how = "the actor without its adapters" if is_own_reference(config) else "a frozen copy"
         roles.append(RolePlacement("reference", pool(config, "actor_rollout_ref"), how))
     if needs_critic(config):
         roles.append(RolePlacement("critic", pool(config, "critic"), layout(config, "critic")))
@@ -62,7 +64,7 @@ def controller(config: Any) -> str:
     """Who starts the workers; `auto` is this process for one device and Ray otherwise."""
     if config.trainer.controller != "auto":
         return config.trainer.controller
-    return "local" if world_size(config) == 1 else "ray"
+    return "local" if world_size(config) + ranks_beside(config) == 1 else "ray"
 
 
 def pool(config: Any, role: str) -> str:
@@ -84,9 +86,12 @@ def layout(config: Any, role: str) -> str:
     if ranks == 1:
         return "one device, not sharded"
     shards = engine.fsdp_size if engine.fsdp_size > 0 else ranks
-    text = f"fsdp over {shards} ranks"
+    divided = f"fsdp over {shards} ranks"
     if shards < ranks:
-        text += f", {ranks // shards} copies"
+        divided += f", {ranks // shards} copies"
+    whole = f"whole on each of {ranks} ranks, the optimizer's state divided"
+    either = f"{whole}, if that fits; else {divided}"
+    text = {"full": divided, "zero1": whole, "auto": either}[engine.sharding]
     if ranks_per_sequence(engine) > 1:
         text += f", {ranks_per_sequence(engine)} ranks share a sequence"
     return text
@@ -100,7 +105,7 @@ def engine_size(rollout: Any) -> int:
 
 def replicas(config: Any) -> int:
     """Engines that generate side by side."""
-    ranks = role_ranks(config, "actor_rollout_ref")
+    ranks = rollout_ranks(config)
     return max(1, ranks // engine_size(config.actor_rollout_ref.rollout))
 
 
@@ -109,9 +114,27 @@ def rollout_placement(config: Any) -> RolePlacement:
     count = replicas(config)
     engines = "1 engine" if count == 1 else f"{count} engines"
     text = f"{rollout.name}, {engines}, tensor parallel {rollout.tensor_model_parallel_size}"
-    if rollout.name == "native" and role_ranks(config, "actor_rollout_ref") == 1:
+    if not config.actor_rollout_ref.hybrid_engine:
+        return RolePlacement("rollout", rollout_pool(config), f"{text}, weights sent by the actor")
+    if rollout.name == "native" and has_whole_weights(config):
         text += ", on the trainer's own weights"
     return RolePlacement("rollout", pool(config, "actor_rollout_ref"), text)
+
+
+def rollout_pool(config: Any) -> str:
+    """Where ranks are that only generate."""
+    rollout = config.actor_rollout_ref.rollout
+    if ranks_beside(config):
+        return f"a pool of {rollout.nnodes} x {rollout.n_gpus_per_node}"
+    return pool(config, "rollout")
+
+
+def has_whole_weights(config: Any) -> bool:
+    """Whether every rank is sure to hold the whole model, and an engine is one rank."""
+    engine, rollout = engine_of(config, "actor_rollout_ref"), config.actor_rollout_ref.rollout
+    is_alone = role_ranks(config, "actor_rollout_ref") == 1
+    is_zero1 = isinstance(engine, FSDPEngineConfig) and engine.sharding == "zero1"
+    return is_alone or (is_zero1 and rollout.tensor_model_parallel_size == 1)
 
 
 def reward_placement(config: Any) -> RolePlacement:

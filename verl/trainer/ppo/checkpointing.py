@@ -1,11 +1,20 @@
 """The run's checkpoints: a folder per role and the state of the run, committed together.
 
-global_step_N/actor/...   global_step_N/critic/...   global_step_N/data.json
+    global_step_N/actor/...   global_step_N/critic/...   global_step_N/data.json
+
+    training                        ranks                         committing
+      save ---------------------->    write, leave receipts
+           data order, counters ----------------------------->    all receipts are there
+                                                                  hash, manifest, rename: COMMITTED
+
+With `checkpoint.async_save` the ranks write, and the step is committed, in threads while training
+goes on. A second save waits for the first; what goes wrong is raised by the next call.
 """
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +23,26 @@ from torch.utils.data import Dataset
 from verl.config.convert import to_dict
 from verl.config.ppo import PPOConfig
 from verl.trainer.ppo.run_state import RunState
+from verl.utils.checkpoint.background import COMMIT_TIMEOUT_SECONDS, Background
+from verl.utils.checkpoint.errors import CheckpointError
 from verl.utils.checkpoint.identity import config_identity, dataset_identity, fingerprint
+from verl.utils.checkpoint.layout import step_folder
+from verl.utils.checkpoint.receipts import collect_receipts
 from verl.utils.checkpoint.store import CheckpointStore, steps_to_keep
-from verl.utils.checkpoint.tensor_store import load_state, save_state
+from verl.utils.checkpoint.tensor_store import (
+    EncodedState,
+    encode_state,
+    load_state,
+    write_state,
+)
+from verl.utils.checkpoint.upload import upload_step
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 logger = logging.getLogger(__name__)
 
 RUN_STATE = "data"
+GRACE_SECONDS = 20.0
+"""How long a run that ends with an error waits for a save: its ranks may be gone."""
 
 
 class RunCheckpoints:
@@ -32,8 +53,10 @@ class RunCheckpoints:
         self.config = trainer
         self.roles = dict(roles)
         limits = [trainer.max_actor_ckpt_to_keep]
+        self.is_async = config.actor_rollout_ref.actor.checkpoint.async_save
         if "critic" in roles:
             limits.append(trainer.max_critic_ckpt_to_keep)
+            self.is_async = self.is_async or config.critic.checkpoint.async_save
         self.store = CheckpointStore(
             Path(trainer.default_local_dir).expanduser(),
             fingerprint=fingerprint(
@@ -41,16 +64,46 @@ class RunCheckpoints:
             ),
             num_to_keep=1 if trainer.remove_previous_ckpt_in_save else steps_to_keep(limits),
         )
+        self.committed_step: int | None = None  # of this run; None before its first
+        self._background = Background("checkpoint-commit")
 
     def save(self, state: RunState) -> None:
-        """Commit a step. The line that says so is printed only when nothing can undo it."""
+        """Commit a step, or see to it that it will be."""
+        self.finish()
         step = state.global_steps
-        with self.store.saving(step) as folder:
-            for name, group in self.roles.items():
-                group.save_checkpoint(str(folder / name), global_step=step)
-            save_state(folder, RUN_STATE, state.to_dict())
-        sys.stdout.write(f"COMMITTED step={step}\n")
-        sys.stdout.flush()
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.store.saving(step))
+            receipts = self._write_roles(folder, step)
+            run_state = encode_state(state.to_dict())
+            saving = stack.pop_all()
+        if self.is_async:
+            self._background.start(lambda: self._commit(saving, folder, step, receipts, run_state))
+        else:
+            self._commit(saving, folder, step, receipts, run_state)
+
+    def check(self) -> None:
+        """Raise what a save in the background ran into, once."""
+        self._background.check()
+
+    def finish(self, timeout_seconds: float = COMMIT_TIMEOUT_SECONDS) -> None:
+        """Wait for a save in the background, and raise what it ran into."""
+        self._background.finish(timeout_seconds)
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Surrounds a run, which does not end before its last save has.
+
+        After an error the save gets a short time to end too. A second SIGTERM waits for nothing.
+        """
+        try:
+            yield
+        except Exception:
+            try:
+                self.finish(GRACE_SECONDS)
+            except (CheckpointError, TimeoutError) as failure:
+                logger.error("a save in the background: %s", failure)
+            raise
+        self.finish()
 
     def resume(self) -> RunState | None:
         """Load the step that `trainer.resume_mode` names into the workers; None for a new run."""
@@ -64,6 +117,32 @@ class RunCheckpoints:
             group.load_checkpoint(str(found.path / name))
         logger.warning("continuing after step %d from %s", found.step, found.path)
         return RunState.from_dict(load_state(found.path, RUN_STATE))
+
+    def _write_roles(self, folder: Path, step: int) -> list[Path]:
+        """Have every rank write; their receipts say when they have."""
+        receipts: list[Path] = []
+        for name, group in self.roles.items():
+            answers = group.save_checkpoint(str(folder / name), global_step=step)
+            receipts += [Path(answer) for answer in answers or () if answer is not None]
+        return receipts
+
+    def _commit(
+        self,
+        saving: ExitStack,
+        folder: Path,
+        step: int,
+        receipts: Sequence[Path],
+        run_state: EncodedState,
+    ) -> None:
+        """The line that says so is printed only when nothing can undo it."""
+        with saving:
+            collect_receipts(receipts, COMMIT_TIMEOUT_SECONDS)
+            write_state(folder, RUN_STATE, run_state)
+        self.committed_step = step
+        sys.stdout.write(f"COMMITTED step={step}\n")
+        sys.stdout.flush()
+        if self.config.default_hdfs_dir is not None:
+            upload_step(step_folder(self.store.root, step), self.config.default_hdfs_dir)
 
 
 def identity_of(dataset: Dataset[Any]) -> dict[str, Any]:

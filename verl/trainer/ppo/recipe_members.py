@@ -10,7 +10,7 @@ from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_dump import dump_generations
 from verl.trainer.ppo.validation import dump_batch
-from verl.utils.profiler import DistProfiler, marked_timer
+from verl.utils.profiler import marked_timer
 from verl.utils.tracking import ValidationGenerationsLogger
 
 
@@ -21,16 +21,16 @@ class RecipeMembers:
     tokenizer: Any
     global_steps: int
     validation_generations_logger: ValidationGenerationsLogger
-    profiler: DistProfiler
+    actor_rollout_wg: Any
 
     def _start_profiling(self, do_profile: bool) -> None:
-        """Record this step, if the actor's profiler is enabled; workers here share this process."""
+        """Let the policy's ranks record this step, if the actor's profiler is enabled."""
         if do_profile:
-            self.profiler.start(role="step", profile_step=self.global_steps)
+            self.actor_rollout_wg.start_profile(role="step", profile_step=self.global_steps)
 
     def _stop_profiling(self, do_profile: bool) -> None:
         if do_profile:
-            self.profiler.stop()
+            self.actor_rollout_wg.stop_profile()
 
     def _log_rollout_data(
         self,

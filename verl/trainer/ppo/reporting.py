@@ -4,8 +4,6 @@ import resource
 import sys
 from collections.abc import Mapping
 
-import torch
-
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -13,6 +11,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     compute_variance_proxy_metrics,
 )
+from verl.utils.device import peak_memory
 
 GIGABYTE = 1024**3
 KILOBYTES_PER_GIGABYTE = 1024**2
@@ -41,10 +40,10 @@ def memory_metrics() -> dict[str, float]:
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     per_gigabyte = GIGABYTE if sys.platform == "darwin" else KILOBYTES_PER_GIGABYTE
     metrics = {"perf/cpu_memory_used_gb": used / per_gigabyte}
-    if torch.cuda.is_available():
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        metrics["perf/max_memory_allocated_gb"] = allocated / GIGABYTE
-        metrics["perf/max_memory_reserved_gb"] = reserved / GIGABYTE
+    peak = peak_memory()
+    if peak is not None:
+        metrics["perf/max_memory_allocated_gb"] = peak[0] / GIGABYTE
+        metrics["perf/max_memory_reserved_gb"] = peak[1] / GIGABYTE
     return metrics
 
 

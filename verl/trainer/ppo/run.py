@@ -1,7 +1,7 @@
-"""What surrounds the training loop: workers, data, validation, checkpoints, tracking.
+"""What surrounds the training loop: data, validation, checkpoints, tracking.
 
-`TrainingRun` knows nothing of algorithms. It makes the worker groups and the loaders, counts steps,
-and does what is due after one. The loop itself and the stages of a step are in `trainer`.
+`TrainingRun` knows nothing of algorithms. It makes the loaders, counts steps, and does what is due
+after one. Workers are started in `workers`; the loop and the stages of a step are in `trainer`.
 """
 
 import logging
@@ -14,15 +14,13 @@ import numpy as np
 from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
-from verl.agent_loop.manager import AgentLoopManager
 from verl.algos.kl import get_kl_controller
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.base.controller import Controller
-from verl.single_controller.local import CONTROLLER
-from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.dataloader import EndOfData, PromptLoader
 from verl.trainer.ppo.datasets import (
     Collate,
@@ -35,9 +33,9 @@ from verl.trainer.ppo.datasets import (
 from verl.trainer.ppo.model_scores import (
     add_model_scores,
     is_asked_per_response,
-    refuse_unsuited_reward_model,
     validates_with_model,
 )
+from verl.trainer.ppo.placing import Placer
 from verl.trainer.ppo.progress import RunProgress
 from verl.trainer.ppo.recipe_members import RecipeMembers
 from verl.trainer.ppo.reporting import batch_metrics
@@ -48,15 +46,14 @@ from verl.trainer.ppo.termination import Termination
 from verl.trainer.ppo.tripwires import NonFiniteValues, Tripwires, keep_for_replay
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import validate
+from verl.trainer.ppo.workers import RunWorkers, controller_of
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
-from verl.utils.checkpoint.errors import CheckpointSaveError
+from verl.utils.checkpoint.errors import CheckpointSaveError, CheckpointUploadError
 from verl.utils.dataset.rl_dataset import LearnsFromBatches
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.device import resolve_device
-from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.metric import reduce_metrics
-from verl.utils.profiler import DistProfiler, marked_timer
-from verl.utils.rollout_skip import RolloutSkip
+from verl.utils.profiler import marked_timer
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 logger = logging.getLogger(__name__)
@@ -65,15 +62,12 @@ Metrics = dict[str, Any]
 MADE_ANEW = ("dummy_tensor", "input_ids", "attention_mask", "position_ids")
 
 
-class TrainingRun(RecipeMembers):
+class TrainingRun(RunWorkers, RecipeMembers):
     """The members that recipes rely on, and everything between two steps."""
 
-    actor_rollout_wg: Any
-    critic_wg: Any
-    ref_policy_wg: Any
-    rm_wg: Any = None
-    async_rollout_manager: AgentLoopManager
-    checkpoint_manager: RunCheckpoints
+    is_stop_requested = False
+    has_committed = False
+    """Whether this run has saved a step; `global_steps` may have come from an earlier one."""
 
     def __init__(
         self,
@@ -91,14 +85,14 @@ class TrainingRun(RecipeMembers):
         train_sampler: Sampler[int] | None = None,
         device_name: str | None = None,
         *,
-        controller: Controller = CONTROLLER,
+        controller: Controller | None = None,
     ) -> None:
         self.config = config = as_ppo_config(config)
         self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
-        self.controller = controller
-        self.ray_worker_group_cls = ray_worker_group_cls or controller.worker_group
+        self.controller = controller or controller_of(resource_pool_manager)
+        self.ray_worker_group_cls = ray_worker_group_cls or self.controller.worker_group
         kwargs = config.reward_model.reward_kwargs
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, 0, **kwargs)
         self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, 1, **kwargs)
@@ -107,7 +101,15 @@ class TrainingRun(RecipeMembers):
         self.use_reference_policy = need_reference_policy(config)
         self.use_rm = need_reward_model(config)
         self.hybrid_engine = config.actor_rollout_ref.hybrid_engine
-        self.ref_in_actor = self.use_reference_policy
+        self.ref_in_actor = Role.RefPolicy not in role_worker_mapping
+        self.resource_pool_to_cls: dict[Any, dict[str, ClassWithInitArgs]] = {}
+        self.placer = Placer(
+            config,
+            resource_pool_manager,
+            self.controller,
+            self.ray_worker_group_cls,
+            self.device_name,
+        )
         self.async_rollout_mode = True
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         self.seed = run_seed(config.data)
@@ -119,9 +121,8 @@ class TrainingRun(RecipeMembers):
         self.tripwires = Tripwires()
         names = (config.trainer.project_name, config.trainer.experiment_name)
         self.validation_generations_logger = ValidationGenerationsLogger(*names)
-        self.profiler = DistProfiler(0, config.actor_rollout_ref.actor.profiler)
         self._num_prompts = 0
-        self._last_saved_step = 0
+        self.last_saved_step = 0
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
     def _create_dataloader(
@@ -151,64 +152,9 @@ class TrainingRun(RecipeMembers):
         if self.total_training_steps is None:
             self.total_training_steps = len(self.train_dataloader) * config.trainer.total_epochs
 
-    # ---- workers ---------------------------------------------------------------------------------
-
-    def init_workers(self) -> None:
-        """Start a worker group per role, load the models, and connect the agent loops."""
-        refuse_what_is_not_here(self.config)
-        section = self.config.actor_rollout_ref
-        correction = self.config.algorithm.rollout_correction
-        if correction.bypass_mode:  # the actor chooses its loss when it is built
-            section.actor.policy_loss.rollout_correction = correction
-            section.actor.policy_loss.loss_mode = "bypass_mode"
-        self.resource_pool_manager.create_resource_pool()
-        role = Role.ActorRolloutRef if self.use_reference_policy else Role.ActorRollout
-        self.actor_rollout_wg = self._start(role, section, {"role": str(role)})
-        self.ref_policy_wg = self.actor_rollout_wg if self.use_reference_policy else None
-        roles = {"actor": self.actor_rollout_wg}
-        if self.use_critic:
-            roles["critic"] = self.critic_wg = self._start(Role.Critic, self.config.critic, {})
-        if self.use_rm:
-            model = self.config.reward_model
-            # A pool of its own is processes of its own, also when it is a single one.
-            options = {"in_process": False} if model.enable_resource_pool else {}
-            self.rm_wg = self._start(Role.RewardModel, model, {}, **options)
-        self.async_rollout_manager = self._agent_loop_manager()
-        self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
-
-    def _start(self, role: Role, section: Any, arguments: dict[str, Any], **options: Any) -> Any:
-        worker = self.controller.class_with_init_args(
-            self.role_worker_mapping[role],
-            section,
-            device=self.device_name,
-            total_training_steps=self.total_training_steps,
-            **arguments,
-        )
-        pool = self.resource_pool_manager.get_resource_pool(role)
-        group: Any = self.ray_worker_group_cls(pool, worker, name_prefix=str(role), **options)
-        group.init_model()
-        return group
-
-    def _agent_loop_manager(self) -> AgentLoopManager:
-        rollout = self.config.actor_rollout_ref.rollout
-        cls = AgentLoopManager
-        if rollout.agent.agent_loop_manager_class is not None:
-            cls = load_class_from_fqn(rollout.agent.agent_loop_manager_class, "agent loop manager")
-        manager = cls(
-            self.config,
-            self.actor_rollout_wg,
-            tokenizer=self.tokenizer,
-            processor=self.processor,
-        )
-        if rollout.skip_rollout:
-            RolloutSkip(self.config, manager).wrap_generate_sequences()
-        elif self._grades_while_generating() and isinstance(manager, AgentLoopManager):
-            manager.grade_with(self.reward_fn, self.val_reward_fn)
-        return manager
-
-    def _grades_while_generating(self) -> bool:
-        """The scores of a reward model come later, and its function needs them."""
-        return self.config.reward_model.use_reward_loop and not self.use_rm
+    def request_stop(self) -> None:
+        """Finish the step that runs, save, and end; may be called from another thread."""
+        self.is_stop_requested = True
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -225,18 +171,22 @@ class TrainingRun(RecipeMembers):
             ) as self.tracking,
             RunProgress(self.total_training_steps or 0) as self.progress,
             Termination() as self.termination,
+            self.checkpoint_manager.finishing(),
         ):
             yield
 
     def prompt_batches(self) -> Iterator[DataProto]:
         """The prompts of each step to come. Everything random in a step follows from its number."""
         assert self.total_training_steps is not None
-        while self.global_steps < self.total_training_steps and not self.termination.is_requested:
+        while self.global_steps < self.total_training_steps and not self._should_stop():
             self.global_steps += 1
             self._num_prompts = 0
             self.metrics, self.timing, self.batch = {}, {}, None
             seed_everything(keyed_seed(self.seed, "step", self.global_steps))
             yield self.next_prompts()
+
+    def _should_stop(self) -> bool:
+        return self.is_stop_requested or self.termination.is_requested
 
     def next_prompts(self) -> DataProto:
         """The next rows of the data; each prompt gets a `uid` of its own, repeated rows too."""
@@ -285,6 +235,7 @@ class TrainingRun(RecipeMembers):
         validation = self._validate() if is_due or is_last else {}
         warnings = self.tripwires.check(metrics, step)
         self._tell_the_data()
+        self._heed_last_save(self.checkpoint_manager.check)
         if self._should_save(is_last):  # what the lines above have counted and learned is saved too
             self._save_if_possible(is_last)
         metrics = {**metrics, **validation, **self._step_metrics(metrics), **warnings}
@@ -302,7 +253,7 @@ class TrainingRun(RecipeMembers):
             self.batch,
             self.timing,
             use_critic=self.use_critic,
-            num_devices=self.actor_rollout_wg.world_size,
+            num_devices=self.num_devices,
             grad_norm=metrics.get("actor/grad_norm"),
         )
 
@@ -320,7 +271,7 @@ class TrainingRun(RecipeMembers):
 
     def finish_run(self) -> None:
         """Save the step at which the run ends, if it ends before the last one."""
-        is_saved = self.global_steps in (0, self._last_saved_step)
+        is_saved = self.global_steps in (0, self.last_saved_step)
         if self.config.trainer.save_freq > 0 and not is_saved:
             self._save_checkpoint()
 
@@ -385,10 +336,18 @@ class TrainingRun(RecipeMembers):
         """A disk that refuses does not end the run: the earlier checkpoints are as they were."""
         try:
             with self.timed("save_checkpoint"):
+                self._heed_last_save(self.checkpoint_manager.finish)
                 self._save_checkpoint()
-        except CheckpointSaveError as error:
+        except (CheckpointSaveError, CheckpointUploadError) as error:
             if is_last:
                 raise
+            self.tripwires.count("checkpoint_not_saved", str(error))
+
+    def _heed_last_save(self, look: Callable[[], None]) -> None:
+        """What a save in the background ran into is counted like what this thread runs into."""
+        try:
+            look()
+        except (CheckpointSaveError, CheckpointUploadError) as error:
             self.tripwires.count("checkpoint_not_saved", str(error))
 
     def _save_checkpoint(self) -> None:
@@ -401,14 +360,16 @@ class TrainingRun(RecipeMembers):
                 max_steps_duration=self.max_steps_duration,
             )
         )
-        self._last_saved_step = self.global_steps
+        self.last_saved_step = self.global_steps
+        self.has_committed = True
 
     def _load_checkpoint(self) -> None:
         """Continue where the checkpoint that `trainer.resume_mode` names was taken."""
         state = self.checkpoint_manager.resume()
         if state is None:
             return
-        self.global_steps = self._last_saved_step = state.global_steps
+        self.sync_rollout()
+        self.global_steps = self.last_saved_step = state.global_steps
         self.train_dataloader.load_state_dict(state.dataloader)
         if state.kl_coefficient is not None:
             self.kl_ctrl_in_reward.value = state.kl_coefficient
@@ -421,18 +382,6 @@ def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:
     if isinstance(config, PPOConfig):
         return config
     return load_config(config, PPOConfig, keeps_unknown=True).checked()
-
-
-def refuse_what_is_not_here(config: PPOConfig) -> None:
-    """Settings that are valid and that this trainer cannot honour."""
-    if need_reward_model(config):
-        refuse_unsuited_reward_model(config)
-    groups = config.algorithm.filter_groups
-    if groups.enable and groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
-        raise ValueError(
-            "algorithm.filter_groups.metric is seq_final_reward, but the KL of "
-            "algorithm.use_kl_in_reward is charged after prompts are chosen; use seq_reward"
-        )
 
 
 def as_prompts(rows: dict[str, Any]) -> DataProto:

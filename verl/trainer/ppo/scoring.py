@@ -53,7 +53,11 @@ def score_batch(batch: DataProto, reward_fn: Callable[..., Any]) -> Scored:
     if precomputed_rewards(batch) is not None or not isinstance(reward_fn, Grader):
         rewards, extras = compute_reward(batch, reward_fn)
         return _with_scores(batch, rewards, extras, Scored(batch=batch, extras={}, metrics={}))
-    grades, num_faults = graded(batch, reward_fn)
+    return settled(batch, *graded(batch, reward_fn))
+
+
+def settled(batch: DataProto, grades: Sequence[Grade], num_faults: int) -> Scored:
+    """The scores that grades amount to; `num_faults` calls failed on the way."""
     keep, set_aside = settle_groups(batch.non_tensor_batch["uid"], grades)
     if not any(keep):
         reason = next(iter(set_aside.values()))

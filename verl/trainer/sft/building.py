@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.config.data import CustomClassConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.loading import load_causal_lm
-from verl.models.lora import add_lora, load_adapter
+from verl.models.lora import add_lora
 from verl.trainer.sft.batches import Row
 from verl.trainer.sft.ranks import Ranks
 from verl.trainer.sft.settings import SFTSettings
@@ -113,10 +113,7 @@ def load_model(settings: SFTSettings) -> PreTrainedModel:
     )
     if settings.lora is None:
         return loaded
-    adapted = add_lora(loaded, settings.lora, seed=settings.trainer.seed)
-    if model.lora_adapter_path is not None:
-        load_adapter(adapted, copy_to_local(model.lora_adapter_path))
-    return adapted
+    return add_lora(loaded, settings.lora, seed=settings.trainer.seed)
 
 
 def engine_optimizer(settings: SFTSettings, total_steps: int) -> FSDPOptimizerConfig:

@@ -14,39 +14,28 @@ equal, so a run may continue on another number of ranks.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.convert import to_dict
-from verl.models.lora import (
-    ADAPTER_FOLDER,
-    has_lora,
-    load_adapter,
-    merged_copy,
-    save_adapter,
-)
 from verl.trainer.sft.ranks import Ranks
 from verl.trainer.sft.settings import AnySFTConfig, SFTSettings
-from verl.utils.checkpoint.hf_model import save_hf_model
+from verl.utils.checkpoint.adapter import AdapterCheckpointManager, checkpoint_manager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import HF_FOLDER
 from verl.utils.checkpoint.identity import (
-    MAY_CHANGE,
     config_identity,
     dataset_identity,
     fingerprint,
     model_identity,
 )
 from verl.utils.checkpoint.layout import step_folder
-from verl.utils.checkpoint.one_device import HF_FOLDER, OneDeviceCheckpointManager
 from verl.utils.checkpoint.store import CheckpointStore
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.fs import copy_to_local
 from verl.workers.engine.one_device import OneDeviceEngine
 
 RUN_STATE = "data"
-WEIGHTS = ("model", "hf_model")
 
 
 class SFTCheckpoints:
@@ -63,15 +52,13 @@ class SFTCheckpoints:
         num_rows: int,
     ) -> None:
         self.config = settings.trainer
-        self.contents = settings.checkpoint
-        self.model, self.tokenizer, self.ranks = engine.module, tokenizer, ranks
-        self.is_lora = has_lora(engine.module)
+        self.ranks = ranks
         self.root = Path(self.config.default_local_dir).expanduser()
-        self.manager = OneDeviceCheckpointManager(
+        self.manager = checkpoint_manager(
             engine.module,
             engine,
             processing_class=tokenizer,
-            checkpoint_config=without_weights(self.contents) if self.is_lora else self.contents,
+            checkpoint_config=settings.checkpoint,
         )
         self.store = CheckpointStore(
             self.root,
@@ -81,7 +68,6 @@ class SFTCheckpoints:
                 config=config_identity(to_dict(config)),
             ),
             num_to_keep=self.config.max_ckpt_to_keep,
-            may_change=(*MAY_CHANGE, "trainer.nnodes", "trainer.n_gpus_per_node"),
         )
 
     def weights(self, step: int) -> Path:
@@ -109,27 +95,12 @@ class SFTCheckpoints:
             return 0, 0
         folder = Path(path).expanduser() if path is not None else step_folder(self.root, step)
         self.manager.load_checkpoint(str(folder))
-        if self.is_lora and "model" in self.contents.load_contents:
-            load_adapter(self.model, folder / ADAPTER_FOLDER)
         return step, load_state(folder, RUN_STATE)["num_tokens"]
 
     def _write(self, folder: Path, *, is_last: bool) -> None:
         self.manager.save_checkpoint(str(folder))
-        if not self.is_lora:
-            return
-        if set(WEIGHTS) & set(self.contents.save_contents):
-            save_adapter(self.model, folder / ADAPTER_FOLDER)
-        if is_last or "hf_model" in self.contents.save_contents:
-            save_hf_model(merged_copy(self.model), self.tokenizer, folder / HF_FOLDER)
-
-
-def without_weights(contents: CheckpointConfig) -> CheckpointConfig:
-    """The rest of a checkpoint whose weights are an adapter."""
-    return replace(
-        contents,
-        save_contents=[part for part in contents.save_contents if part not in WEIGHTS],
-        load_contents=[part for part in contents.load_contents if part not in WEIGHTS],
-    )
+        if is_last and isinstance(self.manager, AdapterCheckpointManager):
+            self.manager.save_merged(folder)
 
 
 def local_files(settings: SFTSettings) -> list[Path]:

@@ -6,12 +6,12 @@ from verl.config.sft import SFTConfig, SFTEngineConfig
 
 def plan(config: SFTConfig | SFTEngineConfig) -> str:
     """A line for each thing one wants to know before starting."""
-    data, trainer, rank = config.data, config.trainer, config.model.lora_rank
+    data, trainer = config.data, config.trainer
     steps = trainer.total_training_steps
     length = f"{steps} steps" if steps is not None else f"{trainer.total_epochs} epochs"
     lines = {
         "model": model_of(config),
-        "trained": f"LoRA adapters of rank {rank}" if rank else "all weights",
+        "trained": trained_of(config),
         "data": f"{data.train_files}: {columns_of(config)}",
         "batch": f"{data.train_batch_size} rows, {micro_batch_of(config)} at a time",
         "ranks": str(world_size(config)),
@@ -25,6 +25,15 @@ def plan(config: SFTConfig | SFTEngineConfig) -> str:
 def model_of(config: SFTConfig | SFTEngineConfig) -> str:
     is_engine = isinstance(config, SFTEngineConfig)
     return config.model.path if is_engine else config.model.partial_pretrain
+
+
+def trained_of(config: SFTConfig | SFTEngineConfig) -> str:
+    rank = config.model.lora_rank
+    if isinstance(config, SFTEngineConfig):
+        rank = rank or config.model.lora.rank
+        if config.model.lora_adapter_path is not None:
+            return f"the LoRA adapter in {config.model.lora_adapter_path}"
+    return f"LoRA adapters of rank {rank}" if rank else "all weights"
 
 
 def columns_of(config: SFTConfig | SFTEngineConfig) -> str:

@@ -22,7 +22,7 @@ from verl.config.sft import (
     SFTModelConfig,
     SFTTrainerConfig,
 )
-from verl.models.lora import LoraOptions
+from verl.models.lora import LoraOptions, lora_options
 from verl.workers.engine.base import MicroBatching
 
 AnySFTConfig = SFTConfig | SFTEngineConfig
@@ -61,7 +61,7 @@ def _of_fsdp(config: SFTConfig) -> SFTSettings:
     weights = config.model.fsdp_config.model_dtype
     return SFTSettings(
         model=model,
-        lora=_lora(model),
+        lora=lora_options(model),
         # fp32 weights mean fp32 masters; passes then run in the device's own format, as FSDP's do.
         dtype="auto" if weights in ("fp32", "float32") else weights,
         optim=config.optim,
@@ -84,7 +84,7 @@ def _of_engine(config: SFTEngineConfig) -> SFTSettings:
     first, last = config.trainer.profile_interval
     return SFTSettings(
         model=config.model,
-        lora=_lora(config.model),
+        lora=lora_options(config.model),
         dtype=engine.dtype,
         optim=optim,
         schedule=optim.lr_scheduler_type,
@@ -126,18 +126,6 @@ def _as_conversations(data: SFTDataConfig) -> SFTEngineDataConfig:
         truncation=data.truncation,
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
         use_shm=data.use_shm,
-    )
-
-
-def _lora(model: HFModelConfig) -> LoraOptions | None:
-    rank = model.lora_rank or model.lora.rank
-    if not rank:
-        return None
-    return LoraOptions(
-        rank=rank,
-        alpha=model.lora_alpha,
-        target_modules=model.target_modules,
-        exclude_modules=model.exclude_modules,
     )
 
 

@@ -35,6 +35,18 @@ class CheckpointSaveError(CheckpointError):
         )
 
 
+class CheckpointUploadError(CheckpointError):
+    """A committed step could not be copied to the remote folder; here it is whole."""
+
+    def __init__(self, folder: Path, remote: str, reason: str) -> None:
+        self.arguments = (folder, remote, reason)
+        self.folder = folder
+        super().__init__(
+            f"{folder} is committed, but could not be copied to {remote}: {reason}. Copy it "
+            "yourself, or mend trainer.default_hdfs_dir; the next step is copied anyway"
+        )
+
+
 class CheckpointCorruptError(CheckpointError):
     """A checkpoint is not what its manifest says; nothing of it was used."""
 

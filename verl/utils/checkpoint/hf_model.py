@@ -5,20 +5,28 @@ Names on disk are those of the published format, whatever layout the module has 
 weights are stored once. Loading goes back into the module in place: no parameter moves.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from verl.utils.checkpoint.durable import naming
+from verl.utils.checkpoint.durable import naming, write_all
 from verl.utils.checkpoint.errors import CheckpointCorruptError
 from verl.utils.checkpoint.identity import describe
+from verl.utils.checkpoint.plain_state import NamedArray
+from verl.utils.checkpoint.safetensors_file import TensorSource, write_safetensors
+from verl.utils.checkpoint.tensor_store import as_source, file_suffix, grouped
 
 MAX_SHARD_BYTES = 5 << 30
+HF_METADATA = {"format": "pt"}
 
 
 class ProcessingClass(Protocol):
@@ -35,11 +43,9 @@ def save_hf_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write weights, config, generation config and tokenizer. Needs memory for no second copy."""
-    folder = Path(folder)
-    own = model.generation_config if model.can_generate() else None
-    with naming(folder), _no_progress_bar(), _default_generation_config(model):
-        model.save_pretrained(folder, max_shard_size=max_shard_bytes)
-    _save_companions(own, tokenizer, folder)
+    save_hf_description(model, tokenizer, folder)
+    weights = published_weights(model, own_weights(model))
+    write_hf_weights(folder, weights, max_shard_bytes=max_shard_bytes)
 
 
 def save_hf_description(
@@ -47,10 +53,58 @@ def save_hf_description(
 ) -> None:
     """The same folder without the weights."""
     folder = Path(folder)
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # torch renames what it cuts
+    config.dtype = model.dtype
     with naming(folder):
-        model.config.save_pretrained(folder)
-    own = model.generation_config if model.can_generate() else None
-    _save_companions(own, tokenizer, folder)
+        config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            # transformers loads settings that its own save refuses (a temperature to be ignored).
+            model.generation_config.to_json_file(folder / "generation_config.json")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+
+
+def own_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and the buffers that belong to the weights; nothing is copied."""
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: value for name, value in model.state_dict().items() if name not in tied}
+    return {**{name: value.detach() for name, value in model.named_parameters()}, **buffers}
+
+
+def published_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole weights under the names, and in the layout, that the model is published with."""
+    return revert_weight_conversion(model, dict(weights))
+
+
+def write_hf_weights(
+    folder: str | Path, weights: Mapping[str, Tensor], *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    sources = [as_source(NamedArray(name=name, array=weight)) for name, weight in weights.items()]
+    write_hf_sources(folder, sources, max_shard_bytes=max_shard_bytes)
+
+
+def write_hf_sources(
+    folder: str | Path, sources: Sequence[TensorSource], *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """One tensor at a time, outside Python's lock, so that other threads go on meanwhile."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = list(grouped(sources, max_shard_bytes))
+    files = [f"model{file_suffix(number, len(shards))}" for number in range(len(shards))]
+    for file, shard in zip(files, shards, strict=True):
+        write_safetensors(folder / file, shard, metadata=HF_METADATA)
+    if len(files) < 2:
+        return
+    index = {
+        "metadata": {"total_size": sum(source.num_bytes for source in sources)},
+        "weight_map": {
+            source.name: file for file, shard in zip(files, shards, strict=True) for source in shard
+        },
+    }
+    path = folder / "model.safetensors.index.json"
+    with naming(path), open(path, "wb", buffering=0) as stream:
+        write_all(stream, json.dumps(index, indent=2).encode())
 
 
 @torch.no_grad()
@@ -84,31 +138,6 @@ def load_hf_weights(model: PreTrainedModel, folder: str | Path) -> None:
         raise CheckpointCorruptError(Path(folder), wrong[:8])
     for name, weight in own.items():
         weight.copy_(stored[name])
-
-
-def _save_companions(
-    generation_config: GenerationConfig | None, tokenizer: ProcessingClass | None, folder: Path
-) -> None:
-    with naming(folder):
-        if generation_config is not None:
-            generation_config.to_json_file(folder / "generation_config.json")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(folder))
-
-
-@contextmanager
-def _default_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """transformers loads generation settings that it then refuses to save (a temperature without
-    `do_sample`); it is given others to save, and ours are written afterwards as they are."""
-    if not model.can_generate():
-        yield
-        return
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 @contextmanager

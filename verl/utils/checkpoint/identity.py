@@ -2,7 +2,8 @@
 
 A fingerprint has a flat dictionary per section, all JSON: the model's parameters, the files of the
 dataset, the options. `compare` says in words what differs. Options that only steer how long a run
-goes on, what it reports and how it uses memory may change; every other one may not.
+goes on, what it reports, on how many devices it runs and how it uses memory may change; every other
+one may not.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ MAY_CHANGE = (
     "trainer.log_val_generations", "trainer.save_freq", "trainer.test_freq", "trainer.val_*",
     "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.resume_*",
     "trainer.default_*_dir", "trainer.*ckpt*", "trainer.esi_redundant_time", "trainer.dry_run",
+    "trainer.max_restarts",
     "trainer.controller", "trainer.use_legacy_worker_impl", "trainer.*timeout*",
     "trainer.prometheus.*", "trainer.profile*",
     "data.train_files", "data.val_*", "data.validation_shuffle", "data.*_workers",
@@ -27,6 +29,12 @@ MAY_CHANGE = (
     "*.trace.*", "*.prometheus.*", "*.val_kwargs.*", "*._target_", "*.checkpoint_engine.*",
     "ray_kwargs.*", "transfer_queue.*",
     "*micro_batch_size*", "*max_token_len*", "*use_dynamic_bsz", "*gpu_memory_utilization",
+    "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.balance_batch",
+    "resource_pool", "resource_pool.*",
+    "*.n_gpus_per_node", "*.nnodes", "*.enable_resource_pool", "*.hybrid_engine", "*.nccl_timeout",
+    "*.fsdp_size", "*.sharding", "*.reshard_after_forward", "*.forward_prefetch",
+    "*.wrap_policy.*", "*offload*", "*ulysses_sequence_parallel_size",
+    "*tensor_model_parallel_size",
 )  # fmt: skip
 MAX_DIFFERENCES = 20
 SAMPLE_BYTES = 8 << 20

@@ -8,7 +8,7 @@ deleted. The header is checked in full before a single tensor is read. Knows no 
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -47,8 +47,15 @@ class TensorPlace:
     num_bytes: int
 
 
-def write_safetensors(path: Path, tensors: Sequence[TensorSource]) -> None:
-    header: dict[str, Any] = {}
+def write_safetensors(
+    path: Path,
+    tensors: Sequence[TensorSource],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    sync: bool = False,
+) -> None:
+    """Create a file with these tensors, on the disk when this returns if `sync`."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.num_bytes
@@ -68,6 +75,8 @@ def write_safetensors(path: Path, tensors: Sequence[TensorSource]) -> None:
         write_all(file, len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             write_all(file, tensor.read())
+        if sync:
+            os.fsync(file.fileno())
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:

@@ -9,9 +9,10 @@ and hashing is left to `commit`; a folder must pass `verify` before anything is 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from verl.utils.checkpoint.safetensors_file import (
     read_safetensors,
     write_safetensors,
 )
+
+Stored = TypeVar("Stored", NamedArray, TensorSource)
 
 FORMAT = "verl-state"
 VERSION = 1
@@ -41,16 +44,39 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class EncodedState:
+    """A state as it was when it was encoded, but for the contents of its arrays and tensors."""
+
+    tree: Any
+    arrays: list[NamedArray]
+
+
+def encode_state(state: Any) -> EncodedState:
+    """Refuses, with its place, what is not plain data."""
+    encoder = Encoder()
+    return EncodedState(encoder.encode(state), encoder.arrays)
+
+
 def save_state(
     folder: str | Path, name: str, state: Any, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> None:
-    """Write `state` into `folder` under `name`. Refuses, with its place, what is not plain data."""
+    """Write `state` into `folder` under `name`."""
+    write_state(folder, name, encode_state(state), max_shard_bytes=max_shard_bytes)
+
+
+def write_state(
+    folder: str | Path,
+    name: str,
+    state: EncodedState,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """The second half of `save_state`."""
     folder = Path(folder)
-    encoder = Encoder()
-    tree = encoder.encode(state)
-    shards = list(_group(encoder.arrays, max_shard_bytes))
-    files = [f"{name}{_suffix(number, len(shards))}" for number in range(len(shards))]
-    content = {"format": FORMAT, "version": VERSION, "files": files, "tree": tree}
+    shards = list(grouped(state.arrays, max_shard_bytes))
+    files = [f"{name}{file_suffix(number, len(shards))}" for number in range(len(shards))]
+    content = {"format": FORMAT, "version": VERSION, "files": files, "tree": state.tree}
     text = json.dumps(content, separators=(",", ":")).encode()
     if len(text) > MAX_TREE_BYTES:
         raise ValueError(
@@ -59,7 +85,7 @@ def save_state(
         )
     folder.mkdir(parents=True, exist_ok=True)
     for file, shard in zip(files, shards, strict=True):
-        write_safetensors(folder / file, [_source(array) for array in shard])
+        write_safetensors(folder / file, [as_source(array) for array in shard])
     path = folder / f"{name}.json"
     with naming(path), open(path, "xb", buffering=0) as stream:
         write_all(stream, text)
@@ -94,9 +120,9 @@ def _read_text(path: Path) -> bytes:
     return text
 
 
-def _group(arrays: list[NamedArray], max_shard_bytes: int) -> Iterator[list[NamedArray]]:
+def grouped(arrays: Iterable[Stored], max_shard_bytes: int) -> Iterator[list[Stored]]:
     """Consecutive arrays of at most that many bytes together; a larger one is in a file alone."""
-    shard: list[NamedArray] = []
+    shard: list[Stored] = []
     num_bytes = 0
     for array in arrays:
         is_full = num_bytes + array.num_bytes > max_shard_bytes
@@ -109,11 +135,11 @@ def _group(arrays: list[NamedArray], max_shard_bytes: int) -> Iterator[list[Name
         yield shard
 
 
-def _suffix(number: int, total: int) -> str:
+def file_suffix(number: int, total: int) -> str:
     return ".safetensors" if total == 1 else f"-{number + 1:05d}-of-{total:05d}.safetensors"
 
 
-def _source(array: NamedArray) -> TensorSource:
+def as_source(array: NamedArray) -> TensorSource:
     dtype = SAFETENSORS_DTYPES.get(array.dtype)
     return TensorSource(
         name=array.name,

@@ -6,6 +6,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from verl.utils.device import is_cuda_available
+
 
 @contextmanager
 def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[None]:
@@ -39,7 +41,7 @@ def mark(name: str) -> Iterator[None]:
     """A named range in torch's profiler and, on CUDA, in Nsight Systems."""
     with ExitStack() as stack:
         stack.enter_context(torch.profiler.record_function(name))
-        if torch.cuda.is_available():
+        if is_cuda_available:
             torch.cuda.nvtx.range_push(name)
             stack.callback(torch.cuda.nvtx.range_pop)
         yield

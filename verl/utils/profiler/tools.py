@@ -18,7 +18,7 @@ from verl.config.profiler import (
     TorchMemoryToolConfig,
     TorchProfilerToolConfig,
 )
-from verl.utils.device import is_npu_available
+from verl.utils.device import is_cuda_available, is_npu_available
 from verl.utils.registry import Registry
 
 
@@ -76,7 +76,7 @@ class TorchTool(ProfilerTool):
         kinds = torch.profiler.ProfilerActivity
         named = {"cpu": kinds.CPU, "cuda": kinds.CUDA}
         chosen = [kind for name, kind in named.items() if name in self._contents]
-        everything = [kinds.CPU, kinds.CUDA] if torch.cuda.is_available() else [kinds.CPU]
+        everything = [kinds.CPU, kinds.CUDA] if is_cuda_available else [kinds.CPU]
         return chosen or everything
 
 
@@ -157,7 +157,7 @@ class NPUTool(ProfilerTool):
 
 
 def _require_cuda(option: str, instead: str = "tool=torch") -> None:
-    if not torch.cuda.is_available():
+    if not is_cuda_available:
         raise ValueError(f"{option} needs a CUDA device, and torch sees none. Use {instead}")
 
 

@@ -2,18 +2,25 @@
 
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import agg_loss
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_losses.preparation import prepare_loss
+from verl.algos.policy_losses.preparation import is_prepared, prepare_loss
 from verl.algos.registry import get_policy_loss_fn
 from verl.config.actor import FSDPActorConfig
 from verl.utils.metric import Metric
-from verl.workers.engine.base import BaseEngine, Columns, MicroBatching, TrainResult
-from verl.workers.mini_batch import global_counts, merge_reports, mini_batches
+from verl.workers.engine.base import BaseEngine, Columns, TrainResult
+from verl.workers.mini_batch import (
+    NUM_TOKENS,
+    global_counts,
+    merge_reports,
+    plan_for_one_rank,
+    summarise,
+    whole_step_columns,
+)
+from verl.workers.schedule import MicroBatching, Passes, StepPlan, UpdatePlan
 
 
 class DataParallelPPOActor:
@@ -25,7 +32,7 @@ class DataParallelPPOActor:
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
 
     def compute_log_prob(
-        self, data: TensorDict, *, micro_batching: MicroBatching, temperature: float
+        self, data: TensorDict, *, micro_batching: MicroBatching | Passes, temperature: float
     ) -> Columns:
         """`log_probs` and `entropy` of the response tokens, (B, T) each.
 
@@ -45,52 +52,80 @@ class DataParallelPPOActor:
         rows_per_step: int,
         temperature: float,
         old_policy_version: int | None = None,
+        plan: UpdatePlan | None = None,
     ) -> dict[str, Any]:
         """Go over the batch `ppo_epochs` times, one optimizer step per mini-batch.
+
+        On several ranks `data` is this rank's chunk and `plan` says what is in each step, on all of
+        them. A rank that is alone makes its own, with `rows_per_step` rows in a mini-batch.
 
         `old_policy_version` is the engine's version when `old_log_probs` were computed. While it is
         still current, old and new policy are the same, and the ratio is exactly 1 by construction.
         """
         config = self.config
-        seed = config.data_loader_seed if config.shuffle else None
-        results = [
-            self._step(mini_batch, temperature, old_policy_version)
-            for mini_batch in mini_batches(
-                data, rows_per_step, epochs=config.ppo_epochs, shuffle_seed=seed
-            )
-        ]
+        plan = plan or plan_for_one_rank(
+            data,
+            self.engine,
+            rows_per_step=rows_per_step,
+            epochs=config.ppo_epochs,
+            shuffle_seed=config.data_loader_seed if config.shuffle else None,
+            micro_batching=self.micro_batching(),
+        )
+        results = [self._step(data, step, temperature, old_policy_version) for step in plan.steps]
         self.engine.lr_scheduler_step()
-        return summarise(results)
+        return summarise(results, "actor")
 
     def _step(
-        self, mini_batch: TensorDict, temperature: float, old_policy_version: int | None
+        self,
+        data: TensorDict,
+        step: StepPlan,
+        temperature: float,
+        old_policy_version: int | None,
     ) -> tuple[TrainResult, dict[str, Metric]]:
-        config = self.config
-        mask = mini_batch["response_mask"]
-        config.global_batch_info = dict(global_counts(mask, config.loss_scale_factor))
-        is_on_policy = old_policy_version == self.engine.policy_version
-        prepared = prepare_loss(
+        config, engine = self.config, self.engine
+        num_columns = data["response_mask"].shape[-1]
+        config.global_batch_info = dict(global_counts(step, num_columns, config.loss_scale_factor))
+        is_on_policy = old_policy_version == engine.policy_version
+        prepared = self._prepared(data, step)
+
+        def loss(columns: Columns, rows: TensorDict) -> tuple[Tensor, dict[str, Any]]:
+            return self.loss(columns, rows, prepared=tuple(prepared), is_on_policy=is_on_policy)
+
+        result = engine.train_batch(
+            data.copy().update(prepared),
+            loss,
+            micro_batching=step.passes[engine.get_data_parallel_rank()],
+            temperature=temperature,
+        )
+        return result, merge_reports(result.metrics, engine.get_data_parallel_group())
+
+    def _prepared(self, data: TensorDict, step: StepPlan) -> dict[str, Tensor]:
+        """Columns that the loss wants made from all rows of the step, those of all ranks."""
+        if not is_prepared(self.policy_loss):
+            return {}
+        names = ("old_log_probs", "advantages", "response_mask")
+        old_log_prob, advantages, mask = whole_step_columns(data, names, step, self.engine).values()
+        made = prepare_loss(
             self.policy_loss,
-            old_log_prob=mini_batch["old_log_probs"],
-            advantages=mini_batch["advantages"],
+            old_log_prob=old_log_prob,
+            advantages=advantages,
             response_mask=mask,
-            config=config,
+            config=self.config,
         )
-        mini_batch = mini_batch.copy().update(prepared)
-        weights: list[float] = []
+        rows = step.rows_of(self.engine.get_data_parallel_rank())
+        columns = {}
+        for name, values in made.items():
+            columns[name] = values.new_zeros(len(data), *values.shape[1:])
+            columns[name][rows] = values[: len(rows)]
+        return columns
 
-        def loss(columns: Columns, rows: TensorDict) -> tuple[Tensor, dict[str, float]]:
-            weights.append(float(rows["response_mask"].sum()))
-            return self._loss(columns, rows, tuple(prepared), is_on_policy)
+    def loss(
+        self, columns: Columns, rows: TensorDict, *, prepared: tuple[str, ...], is_on_policy: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The loss of some rows, divided by the counts in `config.global_batch_info`.
 
-        result = self.engine.train_batch(
-            mini_batch, loss, micro_batching=self._micro_batching(), temperature=temperature
-        )
-        return result, merge_reports(result.metrics, weights)
-
-    def _loss(
-        self, columns: Columns, rows: TensorDict, prepared: tuple[str, ...], is_on_policy: bool
-    ) -> tuple[Tensor, dict[str, float]]:
+        `prepared` are columns that the policy loss asked for. On-policy, old and new are the same.
+        """
         config = self.config
         log_prob, entropy, mask = columns["log_probs"], columns["entropy"], rows["response_mask"]
         stored = rows["old_log_probs"]
@@ -104,51 +139,28 @@ class DataParallelPPOActor:
             rollout_is_weights=rows.get("rollout_is_weights", None),
             **{name: rows[name] for name in prepared},
         )
-        report = {**report, "actor/pg_loss": float(loss.detach())}
+        report = {**report, NUM_TOKENS: mask.sum(), "actor/pg_loss": loss.detach()}
         drift = ((log_prob.detach() - stored).abs() * mask).sum() / mask.sum().clamp_min(1)
         if is_on_policy:
-            report["actor/old_log_prob_error"] = float(drift)
+            report["actor/old_log_prob_error"] = drift
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * self._aggregate(entropy, mask)
         mean_entropy = (entropy.detach() * mask).sum() / mask.sum().clamp_min(1)
-        report["actor/entropy"] = float(mean_entropy)
+        report["actor/entropy"] = mean_entropy
         if config.use_kl_loss:
             kl = kl_penalty(log_prob, rows["ref_log_prob"], config.kl_loss_type)
             kl_loss = self._aggregate(kl, mask)
             loss = loss + config.kl_loss_coef * kl_loss
-            report["actor/kl_loss"] = float(kl_loss.detach())
+            report["actor/kl_loss"] = kl_loss.detach()
         return loss, report
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
         return agg_loss(values, mask, self.config.loss_agg_mode, **self.config.global_batch_info)
 
-    def _micro_batching(self) -> MicroBatching:
+    def micro_batching(self) -> MicroBatching:
+        """How the rows of a step are cut into passes."""
         config = self.config
         if config.use_dynamic_bsz:
-            return MicroBatching(tokens=config.ppo_max_token_len_per_gpu)
+            tokens = config.ppo_max_token_len_per_gpu * self.engine.ranks_per_sequence
+            return MicroBatching(tokens=tokens)
         return MicroBatching(rows=config.ppo_micro_batch_size_per_gpu)
-
-
-def summarise(results: list[tuple[TrainResult, dict[str, Metric]]]) -> dict[str, Any]:
-    """The metrics of one training step from those of its optimizer steps.
-
-    Losses are sums over micro-batches (each is already divided by the counts of its mini-batch) and
-    means over optimizer steps; everything else is a mean over response tokens.
-    """
-    names = {name for _, report in results for name in report}
-    metrics: dict[str, Any] = {}
-    for name in sorted(names):
-        parts = [report[name] for _, report in results if name in report]
-        if name.endswith("_loss"):
-            totals = [sum(part.values) for part in parts]
-            metrics[name] = sum(totals) / len(totals)
-        else:
-            metrics[name] = Metric.merge(parts).aggregate()
-    norms = torch.tensor([result.grad_norm for result, _ in results])
-    return {
-        **metrics,
-        "actor/grad_norm": float(norms.mean()),
-        "actor/lr": results[-1][0].learning_rate,
-        "actor/num_optimizer_steps": sum(result.is_applied for result, _ in results),
-        "actor/num_skipped_steps": sum(not result.is_applied for result, _ in results),
-    }

@@ -8,8 +8,15 @@ from torch import Tensor
 from verl.algos.value_loss import compute_value_loss
 from verl.config.critic import FSDPCriticConfig
 from verl.utils.metric import Metric
-from verl.workers.engine.base import BaseEngine, Columns, MicroBatching
-from verl.workers.mini_batch import global_counts, merge_reports, mini_batches
+from verl.workers.engine.base import BaseEngine, Columns, TrainResult
+from verl.workers.mini_batch import (
+    NUM_TOKENS,
+    global_counts,
+    merge_reports,
+    plan_for_one_rank,
+    summarise,
+)
+from verl.workers.schedule import MicroBatching, Passes, StepPlan, UpdatePlan
 
 
 class DataParallelPPOCritic:
@@ -19,47 +26,47 @@ class DataParallelPPOCritic:
         self.config = config
         self.engine = engine
 
-    def compute_values(self, data: TensorDict) -> Tensor:
-        """(B, T), the value before each response token was chosen; 0 where there is none."""
+    def compute_values(self, data: TensorDict, *, passes: Passes | None = None) -> Tensor:
+        """(B, T), the value before each response token was chosen; 0 where there is none.
+
+        On several ranks `passes` are this rank's, of a plan for all of them.
+        """
         config = self.config
         if config.use_dynamic_bsz:
-            cut = MicroBatching(tokens=config.forward_max_token_len_per_gpu)
+            tokens = config.forward_max_token_len_per_gpu * self.engine.ranks_per_sequence
+            cut = MicroBatching(tokens=tokens)
         else:
             cut = MicroBatching(rows=config.forward_micro_batch_size_per_gpu)
-        values = self.engine.infer_batch(data, micro_batching=cut)["values"]
+        values = self.engine.infer_batch(data, micro_batching=passes or cut)["values"]
         return values * data["response_mask"]
 
-    def update_critic(self, data: TensorDict, *, rows_per_step: int) -> dict[str, Any]:
-        """Go over the batch `ppo_epochs` times, one optimizer step per mini-batch."""
+    def update_critic(
+        self, data: TensorDict, *, rows_per_step: int, plan: UpdatePlan | None = None
+    ) -> dict[str, Any]:
+        """Go over the batch `ppo_epochs` times, one optimizer step per mini-batch.
+
+        On several ranks `data` is this rank's chunk and `plan` says what is in each step, on all of
+        them. A rank that is alone makes its own, with `rows_per_step` rows in a mini-batch.
+        """
         config = self.config
-        seed = config.data_loader_seed if config.shuffle else None
-        results, reports = [], []
-        for rows in mini_batches(data, rows_per_step, epochs=config.ppo_epochs, shuffle_seed=seed):
-            result, report = self._step(rows)
-            results.append(result)
-            reports.append(report)
+        plan = plan or plan_for_one_rank(
+            data,
+            self.engine,
+            rows_per_step=rows_per_step,
+            epochs=config.ppo_epochs,
+            shuffle_seed=config.data_loader_seed if config.shuffle else None,
+            micro_batching=self._micro_batching(),
+        )
+        results = [self._step(data, step) for step in plan.steps]
         self.engine.lr_scheduler_step()
-        merged = {
-            name: Metric.merge([report[name] for report in reports if name in report])
-            for name in reports[0]
-        }
-        losses = merged.pop("critic/vf_loss")
-        return {
-            **{name: metric.aggregate() for name, metric in merged.items()},
-            "critic/vf_loss": sum(losses.values) / len(results),
-            "critic/grad_norm": sum(result.grad_norm for result in results) / len(results),
-            "critic/lr": results[-1].learning_rate,
-            "critic/num_skipped_steps": sum(not result.is_applied for result in results),
-        }
+        return summarise(results, "critic")
 
-    def _step(self, mini_batch: TensorDict) -> tuple[Any, dict[str, Metric]]:
-        config = self.config
-        counts = global_counts(mini_batch["response_mask"], None)
-        weights: list[float] = []
+    def _step(self, data: TensorDict, step: StepPlan) -> tuple[TrainResult, dict[str, Metric]]:
+        config, engine = self.config, self.engine
+        counts = global_counts(step, data["response_mask"].shape[-1])
 
-        def loss(columns: Columns, rows: TensorDict) -> tuple[Tensor, dict[str, float]]:
+        def loss(columns: Columns, rows: TensorDict) -> tuple[Tensor, dict[str, Any]]:
             mask, values = rows["response_mask"], columns["values"]
-            weights.append(float(mask.sum()))
             value_loss, clip_fraction = compute_value_loss(
                 values,
                 rows["returns"],
@@ -69,16 +76,20 @@ class DataParallelPPOCritic:
                 config.loss_agg_mode,
                 **counts,
             )
-            mean = (values.detach() * mask).sum() / mask.sum().clamp_min(1)
             return value_loss, {
-                "critic/vf_loss": float(value_loss.detach()),
-                "critic/vf_clipfrac": float(clip_fraction),
-                "critic/vpred_mean": float(mean),
+                NUM_TOKENS: mask.sum(),
+                "critic/vf_loss": value_loss.detach(),
+                "critic/vf_clipfrac": clip_fraction,
+                "critic/vpred_mean": (values.detach() * mask).sum() / mask.sum().clamp_min(1),
             }
 
+        passes = step.passes[engine.get_data_parallel_rank()]
+        result = engine.train_batch(data, loss, micro_batching=passes)
+        return result, merge_reports(result.metrics, engine.get_data_parallel_group())
+
+    def _micro_batching(self) -> MicroBatching:
+        config = self.config
         if config.use_dynamic_bsz:
-            cut = MicroBatching(tokens=config.ppo_max_token_len_per_gpu)
-        else:
-            cut = MicroBatching(rows=config.ppo_micro_batch_size_per_gpu)
-        result = self.engine.train_batch(mini_batch, loss, micro_batching=cut)
-        return result, merge_reports(result.metrics, weights)
+            tokens = config.ppo_max_token_len_per_gpu * self.engine.ranks_per_sequence
+            return MicroBatching(tokens=tokens)
+        return MicroBatching(rows=config.ppo_micro_batch_size_per_gpu)

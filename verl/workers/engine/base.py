@@ -2,8 +2,10 @@
 
 Everything above (actor, critic, supervised fine-tuning) makes two calls. `infer_batch` runs rows
 through the model and gives columns back in row order. `train_batch` makes one optimizer step on one
-mini-batch. Both cut the rows into micro-batches; the loss handed in is already divided by counts
-over the whole mini-batch, so micro-batches add up and their number changes nothing.
+mini-batch. Both cut the rows into micro-batches, or take the cut from the caller: on several ranks
+all must make equally many passes, so one place decides for all (`verl.workers.schedule`). The loss
+handed in is already divided by counts over the whole mini-batch of all ranks, so micro-batches and
+ranks add up, and their number changes nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -16,25 +18,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl.workers.schedule import MicroBatching, Passes
+
 Columns = dict[str, Tensor]
 """What a model says about some rows: `log_probs` and `entropy`, or `values`; each (B, T)."""
 
 LossFunction = Callable[[Columns, TensorDict], tuple[Tensor, dict[str, Any]]]
 """From the model's columns and the rows they belong to: the loss and what to report of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatching:
-    """How many rows go through the model at once; exactly one of the two is set."""
-
-    rows: int | None = None
-    tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.rows is None) == (self.tokens is None):
-            raise ValueError(
-                f"micro-batches are cut by rows ({self.rows}) or by tokens ({self.tokens}); set one"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +39,14 @@ class TrainResult:
 
     num_micro_batches: int
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    """What the loss function reported, one entry per micro-batch."""
+    """What the loss function reported, one entry per micro-batch; tensors are still on the device,
+    so that no pass waits for the one before it."""
+
+    num_oom_splits: int = 0
+    """Micro-batches that did not fit into memory and were run in halves."""
+
+    loss_scale: float | None = None
+    """Factor on the loss in the backward pass; None where the number format needs none."""
 
 
 class BaseEngine(ABC):
@@ -57,6 +54,16 @@ class BaseEngine(ABC):
 
     policy_version: int = 0
     """Optimizer steps applied so far; a rollout engine stamps it on every token."""
+
+    sequence_group: torch.distributed.ProcessGroup | None = None
+    """Ranks that hold the same rows and divide the tokens of a pass among them; None: no others.
+    Gradients are summed over all ranks, these included."""
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that run a pass together; each has room for the tokens that one device takes."""
+        group = self.sequence_group
+        return 1 if group is None else torch.distributed.get_world_size(group)
 
     @abstractmethod
     def initialize(self) -> None:
@@ -67,11 +74,11 @@ class BaseEngine(ABC):
         self,
         data: TensorDict,
         *,
-        micro_batching: MicroBatching,
+        micro_batching: MicroBatching | Passes,
         temperature: float = 1.0,
         with_sum_pi_squared: bool = False,
     ) -> Columns:
-        """Columns of every row, in row order, without gradients.
+        """Columns of every row, in row order, without gradients; 0 for rows in no pass.
 
         A language model adds `sum_pi_squared` when asked; it costs a second output layer.
         """
@@ -82,10 +89,13 @@ class BaseEngine(ABC):
         data: TensorDict,
         loss_function: LossFunction,
         *,
-        micro_batching: MicroBatching,
+        micro_batching: MicroBatching | Passes,
         temperature: float = 1.0,
     ) -> TrainResult:
-        """One optimizer step on the rows of `data`; gradients are clear before and after."""
+        """One optimizer step on the rows of `data`; gradients are clear before and after.
+
+        Rows that no pass names take no part. An empty pass is one over a single token without loss.
+        """
 
     @abstractmethod
     def lr_scheduler_step(self) -> None:

@@ -3,10 +3,14 @@
 The model's parameters stay at their addresses in the compute dtype; the optimizer works on fp32
 copies and writes the result back in place, so that a rollout engine sharing the storage sees the
 new weights at once, and a small learning rate is not lost to bf16 rounding. In fp32 the parameter
-is its own master. A step whose gradient is not finite changes nothing and is counted.
+is its own master. A step whose gradient is not finite changes nothing and is counted. In fp16 the
+gradient comes multiplied by `loss_scale` and is divided here, in fp32. With `offload` masters and
+moments wait in CPU memory between steps.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
@@ -17,6 +21,12 @@ from torch import Tensor, nn
 
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils import schedules
+from verl.utils.checkpoint.pieces import FlatSlice, Part, local_tensor
+from verl.workers.engine.loss_scale import LossScale
+from verl.workers.engine.offload import OffloadedState
+
+TENSORS_AT_ONCE = 32
+"""Gradients that are turned into fp32 together; both copies exist meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -34,34 +44,51 @@ class MasterOptimizer:
     """AdamW (or another torch optimizer) over fp32 masters of a model's trainable parameters."""
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], config: FSDPOptimizerConfig
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        config: FSDPOptimizerConfig,
+        *,
+        offload: bool = False,
     ) -> None:
         self.config = config
-        self.parameters = {name: p for name, p in parameters if p.requires_grad}
-        self.masters = {name: master_of(p) for name, p in self.parameters.items()}
+        named = list(parameters)
+        self.parameters = {name: p for name, p in named if p.requires_grad}
+        self.masters = {name: self._master_of(p) for name, p in self.parameters.items()}
         self.optimizer = build_optimizer(self.masters.values(), config)
         self.schedule = build_schedule(self.optimizer, config)
         self.num_skipped_steps = 0
+        is_half = any(p.dtype == torch.float16 for _, p in named)  # also around fp32 adapters
+        self.loss_scale = LossScale() if is_half else None
         self._num_writes = self._count_writes()
+        self._offloaded = (
+            OffloadedState(self.optimizer, self._separate_masters())
+            if offload and self.masters
+            else None
+        )
 
     @property
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()
-    def step(self, max_norm: float) -> StepResult:
-        """Clip by global norm, update the masters, write back, clear the gradients."""
-        self._follow_others_writes()
-        self._move_gradients_to_masters()
-        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
-        grad_norm = float(norm)
-        is_finite = bool(torch.isfinite(norm))
-        if is_finite:
-            self.optimizer.step()
-            self._write_back()
-        else:
-            self.num_skipped_steps += 1
-        self.zero_grad()
+    def step(self, max_norm: float, gradient_factor: float = 1.0) -> StepResult:
+        """Clip by global norm, update the masters, write back, clear the gradients.
+
+        The gradient is multiplied by `gradient_factor` first, in fp32.
+        """
+        with self._state_on_device():
+            self._follow_others_writes()
+            self._move_gradients_to_masters()
+            self._scale_gradients(gradient_factor)
+            grad_norm = self._clip_gradients(max_norm)
+            is_finite = math.isfinite(grad_norm)
+            if is_finite:
+                self.optimizer.step()
+                self._write_back()
+            self.zero_grad()
+        self.num_skipped_steps += not is_finite
+        if self.loss_scale is not None:
+            self.loss_scale.update(is_finite=is_finite)
         return StepResult(grad_norm, is_finite)
 
     def zero_grad(self) -> None:
@@ -69,36 +96,98 @@ class MasterOptimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs: masters, moments, schedule, counters."""
-        return {
-            "masters": dict(self.masters),
-            "optimizer": self.optimizer.state_dict(),
+        """Everything a resumed run needs: masters, moments, schedule, counters.
+
+        Of masters and moments it has what this rank holds, marked as a part of the whole tensor.
+        """
+        state = {
+            "masters": {name: self._as_part(name, m) for name, m in self.masters.items()},
+            "optimizer": self._moments_as_parts(self.optimizer.state_dict()),
             "schedule": self.schedule.state_dict(),
             "num_skipped_steps": self.num_skipped_steps,
         }
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, master in self.masters.items():
-            master.copy_(state["masters"][name])
-        self._write_back()
-        self.optimizer.load_state_dict(state["optimizer"])
+        """A run that was not in fp16 before has no loss scale to continue; it starts anew."""
+        with self._state_on_device():
+            for name, master in self.masters.items():
+                master.copy_(local_tensor(state["masters"][name]))
+            self._write_back()
+            self.optimizer.load_state_dict(local_tensors(state["optimizer"]))
         self.schedule.load_state_dict(state["schedule"])
         self.num_skipped_steps = int(state["num_skipped_steps"])
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def _as_part(self, name: str, tensor: Tensor) -> Part:
+        """A master of parameter `name`, or a moment of it, as what it is of the whole tensor."""
+        return tensor
+
+    def _moments_as_parts(self, state: dict[str, Any]) -> dict[str, Any]:
+        """torch numbers the masters in their order."""
+        names = list(self.masters)
+        marked = {
+            number: {
+                key: self._as_part(names[number], value) if is_moment(value) else value
+                for key, value in moments.items()
+            }
+            for number, moments in state["state"].items()
+        }
+        return {**state, "state": marked}
+
+    def bytes_to_come(self) -> int:
+        """What the first step will add to the device and keep there: Adam's two moments, or one."""
+        defaults = self.optimizer.defaults
+        num_moments = 2 if "betas" in defaults else bool(defaults.get("momentum"))
+        if self._offloaded is not None or self.optimizer.state:
+            num_moments = 0
+        return num_moments * sum(m.numel() * m.element_size() for m in self.masters.values())
+
+    def _state_on_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._offloaded is None else self._offloaded.on_device()
 
     def _move_gradients_to_masters(self) -> None:
-        for name, parameter in self.parameters.items():
-            master = self.masters[name]
-            if parameter.grad is None:
-                master.grad = torch.zeros_like(master)
-            elif master is not parameter:
-                master.grad = parameter.grad.float()
-                parameter.grad = None
+        for pairs in self._in_groups():
+            moving = []
+            for parameter, master in pairs:
+                if parameter.grad is None:
+                    master.grad = torch.zeros_like(master)
+                elif master is not parameter:
+                    moving.append((parameter.grad, torch.empty_like(master)))
+                    master.grad, parameter.grad = moving[-1][1], None
+            copy_all(moving)
+
+    def _scale_gradients(self, factor: float) -> None:
+        """By `factor`, and back from the loss scale, whose inverse is exact."""
+        if self.loss_scale is not None:
+            factor = factor / self.loss_scale.value
+        if factor != 1:
+            gradients = [master.grad for master in self.masters.values()]
+            multiply_all(gradients, factor)  # pyright: ignore[reportArgumentType]
+
+    def _clip_gradients(self, max_norm: float) -> float:
+        """The norm of all gradients together; where it is above `max_norm`, they are scaled."""
+        return float(torch.nn.utils.clip_grad_norm_(self.masters.values(), max_norm))
+
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        return master_of(parameter)
+
+    def _separate_masters(self) -> list[nn.Parameter]:
+        """Those with a storage of their own: a model's fp32 weight is its own master."""
+        return [m for name, m in self.masters.items() if m is not self.parameters[name]]
+
+    def _in_groups(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+        pairs = [(p, self.masters[name]) for name, p in self.parameters.items()]
+        for start in range(0, len(pairs), TENSORS_AT_ONCE):
+            yield pairs[start : start + TENSORS_AT_ONCE]
 
     def _write_back(self) -> None:
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+        pairs = [(self.masters[name], p) for name, p in self.parameters.items()]
+        copy_all([(master, p) for master, p in pairs if master is not p])
         self._num_writes = self._count_writes()
 
     def _follow_others_writes(self) -> None:
@@ -118,6 +207,35 @@ def master_of(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().float())
 
 
+def is_moment(value: Any) -> bool:
+    """Whether an optimizer keeps this for every element; counters have no dimensions."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def local_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with this rank's own storage in place of parts."""
+    moments = {
+        number: {
+            key: local_tensor(value) if isinstance(value, (Tensor, FlatSlice)) else value
+            for key, value in entries.items()
+        }
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": moments}
+
+
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """The first of each pair into the second, in few kernels."""
+    if pairs:
+        sources, targets = [list(tensors) for tensors in zip(*pairs, strict=True)]
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def multiply_all(tensors: list[Tensor], factor: float) -> None:
+    if tensors:
+        torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def build_optimizer(
     parameters: Iterable[Tensor], config: FSDPOptimizerConfig
 ) -> torch.optim.Optimizer:
@@ -129,9 +247,14 @@ def build_optimizer(
         "weight_decay": config.weight_decay,
         **(config.override_optimizer_config or {}),
     }
-    if "betas" not in signature(kind).parameters:  # SGD and others without moments
+    known = signature(kind).parameters
+    if "betas" not in known:  # SGD and others without moments
         del options["betas"]
-    return kind(list(parameters), **options)
+    parameters = list(parameters)
+    is_free = "fused" in known and "foreach" not in options  # torch takes one of the two
+    if is_free and parameters and all(p.is_cuda for p in parameters):
+        options.setdefault("fused", True)
+    return kind(parameters, **options)
 
 
 def build_schedule(

@@ -5,10 +5,17 @@ end. The log-probability (or value) of a response token is read at the token bef
 come back as (B, T), zero where a response has no token.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from verl.models.shared_prompts import SharedPrompts
+from verl.models.ulysses import SequenceShare
+from verl.utils.device import without_waiting
+
+PACKED_COLUMNS = ("input_ids", "position_ids", "sources", "targets", "places")
 
 
 @dataclass(frozen=True)
@@ -21,8 +28,8 @@ class PackedRows:
     position_ids: Tensor
     """(N,) position of each token in its own sequence."""
 
-    lengths: list[int]
-    """Tokens of each sequence."""
+    parts: list[int] | SharedPrompts
+    """Tokens of each sequence, or how prompts are shared."""
 
     sources: Tensor
     """(R,) the token whose hidden state predicts each response token."""
@@ -36,10 +43,31 @@ class PackedRows:
     shape: tuple[int, int]
     """(B, T)."""
 
+    gather: Callable[[Tensor], Tensor] | None = None
+    """Where ranks divide the tokens: from this rank's values to all (R,) of them."""
+
     def unpack(self, values: Tensor) -> Tensor:
         """(R,) values to their places in (B, T), zeros elsewhere; differentiable."""
+        if self.gather is not None:
+            values = self.gather(values)
         blank = values.new_zeros(self.shape[0] * self.shape[1])
         return blank.index_copy(0, self.places, values).view(self.shape)
+
+    def to(self, device: torch.device) -> "PackedRows":
+        """On the device, without waiting for it."""
+        columns = {name: without_waiting(getattr(self, name), device) for name in PACKED_COLUMNS}
+        return replace(self, **columns)
+
+    def part(self, share: SequenceShare) -> "PackedRows":
+        """The tokens, sources and targets of one of the ranks that divide them."""
+        return replace(
+            self,
+            input_ids=share.cut(self.input_ids),
+            position_ids=share.cut(self.position_ids),
+            sources=share.sources,
+            targets=self.targets[share.rows],
+            gather=share.gather,
+        )
 
 
 def pack_rows(
@@ -64,7 +92,7 @@ def pack_rows(
     return PackedRows(
         input_ids=input_ids[real],
         position_ids=position_ids[real],
-        lengths=lengths.tolist(),
+        parts=lengths.tolist(),
         sources=packed_index[is_response] - 1,
         targets=input_ids[is_response],
         places=is_response[:, real.shape[1] - num_response_columns :]

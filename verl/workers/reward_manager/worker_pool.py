@@ -1,8 +1,9 @@
 """Calls a reward function in worker processes that can be killed.
 
 A call that takes too long ends with its worker killed, inside C code or not. A worker that dies
-under a call (out of memory, a crash in C, somebody's `kill`) has said nothing about the response:
-the call is made again on a new worker, a few times. Either way the next call finds a worker.
+under a call (out of memory, a crash in C, somebody's `kill`), or is stopped by a signal, has said
+nothing about the response: the call is made again on a new worker, a few times. Either way the next
+call finds a worker.
 """
 
 import os
@@ -14,8 +15,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
+from verl.single_controller.base.process_probe import is_stopped
 from verl.single_controller.local.parcel import Parcel
 from verl.workers.reward_manager.results import Grade, InfraError
 from verl.workers.reward_manager.worker_process import (
@@ -29,6 +32,9 @@ from verl.workers.reward_manager.worker_process import (
 MAX_RETRIES = 3
 CONTROL_SECONDS = 10.0
 """The nursery answers in milliseconds; longer means that it was stopped."""
+
+PROBE_SECONDS = 5.0
+"""How often to look whether a worker that does not answer was stopped by a signal."""
 
 
 class WorkerPool:
@@ -57,18 +63,20 @@ class WorkerPool:
             if grade is not None:
                 return grade
         return InfraError(
-            f"{1 + MAX_RETRIES} processes died one after another while they graded this response",
+            f"{1 + MAX_RETRIES} processes died or were stopped, one after another, while they "
+            "graded this response",
             is_final=True,
         )
 
     def _call_once(self, content: bytes | memoryview) -> Grade | None:
-        """None if the worker died."""
+        """None if the worker died or was stopped."""
         worker = self._family.take()
         answer = None
         try:
             worker.line.settimeout(self.timeout_seconds)
             send(worker.line, content)
-            answer = receive(worker.line)
+            if answers(worker, self.timeout_seconds):
+                answer = receive(worker.line)
         except TimeoutError:
             text = f"the reward function took longer than {self.timeout_seconds} s"
             return InfraError(text, is_timeout=True)
@@ -87,6 +95,22 @@ class WorkerPool:
 class WorkerProcess:
     pid: int
     line: socket.socket
+
+
+def answers(worker: WorkerProcess, timeout_seconds: float) -> bool:
+    """Whether it says something, if only that it has ended; False once it is found stopped twice.
+
+    Raises `TimeoutError` when the time is over.
+    """
+    give_up_at = time.monotonic() + timeout_seconds
+    was_stopped = False
+    while (remaining := give_up_at - time.monotonic()) > 0:
+        if wait([worker.line], min(PROBE_SECONDS, remaining)):
+            return True
+        if was_stopped and is_stopped(worker.pid):
+            return False
+        was_stopped = is_stopped(worker.pid)
+    raise TimeoutError
 
 
 class Family:

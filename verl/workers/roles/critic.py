@@ -4,38 +4,53 @@ import time
 
 from verl.config.critic import FSDPCriticConfig
 from verl.protocol import DataProto
-from verl.single_controller.base.decorator import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
-from verl.utils.checkpoint.one_device import OneDeviceCheckpointManager
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.checkpoint.adapter import checkpoint_manager
+from verl.utils.device import get_device_name
+from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
-from verl.workers.roles.building import build_engine
+from verl.workers.roles.building import build_engine, micro_batching
 from verl.workers.roles.checkpointed import CheckpointedWorker
-from verl.workers.roles.utilisation import utilisation
+from verl.workers.roles.dealing import (
+    INFERENCE_COLUMNS,
+    UpdateTerms,
+    deals_for_inference,
+    deals_for_update,
+    planned_passes,
+    row_column,
+    update_plan,
+)
+from verl.workers.roles.rank import RankWorker
+from verl.workers.roles.utilisation import update_passes, utilisation
+from verl.workers.schedule import MicroBatching
 
 MESH = "critic"
 
 
-class CriticWorker(CheckpointedWorker):
+class CriticWorker(RankWorker, CheckpointedWorker):
     """The value function of one rank."""
 
     def __init__(
-        self, config: FSDPCriticConfig, *, device: str = "cpu", total_training_steps: int = -1
+        self,
+        config: FSDPCriticConfig,
+        *,
+        device: str | None = None,
+        total_training_steps: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.device = device
-        self.total_training_steps = total_training_steps
-        self._register_dispatch_collect_info(MESH, dp_rank=self.rank, is_collect=True)
+        self.device = device or get_device_name()
+        if total_training_steps is not None:
+            config.optim.total_training_steps = total_training_steps
+        sharing = config.model.fsdp_config.ulysses_sequence_parallel_size
+        self.take_part_in(MESH, ranks_per_sequence=sharing)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the value model and build its optimizer."""
         config = self.config
-        config.optim.total_training_steps = self.total_training_steps
+        self.join_ranks(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
         self.engine = build_engine(
             config.model,
             config.model.fsdp_config,
@@ -44,25 +59,63 @@ class CriticWorker(CheckpointedWorker):
             max_grad_norm=config.grad_clip,
             is_value_model=True,
             gradient_checkpointing=config.model.enable_gradient_checkpointing,
+            activation_offload=config.model.enable_activation_offload,
+            probe_micro_batch=config.probe_micro_batch,
+            sequence_group=self.neighbours(config.model.fsdp_config.ulysses_sequence_parallel_size),
         )
         self.flops = FlopsCounter(self.engine.module.config)
         self.critic = DataParallelPPOCritic(config, self.engine)
-        self.checkpoints = OneDeviceCheckpointManager(
-            self.engine.module, self.engine, checkpoint_config=config.checkpoint
+        self.checkpoints = checkpoint_manager(
+            self.engine.module,
+            self.engine,
+            checkpoint_config=config.checkpoint,
+            rank=self.rank,
+            world_size=self.world_size,
         )
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def inference_terms(self, model: str) -> MicroBatching:
+        """How the rows of a pass without gradients are cut."""
+        config = self.config
+        return micro_batching(
+            by_tokens=config.use_dynamic_bsz,
+            tokens=config.forward_max_token_len_per_gpu,
+            rows=config.forward_micro_batch_size_per_gpu,
+            ranks_per_sequence=config.model.fsdp_config.ulysses_sequence_parallel_size,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_terms(self) -> UpdateTerms:
+        """How the rows of an update are cut into optimizer steps and passes, over all ranks."""
+        config = self.config
+        return UpdateTerms(
+            rows_per_step=config.ppo_mini_batch_size * config.rollout_n,
+            micro_batching=micro_batching(
+                by_tokens=config.use_dynamic_bsz,
+                tokens=config.ppo_max_token_len_per_gpu,
+                rows=config.ppo_micro_batch_size_per_gpu,
+                ranks_per_sequence=config.model.fsdp_config.ulysses_sequence_parallel_size,
+            ),
+            epochs=config.ppo_epochs,
+            shuffle_seed=config.data_loader_seed if config.shuffle else None,
+        )
+
+    @register(dispatch_mode=deals_for_inference(MESH, "critic"), columns=INFERENCE_COLUMNS)
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` of the response tokens."""
-        values = self.critic.compute_values(data.batch)
-        return DataProto.from_dict(tensors={"values": values.cpu()})
+        values = self.critic.compute_values(data.batch, passes=planned_passes(data))
+        return DataProto.from_dict(tensors={"values": values.cpu(), **row_column(data)})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    @register(dispatch_mode=deals_for_update(MESH))
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
-        start, epochs = time.perf_counter(), self.config.ppo_epochs
-        rows = self.config.ppo_mini_batch_size * self.config.rollout_n // self.world_size
-        metrics = self.critic.update_critic(data.batch.to(self.engine.device), rows_per_step=rows)
+        start = time.perf_counter()
+        metrics = self.critic.update_critic(
+            data.batch.to(self.engine.device),
+            rows_per_step=self.update_terms().rows_per_step,
+            plan=update_plan(data),
+        )
         seconds = time.perf_counter() - start
-        metrics.update(utilisation("critic", self.flops, data, seconds, passes=epochs))
+        passes = update_passes(self.config.ppo_epochs, self.engine.module)
+        metrics.update(utilisation("critic", self.flops, data, seconds, passes=passes))
         return DataProto(meta_info={"metrics": metrics})

@@ -1,4 +1,4 @@
-"""The reward model's worker: scores whole responses, in the process that trains.
+"""The reward model's worker: scores whole responses.
 
 It is frozen and runs forward only. With `reward_model.model.input_tokenizer` the response is turned
 into text and goes through the reward model's own chat template; without, the model is given the
@@ -21,34 +21,42 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl.single_controller.base.worker import Worker
 from verl.utils.dataset.prompts import encode_prompt
+from verl.utils.device import get_device_name
+from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.reward_manager.abstract import scores_on_last_token
 from verl.workers.reward_model.scores import cut, sequence_scores
 from verl.workers.reward_model.template import RewardTemplate
 from verl.workers.roles.building import compute_dtype, micro_batching
+from verl.workers.roles.rank import RankWorker
 
 MESH = "reward"
 
 
-class RewardModelWorker(Worker):
-    """The reward model of one rank."""
+class RewardModelWorker(RankWorker):
+    """The reward model of one rank; ranks hold it whole and know nothing of each other."""
 
     def __init__(
-        self, config: FSDPRewardModelConfig, *, device: str = "cpu", total_training_steps: int = -1
+        self,
+        config: FSDPRewardModelConfig,
+        *,
+        device: str | None = None,
+        total_training_steps: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.device = device
-        self._register_dispatch_collect_info(MESH, dp_rank=self.rank, is_collect=True)
+        self.device = device or get_device_name()
+        self.take_part_in(MESH, ranks_per_sequence=1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model, and the tokenizers where texts are to be written anew."""
+        self.join_ranks(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
         model = self.config.model
         import_external_libs(model.external_lib)
         build_model = partial(
@@ -59,7 +67,8 @@ class RewardModelWorker(Worker):
             override_config=dict(model.override_config),
             trust_remote_code=model.trust_remote_code,
         )
-        self.engine = OneDeviceEngine(build_model, None, is_value_model=True)
+        memory = MemoryOptions(param_offload=model.fsdp_config.param_offload)
+        self.engine = OneDeviceEngine(build_model, None, is_value_model=True, memory=memory)
         self.engine.initialize()
         self.template: RewardTemplate | None = None
         if model.input_tokenizer is not None:
@@ -85,6 +94,7 @@ class RewardModelWorker(Worker):
             },
         )
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
     def score_texts(self, texts: Sequence[str]) -> list[float]:
         """Scores of texts that are in the model's own template, or that need none."""
         whole = [encode_prompt(text, self.tokenizer) for text in texts]

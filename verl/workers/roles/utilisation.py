@@ -1,7 +1,18 @@
 """How well a role used its device, as the metric `perf/mfu/...`."""
 
+from torch import nn
+
+from verl.models.lora import has_lora
 from verl.protocol import DataProto
 from verl.utils.flops_counter import FlopsCounter
+
+
+def update_passes(epochs: int, model: nn.Module) -> float:
+    """What training over the rows costs, in passes.
+
+    The gradients of the weights are a third of a pass; with adapters nearly all are left out.
+    """
+    return epochs * (2 / 3 if has_lora(model) else 1)
 
 
 def utilisation(

@@ -12,16 +12,21 @@ of `generate` share one visit at a time: the first to come starts it, the others
     generate(b) --+--> visit: one step --> generate(c) --+--> visit: one step --> ...
 
 Everything runs on the caller's thread: nothing is locked, and nothing waits for another thread.
+With `tp_group`, ranks hold one model together: each runs this engine, and all of them must get the
+same calls of `submit`, `abort`, `step` and the like in the same order (`lockstep`).
 """
 
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from verl.models.kernels.availability import can_run_triton
+from verl.models.tensor_parallel import divide_model, load_weights
 from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
@@ -38,7 +43,11 @@ class LostRequestError(RuntimeError):
 
 
 class NativeEngine(Rollout):
-    """Continues prompts with `module`; `version` tells how many updates its weights have seen."""
+    """Continues prompts with `module`; `version` tells how many updates its weights have seen.
+
+    With `tp_group`, `module` is a copy of the whole model for this engine alone, which is divided
+    among the ranks of the group here.
+    """
 
     def __init__(
         self,
@@ -49,10 +58,13 @@ class NativeEngine(Rollout):
         version: Callable[[], int] = lambda: 0,
         decode_text: Callable[[list[int]], str] | None = None,
         seed: int = 0,
+        tp_group: ProcessGroup | None = None,
     ) -> None:
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.runner = ModelRunner(module)
+        if tp_group is not None:
+            divide_model(module, tp_group)
+        self.runner = ModelRunner(module, tp_group)
         self.batch = build_batch(self.runner, limits)
         self.cache = self.batch.cache
         self.scheduler = Scheduler(self.cache.max_slots, limits.max_prefill_tokens)
@@ -61,7 +73,7 @@ class NativeEngine(Rollout):
         self._version = version
         self._decode_text = decode_text
         self._fresh_seeds = itertools.count(seed)
-        self._weights = self._current_weights()
+        self._weights = (-1, -1)  # none have been used
         self._visit: asyncio.Task[None] | None = None
 
     @property
@@ -118,12 +130,20 @@ class NativeEngine(Rollout):
             raise RuntimeError(
                 f"{num_unfinished} requests are not finished; await or abort them before sleep()"
             )
+        self.batch.flush()  # nobody waits for it, but it writes into the cache
         self.cache.free()
         self.sessions.clear()
 
     def wake_up(self) -> None:
         if self.runner.device.type != "cpu":  # there, slots are made as sequences come
             self.cache.reserve(self.cache.max_slots, self.cache.max_slots)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write whole tensors, under their Hugging Face names, into an engine's own copy.
+
+        Sequences that run go on with the new weights at the next step.
+        """
+        load_weights(self.runner.module, weights)
 
     def step(self) -> None:
         """Let in what fits, then give every running sequence up to `steps_per_visit` tokens.
@@ -155,6 +175,7 @@ class NativeEngine(Rollout):
         weights = self._current_weights()
         if weights == self._weights:
             return
+        self._collect(self.batch.flush())  # what is under way was computed with the old ones
         self._weights = weights
         self.sessions.clear()
         for row in self.scheduler.rows:
@@ -279,6 +300,7 @@ class NativeEngine(Rollout):
                 sample.output.stop_reason = "abort"
         self.scheduler.clear()
         self.sessions.clear()
+        self.batch.flush()
         self.cache.free()  # what is in it may be half-written, or not finite
 
 

@@ -2,25 +2,29 @@
 
 Rows are kept side by side, but their slots are not: a row that moves keeps its slot, and a column
 of the table says which it is. On CUDA the whole step (embedding, layers, attention, head, sampling,
-bookkeeping) is captured once per batch size as a graph; a visit replays it several times and then
-reads what came out. Graphs remember addresses, so everything they touch is allocated once.
+bookkeeping) is captured as a graph, once per batch size and `Draw`; a visit replays it several
+times and then reads what came out of the visit before. Graphs remember addresses, so everything
+they touch is allocated once.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from verl.models.attention import AttentionLayout
-from verl.models.head import OutputHead
+from verl.models.head import OutputHead, raw_logits
+from verl.models.kernels.filters import Filters, Repetition
 from verl.models.kernels.sampling import draw_tokens
 from verl.workers.rollout.native.kv_cache import KeysAndValues, KVCache
+from verl.workers.rollout.native.lockstep import as_on_first_rank
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.requests import EngineLimits
 from verl.workers.rollout.native.row_table import RowTable
 from verl.workers.rollout.native.running_batch import NewTokens, RunningBatch, needs_of
+from verl.workers.rollout.native.sampler import Needs
 from verl.workers.rollout.native.scheduler import Move
 from verl.workers.rollout.native.sequence import Group, Sample
 from verl.workers.rollout.native.slot_layouts import SlotDecodeLayout, SlotPrefillLayout
@@ -39,7 +43,9 @@ class KernelBatch(RunningBatch):
         self._slot_of_prompt = list(range(num_slots))
         self._table.slot.copy_(torch.arange(num_slots))
         self._step = torch.zeros(1, dtype=torch.long, device=runner.device)
-        self._graphs: StepGraphs | None = None
+        self._under_way: _Block | None = None
+        self._is_late = is_cuda
+        self._graphs: StepGraphs[Draw] | None = None
         if is_cuda:
             self._graphs = StepGraphs(self._run_step, self._step_state, num_slots)
 
@@ -50,21 +56,57 @@ class KernelBatch(RunningBatch):
         return super().prefill(samples, [self._placed(s) for s in sequences], num_groups)
 
     def decode(self, samples: Sequence[Sample]) -> list[NewTokens]:
-        needs = needs_of(samples)
-        left = max(sample.group.token_limit - sample.num_tokens for sample in samples)
-        num_steps = min(left, self.limits.steps_per_visit)  # a row that is full stays as it is
-        rows = slice(0, len(samples))
+        """Start the next steps of all rows; give back what the steps before them gave.
+
+        So the device has work while the host reads. Rows that end in between stand still until the
+        host has seen it. The last steps are read as soon as no row can want more.
+        """
+        before, self._under_way = self._under_way, self._start(samples)
+        if self._is_late and self._under_way is not None:
+            return [] if before is None else self._finish(before)
+        news = [] if before is None else self._finish(before)
+        return news + self.flush()
+
+    def flush(self) -> list[NewTokens]:
+        """Wait for the steps that were started, and give back what they gave."""
+        block, self._under_way = self._under_way, None
+        return [] if block is None else self._finish(block)
+
+    def _start(self, samples: Sequence[Sample]) -> "_Block | None":
+        draw, rows = Draw.of(needs_of(samples)), slice(0, len(samples))
+        num_steps = min(self._most_left(samples), self.limits.steps_per_visit)
+        if num_steps <= 0:
+            return None
         self._step.zero_()
-        for step in range(num_steps):
-            if needs.candidates or needs.min_p or needs.penalty:
-                table = self._table[rows]
-                hidden = self.runner.decode_hidden(SlotDecodeLayout(self.cache, table), table)
-                self._emit(step, rows, table, self.runner.logits(hidden), needs)
-            elif self._graphs is None:
-                self._run_step(len(samples))
+        for _ in range(num_steps):
+            if self._graphs is None:
+                self._run_step(len(samples), draw)
             else:
-                self._graphs.replay(len(samples))
-        return self._read(samples, rows, num_steps)
+                self._graphs.replay(len(samples), draw)
+        table = self._table[rows]
+        columns = (self._tokens[:num_steps, rows].t(), self._log_probs[:num_steps, rows].t())
+        # Copies of their own: the next steps write over these.
+        copies = [x.clone() for x in (*columns, table.num_tokens, table.is_done)]
+        return _Block.read(list(samples), num_steps, copies)
+
+    def _most_left(self, samples: Sequence[Sample]) -> int:
+        """Tokens that some row may still get after the steps that are under way."""
+        block = self._under_way
+        ahead = set() if block is None else {id(sample) for sample in block.samples}
+        num_ahead = 0 if block is None else block.num_steps
+        return max(
+            sample.group.token_limit - sample.num_tokens - num_ahead * (id(sample) in ahead)
+            for sample in samples
+        )
+
+    def _finish(self, block: "_Block") -> list[NewTokens]:
+        """What the samples of a block got; those that have ended since get nothing."""
+        return [
+            NewTokens(sample, tokens[:num_new], log_probs[:num_new], is_done)
+            for sample, tokens, log_probs, num_tokens, is_done in block.rows()
+            if not sample.is_finished
+            for num_new in [num_tokens - sample.num_tokens]
+        ]
 
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
         """Rows change places, slots and all; the slots themselves stay where they are."""
@@ -98,9 +140,46 @@ class KernelBatch(RunningBatch):
         )
 
     def _prefill_layout(self, sequences: Sequence[PrefillSequence]) -> AttentionLayout:
-        if any(sequence.num_known for sequence in sequences):
-            return super()._prefill_layout(sequences)
         return SlotPrefillLayout(self.cache, sequences)
+
+    @torch.no_grad()
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the output layer leaves them, in its dtype."""
+        return raw_logits(hidden, OutputHead.of(self.runner.module))
+
+    def _emit(
+        self, step: int, rows: slice, table: RowTable, logits: torch.Tensor, needs: Needs
+    ) -> None:
+        tokens, log_probs = self._draw(rows, table, logits, Draw.of(needs))
+        self._tokens[step, rows] = tokens
+        self._log_probs[step, rows] = log_probs
+        table.advance(tokens)
+
+    def _draw(
+        self, rows: slice, table: RowTable, logits: torch.Tensor, draw: "Draw"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens from raw logits; log-probabilities come from the kernel that training uses."""
+        head, settings = OutputHead.of(self.runner.module), table.settings
+        filters = repetition = None
+        if draw.filters:
+            filters = Filters(settings.top_k, settings.top_p, settings.min_p)
+        if draw.penalty:
+            repetition = Repetition(settings.repetition_penalty, self._seen.rows(rows))
+        tokens, log_probs = draw_tokens(
+            logits,
+            settings.temperature,
+            settings.is_greedy,
+            settings.seed,
+            table.num_tokens,
+            scale=head.scale,
+            softcap=head.softcap,
+            filters=filters,
+            repetition=repetition,
+        )
+        tokens, log_probs = as_on_first_rank(tokens, log_probs, self.runner.tp_group)
+        if repetition is not None:
+            repetition.seen.scatter_(1, tokens[:, None], True)
+        return tokens, log_probs
 
     def _placed(self, sequence: PrefillSequence) -> PrefillSequence:
         """With slots of the cache instead of rows."""
@@ -112,25 +191,58 @@ class KernelBatch(RunningBatch):
         )
 
     @torch.no_grad()
-    def _run_step(self, num_rows: int) -> None:
+    def _run_step(self, num_rows: int, draw: "Draw") -> None:
         """One token for the first rows. Only tensors decide what happens here."""
-        table, head = self._table[:num_rows], OutputHead.of(self.runner.module)
+        table = self._table[:num_rows]
         hidden = self.runner.decode_hidden(SlotDecodeLayout(self.cache, table), table)
-        tokens, log_probs = draw_tokens(
-            F.linear(hidden, head.weight, head.bias),
-            table.settings.temperature,
-            table.settings.is_greedy,
-            table.settings.seed,
-            table.num_tokens,
-            scale=head.scale,
-            softcap=head.softcap,
-        )
+        tokens, log_probs = self._draw(slice(0, num_rows), table, self._logits(hidden), draw)
         self._tokens[:, :num_rows].index_copy_(0, self._step, tokens[None])
         self._log_probs[:, :num_rows].index_copy_(0, self._step, log_probs[None])
         self._step.add_(1)
         table.advance(tokens)
 
-    def _step_state(self) -> list[torch.Tensor]:
+    def _step_state(self, draw: "Draw") -> list[torch.Tensor]:
         """What a step changes, besides keys and values that a step writes before it reads them."""
         table = self._table
-        return [table.newest, table.num_tokens, table.is_done, self._step]
+        seen = [self._seen.rows(slice(None))] if draw.penalty else []
+        return [table.newest, table.num_tokens, table.is_done, self._step, *seen]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What some row asks for when tokens are drawn; other rows pay little and get the same."""
+
+    filters: bool
+    """top-k, top-p or min-p"""
+
+    penalty: bool
+
+    @classmethod
+    def of(cls, needs: Needs) -> "Draw":
+        return cls(filters=needs.candidates or needs.min_p, penalty=needs.penalty)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some steps of some rows, on their way to the host."""
+
+    samples: list[Sample]
+    num_steps: int
+    columns: list[torch.Tensor]
+    """Tokens and log-probabilities (rows, steps); tokens so far and whether a row is done."""
+
+    arrival: torch.cuda.Event | None
+
+    @classmethod
+    def read(cls, samples: list[Sample], num_steps: int, columns: list[torch.Tensor]) -> "_Block":
+        if columns[0].device.type != "cuda":
+            return cls(samples, num_steps, columns, None)
+        on_host = [column.to("cpu", non_blocking=True) for column in columns]
+        arrival = torch.cuda.Event()
+        arrival.record()
+        return cls(samples, num_steps, on_host, arrival)
+
+    def rows(self) -> Iterator[tuple[Sample, list[int], list[float], int, bool]]:
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return zip(self.samples, *(column.tolist() for column in self.columns), strict=True)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from verl.utils.device import memory_info
+
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -15,8 +17,7 @@ def cache_budget(device: torch.device, share: float) -> int:
     """That share of the device's memory in bytes; on a CPU, of what machine and container allow."""
     if device.type == "cpu":
         return int(share * host_memory())
-    _, total = torch.get_device_module(device).mem_get_info(device)
-    return int(share * total)
+    return int(share * memory_info(device)[1])
 
 
 def host_memory() -> int:

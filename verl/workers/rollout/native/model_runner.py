@@ -1,7 +1,7 @@
 """Forward passes of the engine: sequences in, or one more token for every running row.
 
-The module is the trainer's own. What comes out are the logits that decide the next token, through
-the same head as in training.
+The module is the trainer's own, or a copy that ranks hold together. What comes out are the logits
+that decide the next token, through the same head as in training.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,11 @@ COLUMN_TILE = 16
 class ModelRunner:
     """Runs the shared module on the engine's cache."""
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(
+        self, module: PreTrainedModel, tp_group: torch.distributed.ProcessGroup | None = None
+    ) -> None:
         self.module = module
+        self.tp_group = tp_group
         self.device = next(module.parameters()).device
         self.dtype = next(module.parameters()).dtype
         self.vocabulary = int(module.config.get_text_config().vocab_size)
@@ -64,14 +67,14 @@ class ModelRunner:
 
     @torch.no_grad()
     def prefill(self, layout: AttentionLayout, sequences: Sequence[PrefillSequence]) -> Tensor:
-        """Bring sequences into the cache; logits after the last token of each, (sequences, V)."""
+        """Bring sequences into the cache; the hidden state of the last token of each."""
         ids = [token for s in sequences for token in s.token_ids[s.num_known :]]
         places = [place for s in sequences for place in range(s.num_known, len(s.token_ids))]
         ends = torch.tensor([s.num_new for s in sequences], device=self.device).cumsum(0)
         hidden = self._hidden_states(
             torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device), layout
         )
-        return self.logits(hidden[ends - 1])
+        return hidden[ends - 1]
 
     def decode_layout(
         self, cache: KVCache, samples: Sequence[Sample], rows: RowTable, num_steps: int
@@ -105,6 +108,7 @@ class ModelRunner:
         ids, positions = F.pad(ids, padding), F.pad(positions, padding)
         return hidden_states(self.module, ids, positions, layout)[:num_rows]
 
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         num_rows = len(hidden)
         hidden = F.pad(hidden, (0, 0, 0, -num_rows % ROW_TILE))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.models.attention import AttentionLayout
 from verl.workers.rollout.native.kv_cache import CacheShape, KeysAndValues, KVCache
+from verl.workers.rollout.native.lockstep import as_on_first_rank, smallest_of_all
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.prefill_attention import PrefillLayout, PrefillSequence
 from verl.workers.rollout.native.requests import EngineLimits
@@ -69,7 +70,7 @@ class RunningBatch:
         self.cache.reserve(num_groups, rows.stop)
         self._table[rows] = self._row_table(samples)
         self._seen.enter(samples)
-        logits = self.runner.prefill(self._prefill_layout(sequences), sequences)
+        logits = self._logits(self.runner.prefill(self._prefill_layout(sequences), sequences))
         source = [index for index, sequence in enumerate(sequences) for _ in sequence.slots]
         logits = logits[torch.tensor(source, device=logits.device)]
         self._emit(0, rows, self._table[rows], logits, needs_of(samples))
@@ -86,6 +87,10 @@ class RunningBatch:
         for step in range(num_steps):
             self._emit(step, rows, table, self.runner.decode(layout, table), needs)
         return self._read(samples, rows, num_steps)
+
+    def flush(self) -> list[NewTokens]:
+        """What `decode` has started and not yet given back: nothing here."""
+        return []
 
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
         """Samples go to other rows, one after the other."""
@@ -109,10 +114,17 @@ class RunningBatch:
     def _prefill_layout(self, sequences: Sequence[PrefillSequence]) -> AttentionLayout:
         return PrefillLayout(self.cache, sequences, self.runner.exact_capacity)
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """What `_emit` samples from."""
+        return self.runner.logits(hidden)
+
     def _emit(self, step: int, rows: slice, table: RowTable, logits: Tensor, needs: Needs) -> None:
         """Sample a token for each of the rows and write it down; nothing goes to the host."""
         seen = self._seen.rows(rows) if needs.penalty else None
-        tokens, log_probs = next_tokens(logits, table.settings, needs, table.num_tokens, seen)
+        tokens, log_probs = as_on_first_rank(
+            *next_tokens(logits, table.settings, needs, table.num_tokens, seen),
+            self.runner.tp_group,
+        )
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         self._tokens[step, rows] = tokens
@@ -154,7 +166,7 @@ def cache_size(runner: ModelRunner, limits: EngineLimits) -> tuple[CacheShape, i
         dtype=runner.dtype,
         device=runner.device,
     )
-    num_slots = limits.num_slots(shape.bytes_per_sequence)
+    num_slots = smallest_of_all(limits.num_slots(shape.bytes_per_sequence), runner.tp_group)
     if num_slots < limits.max_num_seqs:
         logger.warning(
             "%d sequences run at once instead of rollout.max_num_seqs=%d: each takes %d MiB of "

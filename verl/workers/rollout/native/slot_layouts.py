@@ -5,14 +5,19 @@ cache and therefore keeps the occupied slots side by side.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.kernels.decode_attention import SlotRows, slot_decode_attention
-from verl.models.varlen import VarlenLayout
+from verl.models.kernels.packed_attention import (
+    Continuation,
+    Tiles,
+    packed_attention,
+    tokens_per_tile,
+)
 from verl.workers.rollout.native.kv_cache import KVCache
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.row_table import RowTable
@@ -42,42 +47,99 @@ class SlotDecodeLayout(AttentionLayout):
             softcap=options.softcap,
             sinks=options.sinks,
         )
+        if not num_padding:
+            return output
         return torch.nn.functional.pad(output, (0, 0, 0, 0, 0, num_padding))
 
 
 class SlotPrefillLayout(AttentionLayout):
-    """Whole sequences end to end; all keys and values go to their slots in a few copies.
+    """New tokens of some sequences end to end; keys and values go to their slots in a few copies.
 
-    Tokens after the sequences are padding.
+    Those of tokens that are known already (an earlier turn) stand before the new ones, which see
+    them like a shared prompt. Tokens after the sequences are padding.
     """
 
     def __init__(self, cache: KVCache, sequences: Sequence[PrefillSequence]) -> None:
         self.cache = cache
+        self._known = [sequence.known.layers for sequence in sequences if sequence.num_known]
         device = cache.shape.device
-        self._inner = VarlenLayout([len(s.token_ids) for s in sequences], device)
-        self._shared = _Copies(shared_spans(sequences), device)
-        self._own = _Copies(own_spans(sequences), device)
+        self._places = places(sequences)
+        self._shared = _Copies(shared_spans(sequences, self._places), device)
+        self._own = _Copies(own_spans(sequences, self._places), device)
+        self._tiles: dict[int, Tiles] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        self._shared.write(self.cache.prompt[layer], key, value)
-        self._own.write(self.cache.response[layer], key, value)
-        return self._inner.attend(layer, query, key, value, options)
+        known = self._joined(layer)
+        every = (key, value)
+        if known is not None:
+            every = tuple(torch.cat(pair) for pair in zip(known, every, strict=True))
+        self._shared.write(self.cache.prompt[layer], *every)
+        self._own.write(self.cache.response[layer], *every)
+        output, _ = packed_attention(
+            query,
+            key,
+            value,
+            self._tiles_for(tokens_per_tile(query.shape[1], key.shape[1])),
+            shared=known,
+            scaling=options.scaling,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+        return output
+
+    def _joined(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of all known tokens end to end."""
+        if not self._known:
+            return None
+        keys, values = zip(*(layers[layer] for layers in self._known), strict=True)
+        return torch.cat(keys), torch.cat(values)
+
+    def _tiles_for(self, num_tokens: int) -> Tiles:
+        if num_tokens not in self._tiles:
+            sequences = [
+                Continuation(p.first_new, p.num_new, p.first_known, p.num_known)
+                for p in self._places
+            ]
+            self._tiles[num_tokens] = Tiles(sequences, num_tokens, self.cache.shape.device)
+        return self._tiles[num_tokens]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a sequence's tokens are: the known ones among all known, the new ones among the new."""
+
+    first_known: int
+    num_known: int
+    first_new: int
+    num_new: int
+
+
+def places(sequences: Sequence[PrefillSequence]) -> list[_Place]:
+    found, known, new = [], 0, 0
+    for sequence in sequences:
+        found.append(_Place(known, sequence.num_known, new, sequence.num_new))
+        known += sequence.num_known
+        new += sequence.num_new
+    return found
 
 
 class _Copies:
-    """Token `token[i]` of a pass goes to `position[i]` of `slot[i]`."""
+    """Token `token[i]` of all, known and new, goes to `position[i]` of `slot[i]`."""
 
-    def __init__(self, spans: Sequence[tuple[int, int, int]], device: torch.device) -> None:
-        """`spans` are (first token of the pass, how many, slot); positions count from 0."""
-        counts = torch.tensor([count for _, count, _ in spans], dtype=torch.long)
-        firsts = torch.tensor([first for first, _, _ in spans], dtype=torch.long)
-        slots = torch.tensor([slot for _, _, slot in spans], dtype=torch.long)
-        begins = counts.cumsum(0) - counts
-        position = torch.arange(int(counts.sum())) - begins.repeat_interleave(counts)
-        token = firsts.repeat_interleave(counts) + position
-        columns = (token, slots.repeat_interleave(counts), position)
+    def __init__(self, spans: Sequence["_Span"], device: torch.device) -> None:
+        table = torch.tensor(spans, dtype=torch.long).view(-1, 4)
+        counts, tokens, slots, positions = table.unbind(1)
+        inside = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(
+            counts
+        )
+        columns = (
+            tokens.repeat_interleave(counts) + inside,
+            slots.repeat_interleave(counts),
+            positions.repeat_interleave(counts) + inside,
+        )
         self.token, self.slot, self.position = (column.to(device) for column in columns)
 
     def write(self, store: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
@@ -86,24 +148,35 @@ class _Copies:
                 slots[self.slot, :, self.position] = new[self.token]
 
 
-def shared_spans(sequences: Sequence[PrefillSequence]) -> list[tuple[int, int, int]]:
+_Span = tuple[int, int, int, int]
+"""How many tokens, the first of them among all, the slot, and the position there of the first."""
+
+
+def shared_spans(sequences: Sequence[PrefillSequence], where: Sequence[_Place]) -> list[_Span]:
     """What prompts share, of each sequence that fills its prompt's slot."""
+    total = sum(place.num_known for place in where)
     return [
-        (start, sequence.num_shared, sequence.prompt_slot)
-        for start, sequence in zip(starts(sequences), sequences, strict=True)
+        span
+        for sequence, place in zip(sequences, where, strict=True)
         if sequence.prompt_slot is not None
+        for span in _spans(place, 0, sequence.num_shared, sequence.prompt_slot, total)
     ]
 
 
-def own_spans(sequences: Sequence[PrefillSequence]) -> list[tuple[int, int, int]]:
+def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[_Place]) -> list[_Span]:
     """What belongs in the rows' own slots, once for each of them."""
+    total = sum(place.num_known for place in where)
     return [
-        (start + sequence.num_shared, len(sequence.token_ids) - sequence.num_shared, slot)
-        for start, sequence in zip(starts(sequences), sequences, strict=True)
+        span
+        for sequence, place in zip(sequences, where, strict=True)
         for slot in sequence.slots
+        for span in _spans(place, sequence.num_shared, len(sequence.token_ids), slot, total)
     ]
 
 
-def starts(sequences: Sequence[PrefillSequence]) -> list[int]:
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    return [0, *accumulate(lengths)][: len(lengths)]
+def _spans(place: _Place, first: int, end: int, slot: int, num_known: int) -> list[_Span]:
+    """The tokens from `first` to `end` of a sequence: known ones, then new ones."""
+    middle = min(max(place.num_known, first), end)
+    known = (middle - first, place.first_known + first, slot, 0)
+    new_first = num_known + place.first_new + middle - place.num_known
+    return [known, (end - middle, new_first, slot, middle - first)]

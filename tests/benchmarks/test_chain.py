@@ -1,0 +1,65 @@
+import json
+
+import pytest
+
+from benchmarks.gpu import all as chain_command
+from benchmarks.gpu.all import PLAN, Chain, Part
+
+
+def read(folder, claim):
+    return json.loads((folder / f"{claim}.json").read_text())["runs"]
+
+
+@pytest.fixture
+def chain(tmp_path):
+    return Chain(tmp_path, seconds=60, trl=tmp_path)
+
+
+def test_a_part_that_fails_is_reported_with_its_last_words(chain, tmp_path):
+    chain.run(Part("a", "decode", "no_such_part", "--shape tiny", seconds=1))
+    (run,) = read(tmp_path, "decode")
+    assert run["status"] == "failed"
+    assert "No module named benchmarks.gpu.no_such_part" in run["reason"]
+    assert chain.failures() == ["decode --shape tiny"]
+
+
+def test_a_part_without_time_is_left_out(chain, tmp_path):
+    chain.run(Part("a", "decode", "decode", "--shape 0.5B", seconds=61))
+    (run,) = read(tmp_path, "decode")
+    assert run["status"] == "left out"
+    assert chain.failures() == []
+
+
+def test_the_chain_goes_on_after_a_failure_and_ends_with_1(tmp_path, monkeypatch, capsys):
+    parts = [Part(letter, claim, "no_such_part", "", 1) for letter, claim in ("ax", "by", "cz")]
+    monkeypatch.setattr(chain_command, "PLAN", parts)
+    assert chain_command.main(["--out", str(tmp_path), "--only", "a,c"]) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"x.json", "z.json", "summary.md"}
+    assert "2 parts, about 2 s in all" in capsys.readouterr().out
+
+
+def test_the_packages_of_trl_are_for_its_part_only(chain, tmp_path):
+    by_part = {part.module: chain.environment(part).get("PYTHONPATH", "") for part in PLAN}
+    assert by_part.pop("trl_step").startswith(str(tmp_path))
+    assert not any(str(tmp_path) in path for path in by_part.values())
+
+
+def test_no_more_files_come_out_than_can_be_carried_home():
+    assert len({part.claim for part in PLAN} | {"summary.md"}) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(540)  # six processes, each of which imports torch
+def test_the_whole_chain_runs_on_a_cpu(tmp_path):
+    assert chain_command.main(["--out", str(tmp_path), "--tiny", "--only", "a,b,c,e,f,g"]) == 0
+    text = (tmp_path / "summary.md").read_text()
+    for title in (
+        "Generation",
+        "Beside transformers",
+        "Training",
+        "GRPO step:",
+        "GRPO step with heavy-tailed",
+        "Equal bits",
+        "Generation with",
+    ):
+        assert f"**{title}" in text

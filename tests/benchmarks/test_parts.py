@@ -1,0 +1,127 @@
+"""Every part runs as a whole, on a CPU with a tiny model."""
+
+import json
+
+import pytest
+
+from benchmarks.gpu import decode, filtered, grpo_step, overlap, train
+from benchmarks.gpu.policy import whole_groups
+from benchmarks.gpu.summary import summarise
+from benchmarks.gpu.workload import Workload
+
+SIZES = {"prompts": 2, "samples": 2, "prompt-tokens": 6, "new-tokens": 7}
+TINY = ["--shape=tiny", "--device=cpu", *(f"--{name}={size}" for name, size in SIZES.items())]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a part and give what it wrote."""
+
+    def run(part, *arguments):
+        path = tmp_path / "result.json"
+        part.main(["--out", str(path), *TINY, *arguments])
+        return json.loads(path.read_text())
+
+    return run
+
+
+def test_decoding_stands_beside_its_floor_and_beside_generate(run):
+    found = run(decode, "--repeats", "2", "--generate-pairs", "2", "--generate-tokens", "3")
+    assert len(found["seconds"]) == 2
+    assert found["tokens_per_second"] == pytest.approx(28 / (sum(found["seconds"]) / 2))
+    assert found["share_of_floor"] == pytest.approx(
+        found["floor_seconds"]["total"] / (sum(found["seconds"]) / 2)
+    )
+    assert 0 <= found["difference_from_training"]["max"] < 1e-5
+    pair = found["beside_generate"]
+    assert pair["workload"]["new_tokens"] == 3
+    assert {len(samples) for samples in pair["seconds"].values()} == {2}
+    assert pair["times_as_fast"] == pytest.approx(
+        pair["tokens_per_second"]["verl"] / pair["tokens_per_second"]["generate"]
+    )
+
+
+def test_filters_stand_beside_generation_without_them(run, tmp_path):
+    found = run(filtered, "--rounds", "2")
+    assert set(found["variants"]) == set(found["seconds"]) == set(filtered.VARIANTS)
+    for name, variant in found["variants"].items():
+        seconds = sum(found["seconds"][name]) / 2
+        assert variant["tokens_per_second"] == pytest.approx(28 / seconds)
+        without = sum(found["seconds"]["none"]) / 2
+        assert variant["share_of_none"] == pytest.approx(without / seconds)
+    runs = [{"arguments": "", "status": "done", **found}]
+    (tmp_path / "filtered.json").write_text(json.dumps({"claim": "filtered", "runs": runs}))
+    assert "| tiny | 2 x 2 x 7, 6 | top_p 0.9 |" in summarise(tmp_path)
+
+
+def test_training_counts_all_tokens_and_leaves_the_warm_up_out(run):
+    found = run(train, "--rounds", "2")
+    for name, variant in found["variants"].items():
+        assert len(found["samples"][name]) == 2
+        seconds = variant["median_seconds"]
+        assert variant["tokens_per_second"] == pytest.approx(52 / seconds["forward_backward"])
+        assert seconds["train"] > seconds["forward_backward"] > 0
+    assert set(found["warm_up_seconds"]) == set(found["variants"])
+
+
+def test_a_step_is_the_sum_of_its_phases_and_learns_something(run):
+    found = run(grpo_step, "--rounds", "1", "--variants", "base,old_log_probs")
+    for name in ("base", "old_log_probs"):
+        (sample,) = found["samples"][name]
+        seconds = sample["seconds"]
+        phases = ["generate", "rows", "reward", "update"]
+        phases += ["old_log_probs"] if name == "old_log_probs" else []
+        assert seconds["step"] == pytest.approx(sum(seconds[phase] for phase in phases))
+        assert seconds["update"] == pytest.approx(
+            seconds["forward_backward"] + seconds["optimizer"]
+        )
+        assert seconds["prefill"] + seconds["decode"] <= seconds["generate"]
+        assert sample["metrics"]["actor/grad_norm"] > 0
+
+
+def test_passes_hold_whole_groups_and_at_least_one():
+    work = Workload(prompts=3, samples=2, prompt_tokens=3, new_tokens=2)
+    assert whole_groups(work, micro_tokens=25) == [[0, 1, 2, 3], [4, 5]]
+    assert whole_groups(work, micro_tokens=5) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_computing_prompts_once_changes_the_numbers_by_rounding_only(run):
+    found = run(grpo_step, "--rounds", "1", "--variants", "base,whole_prompts")
+    norms = [
+        found["samples"][name][0]["metrics"]["actor/grad_norm"]
+        for name in ("base", "whole_prompts")
+    ]
+    assert [found["variants"][name]["shares_prefix"] for name in found["variants"]] == [True, False]
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)  # one tiny update lies between them
+
+
+def test_the_exact_variant_gives_rollout_and_training_the_same_bits(run, tmp_path):
+    found = run(grpo_step, "--rounds", "1", "--variants", "approximate,exact")
+    (exact,) = found["samples"]["exact"]
+    assert exact["difference_from_rollout"] == {"mean": 0.0, "max": 0.0}
+    runs = [{"arguments": "", "status": "done", **found}]
+    (tmp_path / "exact.json").write_text(json.dumps({"claim": "exact", "runs": runs}))
+    assert "Equal bits in rollout and training" in summarise(tmp_path)
+
+
+def test_passes_beside_generation_make_the_same_step(run, tmp_path):
+    sizes = ["--prompts=4", "--new-tokens=24", "--rounds=1", "--micro-tokens=64"]
+    found = run(overlap, *sizes)
+    after, beside = (found["samples"][name][0] for name in ("updates_after", "updates_beside"))
+    assert after["overlapped_rows_ratio"] == 0.0
+    assert 0 < beside["overlapped_rows_ratio"] < 1
+    norms = [sample["metrics"]["actor/grad_norm"] for sample in (after, beside)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)  # one tiny update lies between them
+    for sample in (after, beside):
+        seconds = sample["seconds"]
+        assert seconds["step"] == pytest.approx(seconds["generate"] + seconds["after_generation"])
+    runs = [{"arguments": "", "status": "done", **found}]
+    (tmp_path / "overlap.json").write_text(json.dumps({"claim": "overlap", "runs": runs}))
+    assert "| updates beside |" in summarise(tmp_path)
+
+
+def test_lengths_have_a_heavy_tail_below_the_cap():
+    lengths = overlap.heavy_tailed(Workload(prompts=1000, new_tokens=1024), seed=1)
+    assert 130 < sorted(lengths)[500] < 170
+    assert max(lengths) == 1024
+    assert 10 < sum(length == 1024 for length in lengths) < 60, "2.7% of a lognormal"

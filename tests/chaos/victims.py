@@ -1,0 +1,83 @@
+"""A run whose ranks are struck on cue."""
+
+from typing import Any
+
+from tests.chaos.strikes import Failpoints, Strikes
+from tests.toy import KeepsTrainer
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.failures import WorkerError
+from verl.trainer.ppo.trainer import PPOTrainer
+from verl.trainer.ppo.utils import Role
+from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
+
+
+class VictimActor(ActorRolloutRefWorker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        super().init_model()
+        points = Failpoints(self.config.model.path, "actor", self.rank)
+        points.before(self.visits, "visit", "generate")
+        points.before(self.actor, "compute_log_prob", "old log-prob")
+        points.before(self.actor, "update_policy", "update")
+        points.amid_tensors(self.engine, "get_per_tensor_param", "weight sync")
+        points.amid_writes(self.checkpoints, "capture", "save")
+
+
+class VictimCritic(CriticWorker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        super().init_model()
+        points = Failpoints(self.config.model.path, "critic", self.rank)
+        points.before(self.critic, "compute_values", "old log-prob")
+        points.before(self.critic, "update_critic", "update")
+        points.amid_writes(self.checkpoints, "capture", "save")
+
+
+class StruckTrainer(PPOTrainer):
+    @property
+    def strikes(self) -> Strikes:
+        return Strikes.beside(self.config.actor_rollout_ref.model.path)
+
+    def next_prompts(self) -> DataProto:
+        self.strikes.arm(self.global_steps)
+        return super().next_prompts()
+
+    def rollout(self, prompts: DataProto) -> DataProto:
+        self.strikes.strike_from_driver("rollout", self.global_steps)
+        return super().rollout(prompts)
+
+    def score(self, batch: DataProto) -> DataProto:
+        self.strikes.strike_from_driver("score", self.global_steps)
+        return super().score(batch)
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        self.strikes.strike_from_driver("update_actor", self.global_steps)
+        return super()._update_actor(batch)
+
+    def fit(self) -> None:
+        try:
+            super().fit()
+        except WorkerError as error:
+            self.strikes.note("lost", kind=type(error).__name__, message=str(error))
+            raise
+
+    def finish_step(self, metrics: Any) -> None:
+        super().finish_step(metrics)
+        self.strikes.note("finished", step=self.global_steps)
+
+
+class VictimRunner(KeepsTrainer):
+    trainer_class = StruckTrainer
+
+    def add_actor_rollout_worker(self, config: Any) -> tuple[type, Any]:
+        found = super().add_actor_rollout_worker(config)
+        for role in (Role.ActorRollout, Role.ActorRolloutRef):
+            if role in self.role_worker_mapping:
+                self.role_worker_mapping[role] = VictimActor
+        return found
+
+    def add_critic_worker(self, config: Any) -> None:
+        super().add_critic_worker(config)
+        if Role.Critic in self.role_worker_mapping:
+            self.role_worker_mapping[Role.Critic] = VictimCritic

@@ -1,0 +1,192 @@
+"""The same run on Ray: the runner and its workers are actors, and recipes of one's own work."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.toy import toy_overrides, toy_run
+from tests.trainer.test_ranks import EVERYTHING, assert_same_run
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.main_ppo import run_ppo
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.utils import Role
+from verl.trainer.task_runner import TaskRunner
+from verl.utils.environment import temp_env_var
+from verl.utils.exit_codes import BadData
+from verl.workers.roles import ActorRolloutRefWorker
+
+pytestmark = pytest.mark.ray
+
+ROLLOUT_APART = (
+    "actor_rollout_ref.hybrid_engine=false",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+)
+ON_RAY = ("trainer.controller=ray", "trainer.n_gpus_per_node=2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    import ray
+
+    if ray.is_initialized():  # by the tests of another folder, which will also end it
+        yield
+        return
+    ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def ray_run(toy, output, *changes, task_runner_class=None):
+    """The metrics that a run on Ray wrote."""
+    output.mkdir(exist_ok=True)
+    log = output / "metrics.jsonl"
+    with temp_env_var("VERL_FILE_LOGGER_PATH", str(log)):
+        config = OmegaConf.from_dotlist([*toy_overrides(toy, output), *ON_RAY, *changes])
+        run_ppo(config, task_runner_class)
+    lines = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
+    return [{"step": line["step"], **line["data"]} for line in lines]
+
+
+def test_two_actors_with_a_critic_elsewhere_train_as_one_process_does(toy, tmp_path):
+    apart = (
+        "trainer.n_gpus_per_node=3",
+        "resource_pool.actor_rollout_ref.devices=[0,1]",
+        "resource_pool.critic.devices=[2]",
+    )
+    found = ray_run(toy, tmp_path / "ray", *EVERYTHING, *apart)
+    expected, _ = toy_run(toy, tmp_path / "here", *EVERYTHING)
+    assert_same_run(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_actors_that_only_generate_give_the_run_of_one_process(toy, tmp_path):
+    changes = (*EVERYTHING, "trainer.n_gpus_per_node=1")
+    found = ray_run(toy, tmp_path / "ray", *changes, *ROLLOUT_APART)
+    expected, _ = toy_run(toy, tmp_path / "here", *EVERYTHING)
+    assert_same_run(found, expected)
+
+
+def test_an_error_that_ends_the_run_reaches_the_driver_as_itself(toy, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps({"prompt": None}) + "\n")
+    with pytest.raises(BadData, match="prompt is null"):
+        ray_run(toy, tmp_path, f"data.train_files={bad}")
+
+
+class RecipeWorker(ActorRolloutRefWorker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def greet(self, name: str) -> str:
+        return f"{name} from rank {self.rank} of {self.world_size}"
+
+
+class RecipeTrainer(RayPPOTrainer):
+    """A loop of its own, on the worker group's methods alone."""
+
+    def fit(self):
+        report = {"greetings": self.actor_rollout_wg.greet("hello"), "kl": [], "norms": []}
+        for rows in (self.train_dataloader.next_batch() for _ in range(2)):
+            prompts = DataProto.from_single_dict(rows).repeat(2, interleave=True)
+            prompts.meta_info = {"do_sample": True}
+            batch = self.actor_rollout_wg.generate_sequences(prompts)
+            batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
+            batch.meta_info.pop("metrics", None)
+            difference = batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"]
+            report["kl"].append(difference.abs().max().item())
+            sign = torch.tensor([1.0, -1.0]).repeat(len(batch) // 2)
+            mask = batch.batch["response_mask"]
+            batch.batch["advantages"] = sign[:, None] * mask
+            metrics = self.actor_rollout_wg.update_actor(batch).meta_info["metrics"]
+            report["norms"].append(float(np.mean(metrics["actor/grad_norm"])))
+            report["responses"] = batch.batch["responses"].tolist()
+        path = Path(self.config.trainer.default_local_dir)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "report.json").write_text(json.dumps(report))
+
+
+class RecipeRunner(TaskRunner):
+    trainer_class = RecipeTrainer
+
+    def add_actor_rollout_worker(self, config):
+        import ray
+
+        from verl.single_controller.ray import RayWorkerGroup
+
+        self.role_worker_mapping[Role.ActorRollout] = ray.remote(RecipeWorker)
+        self.mapping[Role.ActorRollout] = "global_pool"
+        return RecipeWorker, RayWorkerGroup
+
+
+def test_a_recipe_with_its_own_loop_worker_and_runner_runs(toy, tmp_path):
+    import ray
+
+    odd = "data.train_batch_size=5"  # ten rows on two ranks, then over three passes each
+    changes = (odd, "actor_rollout_ref.actor.ppo_mini_batch_size=5")
+    ray_run(toy, tmp_path, *changes, task_runner_class=ray.remote(RecipeRunner))
+    report = json.loads((tmp_path / "checkpoints/report.json").read_text())
+    assert report["greetings"] == ["hello from rank 0 of 2", "hello from rank 1 of 2"]
+    assert max(report["kl"]) < 1e-5, "the rollout follows the updates"
+    assert all(norm > 0 for norm in report["norms"])
+    assert len(report["responses"]) == 10
+
+
+class KillsAnActorOnce(RayPPOTrainer):
+    has_killed = False
+
+    def update(self, batch):
+        import ray
+
+        if self.global_steps == 2 and not KillsAnActorOnce.has_killed:
+            KillsAnActorOnce.has_killed = True
+            ray.kill(self.actor_rollout_wg.workers[1])
+        return super().update(batch)
+
+
+class RunnerThatLosesAnActor(TaskRunner):
+    trainer_class = KillsAnActorOnce
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_killed_actor_is_replaced_and_the_run_continues_from_its_last_commit(toy, tmp_path):
+    changes = ("trainer.total_training_steps=3", "trainer.save_freq=1")
+    expected, _ = toy_run(toy, tmp_path / "straight", *changes)
+    runner = RunnerThatLosesAnActor
+    found = ray_run(toy, tmp_path / "broken", *changes, task_runner_class=runner)
+    assert [step["step"] for step in found] == [1, 2, 3]
+    assert_same_run(found, expected)
+
+
+class TermsItsDriver(RayPPOTrainer):
+    """As when a scheduler asks the driver to end, during the first step."""
+
+    def update(self, batch):
+        if self.global_steps == 1:
+            os.kill(self.config.trainer.driver_pid, signal.SIGTERM)
+            time.sleep(3)  # the driver looks once a second
+        return super().update(batch)
+
+
+class RunnerThatIsAskedToStop(TaskRunner):
+    trainer_class = TermsItsDriver
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_asked_to_stop_lets_the_run_finish_its_step_and_save(toy, tmp_path):
+    changes = (
+        "trainer.total_training_steps=5",
+        "trainer.save_freq=100",
+        f"trainer.driver_pid={os.getpid()}",
+    )
+    found = ray_run(toy, tmp_path, *changes, task_runner_class=RunnerThatIsAskedToStop)
+    assert [step["step"] for step in found] == [1]
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "1"

@@ -1,0 +1,113 @@
+"""The options of a role about memory: what they do to its engine, and what is refused."""
+
+import pytest
+import torch
+
+from tests.tiny_tokenizer import save_tiny_model
+from tests.workers.reward_model.models import reward_model, save
+from tests.workers.roles.test_reward_model import batch as reward_batch
+from tests.workers.roles.test_roles import PROMPT, RESPONSE, annotated, group
+from verl.config.actor import FSDPActorConfig
+from verl.config.critic import FSDPCriticModelCfg
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.ppo import ActorRolloutRefConfig
+from verl.config.ref import FSDPRefConfig
+from verl.config.reward import FSDPRewardModelConfig, FSDPRewardModelModelConfig
+from verl.config.rollout import RolloutConfig
+from verl.utils.metric import reduce_metrics
+from verl.workers.engine.memory import MemoryOptions
+from verl.workers.roles import ActorRolloutRefWorker
+from verl.workers.roles.building import build_engine
+from verl.workers.roles.reward_model import RewardModelWorker
+
+OPTIM = FSDPOptimizerConfig(lr=0.01)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def test_an_actor_whose_weights_the_rollout_shares_is_not_offloaded(model_path):
+    config = FSDPEngineConfig(param_offload=True)
+    with pytest.raises(ValueError, match=r"param_offload is on.*optimizer_offload=True"):
+        build_engine(HFModelConfig(path=model_path), config, OPTIM, device="cpu")
+
+
+def test_options_reach_the_engine(model_path):
+    engine = build_engine(
+        FSDPCriticModelCfg(path=model_path),
+        FSDPEngineConfig(param_offload=True, optimizer_offload=True, use_torch_compile=True),
+        OPTIM,
+        device="cpu",
+        is_value_model=True,
+        activation_offload=True,
+        probe_micro_batch=True,
+    )
+    assert engine._memory == MemoryOptions(
+        optimizer_offload=True,
+        param_offload=True,
+        activation_offload=True,
+        use_torch_compile=True,
+        probe_micro_batch=True,
+    )
+    assert engine._compiled is None, "on a CPU nothing is compiled"
+
+
+def test_bit_for_bit_agreement_with_the_rollout_excludes_compiling(model_path):
+    engine = build_engine(
+        HFModelConfig(path=model_path), FSDPEngineConfig(), OPTIM, device="cpu", is_exact=True
+    )
+    assert not engine._memory.use_torch_compile
+
+
+def policy(model_path, **options):
+    config = ActorRolloutRefConfig(
+        model=HFModelConfig(path=model_path, enable_activation_offload=bool(options)),
+        actor=FSDPActorConfig(
+            ppo_mini_batch_size=2,
+            optim=FSDPOptimizerConfig(lr=0.01),
+            use_kl_loss=True,
+            fsdp_config=FSDPEngineConfig(optimizer_offload=bool(options)),
+        ),
+        ref=FSDPRefConfig(fsdp_config=FSDPEngineConfig(forward_only=True, **options)),
+        rollout=RolloutConfig(n=2, prompt_length=PROMPT, response_length=RESPONSE, max_num_seqs=16),
+    )
+    return group(ActorRolloutRefWorker, config, "actor_rollout_ref")
+
+
+def test_a_policy_with_everything_offloaded_learns_bit_for_bit_the_same(model_path):
+    weights = []
+    for options in ({}, {"param_offload": True}):
+        workers = policy(model_path, **options)
+        batch = annotated(workers)
+        batch = batch.union(workers.compute_ref_log_prob(batch))
+        for _ in range(2):
+            metrics = reduce_metrics(workers.update_actor(batch).meta_info["metrics"])
+        assert metrics["actor/num_oom_splits"] == 0
+        assert "actor/loss_scale" not in metrics
+        weights.append([p.detach().clone() for p in workers.workers[0].engine.module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_an_offloaded_reward_model_gives_the_same_scores(tmp_path):
+    path = save(reward_model("llama"), tmp_path)
+    scores = []
+    for offload in (False, True):
+        engine = FSDPEngineConfig(forward_only=True, param_offload=offload)
+        model = FSDPRewardModelModelConfig(path=path, input_tokenizer=None, fsdp_config=engine)
+        workers = group(RewardModelWorker, FSDPRewardModelConfig(enable=True, model=model))
+        assert (workers.workers[0].engine._weights is not None) == offload
+        scores.append(workers.compute_rm_score(reward_batch()).batch["rm_scores"])
+    assert torch.equal(*scores)
+
+
+def test_a_policy_in_fp16_reports_its_loss_scale(model_path):
+    engine = build_engine(
+        HFModelConfig(path=model_path), FSDPEngineConfig(dtype="float16"), OPTIM, device="cpu"
+    )
+    assert next(engine.module.parameters()).dtype == torch.float16
+    assert engine.optimizer is not None
+    assert engine.optimizer.loss_scale is not None

@@ -1,0 +1,125 @@
+"""Linear layers with one input computed as one product: q, k and v, or gate and up.
+
+    one storage   [ q weight | k weight | v weight ]      the layers' weights are views of it
+
+The layers stay in the model under their names, with their own parameters and gradients; a
+checkpoint or an optimizer sees no difference. Only the product is one, and so is each product of
+the backward pass. Where the views are gone (a sharded engine moved the weights, an adapter took a
+layer's place), every layer computes its own part again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class JoinedLinears:
+    """Plain `nn.Linear` layers of one input, their weights moved into one storage."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        assert can_join(linears)
+        self.linears = list(linears)
+        self.sizes = [linear.out_features for linear in linears]
+        self.weight = _join([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.bias = _join(biases) if biases else None
+        self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
+
+    def install(self) -> None:
+        """Let a call of the first layer compute for all; the others take what is theirs."""
+        for index, linear in enumerate(self.linears):
+            linear.forward = _Member(self, index)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the layers' weights still are the views they were made."""
+        places, place = [], self.weight.data_ptr()
+        for linear in self.linears:
+            places.append(place)
+            place += linear.weight.numel() * linear.weight.element_size()
+        return all(
+            type(linear.weight) is nn.Parameter and linear.weight.data_ptr() == place
+            for linear, place in zip(self.linears, places, strict=True)
+        )
+
+    def product(self, x: Tensor) -> Tensor:
+        """The outputs of all layers side by side, (..., sum of sizes)."""
+        if not torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        parameters = [linear.weight for linear in self.linears]
+        if self.bias is not None:
+            parameters += [linear.bias for linear in self.linears]
+        return _JoinedProduct.apply(  # pyright: ignore[reportReturnType]
+            x, self.weight, self.bias, self.sizes, *parameters
+        )
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """What layer `index` gives for x; the layers are asked one after the other."""
+        pending, linear = self._pending, self.linears[index]
+        if index == 0 and self.is_whole:
+            parts = self.product(x).split(self.sizes, -1)
+            self._pending = (x, parts)
+            return parts[0]
+        if index and pending is not None and pending[0] is x:
+            if index == len(self.linears) - 1:
+                self._pending = None
+            return pending[1][index]
+        return F.linear(x, linear.weight, linear.bias)
+
+
+class _Member:
+    def __init__(self, joined: JoinedLinears, index: int) -> None:
+        self.joined = joined
+        self.index = index
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self.joined.part(self.index, input)
+
+
+def can_join(linears: Sequence[nn.Module]) -> bool:
+    """Whether they are plain linear layers of one shape of input, dtype and kind of bias."""
+    if not all(type(linear) is nn.Linear for linear in linears):
+        return False
+    plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
+    kinds = {(x.in_features, x.weight.dtype, x.weight.device, x.bias is None) for x in plain}
+    return len(kinds) == 1
+
+
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor with all of them; each becomes a view of its rows."""
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = rows
+    return whole
+
+
+class _JoinedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sizes: list[int],
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes, ctx.num_parameters = sizes, len(parameters)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = gradients[0]
+        rows, needs = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad
+        grad_x = grad @ weight if needs[0] else None
+        found: list[Tensor | None] = [None] * ctx.num_parameters
+        num_layers = len(ctx.sizes)
+        if any(needs[4 : 4 + num_layers]):
+            found[:num_layers] = (rows.t() @ x.reshape(-1, x.shape[-1])).split(ctx.sizes)
+        if any(needs[4 + num_layers :]):
+            found[num_layers:] = rows.sum(0).split(ctx.sizes)
+        return grad_x, None, None, None, *found

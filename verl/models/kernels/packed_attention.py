@@ -1,0 +1,162 @@
+"""Causal attention over sequences end to end, some of which continue a shared prompt. Triton.
+
+    tokens    [ prompt A | prompt B | A's answer 1 | A's answer 2 | B's answer 1 | ... ]
+
+A program takes one KV head and a few consecutive tokens of one sequence, with all query heads of
+that head. It goes over the prompt that the sequence continues, if there is one, and over the
+sequence's own tokens: what decoding does for one token, by the same loop and with the same bits.
+The backward pass is torch's: a softmax over two sets of keys has the gradient of two softmaxes
+that know the common sum, so each set gets a pass of its own and the parts are added.
+"""
+
+# Types do not know `kernel[grid](...)`.
+# pyright: reportIndexIssue=false
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from verl.models.kernels.attention_blocks import BLOCK, SMALLEST_DOT, visit, with_sink
+from verl.utils.device import without_waiting
+
+ROWS = 64
+"""Queries of a program: as many tokens as fit, times the query heads of a KV head."""
+
+NUM_WARPS = 4
+NUM_STAGES, NUM_STAGES_OF_WIDE_HEADS = 3, 2
+"""Blocks on their way; those of heads wider than 64 take too much room for more."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A sequence of a pass: `length` tokens from `start` on, after `num_shared` others.
+
+    Those stand from `shared_start` on among the keys of the pass, or of the tensors handed over
+    beside them.
+    """
+
+    start: int
+    length: int
+    shared_start: int = 0
+    num_shared: int = 0
+
+
+class Tiles:
+    """The sequences cut into pieces, one program each; int32 columns on the device."""
+
+    def __init__(
+        self, sequences: Sequence[Continuation], num_tokens: int, device: torch.device
+    ) -> None:
+        """`num_tokens` are the tokens of a piece."""
+        table = torch.tensor(
+            [(s.start, s.length, s.shared_start, s.num_shared) for s in sequences],
+            dtype=torch.int32,
+        ).view(-1, 4)
+        counts = (table[:, 1] + num_tokens - 1) // num_tokens
+        sequence = torch.arange(len(table)).repeat_interleave(counts)
+        piece = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
+        columns = [(piece * num_tokens).int(), *table[sequence].unbind(1)]
+        self.columns = without_waiting(torch.stack(columns), device)  # (5, pieces)
+
+
+def tokens_per_tile(num_heads: int, num_kv_heads: int) -> int:
+    return max(1, ROWS // (num_heads // num_kv_heads))
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tiles: Tiles,
+    *,
+    shared: tuple[Tensor, Tensor] | None = None,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs (N, heads, value dim) and the log-sum-exp of each query's scores (heads, N), fp32.
+
+    Queries are (N, heads, D), keys and values (N, KV heads, D). Tokens of no sequence get zeros.
+    """
+    (num_tokens, num_heads, key_dim), (num_kv_heads, value_dim) = query.shape, value.shape[1:]
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    shared_key, shared_value = (key, value) if shared is None else shared
+    output = query.new_zeros(num_tokens, num_heads, value_dim)
+    log_sum = torch.zeros(num_heads, num_tokens, dtype=torch.float32, device=query.device)
+    heads = num_heads // num_kv_heads
+    _packed_attention[(tiles.columns.shape[1], num_kv_heads)](
+        query, key, value, shared_key, shared_value, output, log_sum,
+        *tiles.columns, query if sinks is None else sinks, scaling, softcap or 0.0, num_tokens,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        *shared_key.stride()[:2], *shared_value.stride()[:2],
+        HEADS=heads,
+        TOKENS=tokens_per_tile(num_heads, num_kv_heads),
+        ROWS=max(ROWS, triton.next_power_of_2(heads)),
+        KEY_DIM=key_dim,
+        KEY_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(key_dim)),
+        VALUE_DIM=value_dim,
+        VALUE_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(value_dim)),
+        BLOCK=BLOCK,
+        WINDOW=sliding_window or 0,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES if key_dim <= 64 else NUM_STAGES_OF_WIDE_HEADS,
+    )  # fmt: skip
+    return output, log_sum
+
+
+@triton.jit
+def _packed_attention(
+    query, key, value, shared_key, shared_value, output, log_sums,
+    offsets, starts, lengths, shared_starts, num_shareds, sinks, scale, softcap, num_tokens,
+    q_token, q_head, k_token, k_head, v_token, v_head, sk_token, sk_head, sv_token, sv_head,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    offset, start = tl.load(offsets + tile), tl.load(starts + tile).to(tl.int64)
+    length, num_shared = tl.load(lengths + tile), tl.load(num_shareds + tile)
+    shared_start = tl.load(shared_starts + tile).to(tl.int64)
+
+    rows = tl.arange(0, ROWS)
+    place, head = offset + rows // HEADS, kv_head * HEADS + rows % HEADS
+    is_query = (rows < TOKENS * HEADS) & (place < length)
+    token = start + place
+    k_dim, v_dim = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
+    q = tl.load(
+        query + (token * q_token + head * q_head)[:, None] + k_dim[None, :],
+        mask=is_query[:, None] & (k_dim < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    first = offset * 0
+    if WINDOW > 0:
+        first = tl.maximum(num_shared + offset - WINDOW + 1, 0)
+    top, total, mix = visit(
+        q, num_shared + place, first, num_shared + tl.minimum(offset + TOKENS, length), num_shared,
+        scale, softcap,
+        shared_key + shared_start * sk_token + kv_head * sk_head,
+        shared_value + shared_start * sv_token + kv_head * sv_head, sk_token, sv_token,
+        key + start * k_token + kv_head * k_head,
+        value + start * v_token + kv_head * v_head, k_token, v_token,
+        ROWS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP,
+    )  # fmt: skip
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32)
+        top, total, mix = with_sink(top, total, mix, sink)
+    mix = mix / total[:, None]
+    number = token * HEADS * tl.num_programs(1) + head
+    tl.store(
+        output + (number * VALUE_DIM)[:, None] + v_dim[None, :],
+        mix.to(output.dtype.element_ty),
+        mask=is_query[:, None] & (v_dim < VALUE_DIM)[None, :],
+    )
+    tl.store(log_sums + head * num_tokens + token, top + tl.log(total), mask=is_query)

@@ -1,0 +1,91 @@
+"""Samples of one prompt in a pass: the prompt is computed once, each sample goes on from it.
+
+    rows      A a1   A a2   A a3   B b1          40 % of the tokens are prompts
+    a pass    [ A | B | a1 | a2 | a3 | b1 ]      prompts first, then their samples in order
+
+Every layer but attention looks at tokens one by one, so it has less to do; attention lets a sample
+see its prompt and itself. Log-probabilities and gradients are those of whole rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.models.attention import AttentionLayout, AttentionOptions
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """What a pass consists of; tokens of a prompt, and of each sample without its prompt."""
+
+    prompts: list[int]
+    owners: list[int]
+    """The prompt of each sample, ascending: the samples of a prompt are neighbours."""
+
+    samples: list[int]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + sum(self.samples)
+
+    def whole_lengths(self) -> list[int]:
+        """Tokens of each sample with its prompt."""
+        pairs = zip(self.owners, self.samples, strict=True)
+        return [self.prompts[owner] + own for owner, own in pairs]
+
+    def prompt_spans(self) -> list[tuple[int, int]]:
+        """First token and length of each prompt in the pass."""
+        return spans(self.prompts, 0)
+
+    def sample_spans(self) -> list[tuple[int, int]]:
+        """First token and length of each sample in the pass."""
+        return spans(self.samples, self.num_prompt_tokens)
+
+    def tokens_per_prompt(self) -> list[int]:
+        """Tokens of all samples of each prompt."""
+        totals = [0] * len(self.prompts)
+        for owner, own in zip(self.owners, self.samples, strict=True):
+            totals[owner] += own
+        return totals
+
+
+def spans(lengths: list[int], start: int) -> list[tuple[int, int]]:
+    found = []
+    for length in lengths:
+        found.append((start, length))
+        start += length
+    return found
+
+
+class UnfoldedLayout(AttentionLayout):
+    """Attention over shared prompts by way of whole sequences, which `inner` knows how to do.
+
+    Plain torch: prompts are repeated for attention alone, and one copy's result is kept.
+    """
+
+    def __init__(self, shared: SharedPrompts, inner: AttentionLayout, device: torch.device) -> None:
+        self.inner = inner
+        self.num_tokens = shared.num_tokens
+        prompts, samples = shared.prompt_spans(), shared.sample_spans()
+        whole: list[Tensor] = []
+        for owner, (start, length) in zip(shared.owners, samples, strict=True):
+            first, count = prompts[owner]
+            whole += [torch.arange(first, first + count), torch.arange(start, start + length)]
+        unfold = torch.cat(whole)
+        fold = torch.empty(shared.num_tokens, dtype=torch.long)
+        fold[unfold] = torch.arange(len(unfold))  # of a prompt's copies any; they are equal
+        self._unfold, self._fold = unfold.to(device), fold.to(device)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        query_, key_, value_ = (x.index_select(0, self._unfold) for x in (query, key, value))
+        whole = self.inner.attend(layer, query_, key_, value_, options)
+        output = whole.index_select(0, self._fold)
+        padding = output.new_zeros(len(query) - self.num_tokens, *output.shape[1:])
+        return torch.cat([output, padding]) if len(padding) else output

@@ -1,0 +1,189 @@
+"""The worker groups of a run, and the agent loops on top of them.
+
+Which roles there are follows from the configuration; which processes they live in, from the pools
+they are mapped to (`placing`).
+"""
+
+from typing import Any
+
+from verl.agent_loop.manager import AgentLoopManager
+from verl.config.ppo import PPOConfig
+from verl.single_controller.base.colocation import ClassWithInitArgs
+from verl.single_controller.base.controller import Controller
+from verl.single_controller.controllers import controllers
+from verl.single_controller.local import LocalResourcePoolManager
+from verl.trainer.ppo.checkpointing import RunCheckpoints
+from verl.trainer.ppo.model_scores import refuse_unsuited_reward_model
+from verl.trainer.ppo.placing import Placer, RolesByPool
+from verl.trainer.ppo.rollout_sync import renew_rollout
+from verl.trainer.ppo.utils import Role, need_reward_model
+from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.rollout_skip import RolloutSkip
+
+
+class RunWorkers:
+    """The members that recipes know as the trainer's; the trainer sets those without a value."""
+
+    config: PPOConfig
+    tokenizer: Any
+    processor: Any
+    reward_fn: Any
+    val_reward_fn: Any
+    train_dataset: Any
+    total_training_steps: int | None
+    device_name: str
+    use_critic: bool
+    use_reference_policy: bool
+    use_rm: bool
+    ref_in_actor: bool
+    controller: Controller
+    placer: Placer
+    role_worker_mapping: dict[Role, type]
+    resource_pool_manager: Any
+    resource_pool_to_cls: dict[Any, dict[str, ClassWithInitArgs]]
+
+    actor_rollout_wg: Any
+    rollout_wg: Any
+    """Who generates: `actor_rollout_wg`, or a group of its own without `hybrid_engine`."""
+
+    critic_wg: Any = None
+    ref_policy_wg: Any = None
+    rm_wg: Any = None
+    async_rollout_manager: AgentLoopManager
+    checkpoint_manager: RunCheckpoints
+
+    def init_workers(self) -> None:
+        """Start a worker group per role, load the models, and connect the agent loops."""
+        refuse_what_is_not_here(self.config)
+        section = self.config.actor_rollout_ref
+        correction = self.config.algorithm.rollout_correction
+        if correction.bypass_mode:  # the actor chooses its loss when it is built
+            section.actor.policy_loss.rollout_correction = correction
+            section.actor.policy_loss.loss_mode = "bypass_mode"
+        self.resource_pool_manager.create_resource_pool()
+        groups = self.placer.start(self._roles_by_pool())
+        for group in groups.values():
+            group.init_model()
+        roles = {"actor": groups[str(self._policy_role())]}
+        self.actor_rollout_wg = roles["actor"]
+        self.rollout_wg = groups.get(str(Role.Rollout), self.actor_rollout_wg)
+        self.sync_rollout()
+        if self.use_reference_policy:
+            self.ref_policy_wg = groups.get(str(Role.RefPolicy), self.actor_rollout_wg)
+        if self.use_critic:
+            roles["critic"] = self.critic_wg = groups[str(Role.Critic)]
+        if self.use_rm:
+            self.rm_wg = groups[str(Role.RewardModel)]
+        self.async_rollout_manager = self._agent_loop_manager()
+        self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
+
+    def sync_rollout(self) -> None:
+        """Let a rollout with ranks of its own have the trained weights; elsewhere it has them."""
+        if self.rollout_wg is not self.actor_rollout_wg:
+            renew_rollout(self.actor_rollout_wg, self.rollout_wg)
+
+    @property
+    def num_devices(self) -> int:
+        """Those that train the policy and those that generate."""
+        groups = {id(group): group for group in (self.actor_rollout_wg, self.rollout_wg)}
+        return sum(group.world_size for group in groups.values())
+
+    def _policy_role(self) -> Role:
+        """The role whose worker trains, and generates unless another does."""
+        known = (Role.ActorRolloutRef, Role.ActorRollout)
+        present = [role for role in known if role in self.role_worker_mapping]
+        if not present:
+            names = ", ".join(map(str, self.role_worker_mapping))
+            raise ValueError(
+                f"role_worker_mapping has {names}; it needs a worker for actor_rollout_ref, or for "
+                "actor_rollout (and for ref where there is a reference policy)"
+            )
+        return present[0]
+
+    def _roles_by_pool(self) -> RolesByPool:
+        """The workers to start, the policy's first."""
+        policy, section = self._policy_role(), self.config.actor_rollout_ref
+        sections: dict[Role, tuple[Any, dict[str, str]]] = {
+            policy: (section, {"role": self._duties(policy)})
+        }
+        if Role.Rollout in self.role_worker_mapping:
+            sections[Role.Rollout] = (section, {})
+        if self.use_reference_policy and not self.ref_in_actor:
+            sections[Role.RefPolicy] = (section, {"role": str(Role.RefPolicy)})
+        if self.use_critic:
+            sections[Role.Critic] = (self.config.critic, {})
+        if self.use_rm:
+            sections[Role.RewardModel] = (self.config.reward_model, {})
+        roles: RolesByPool = {}
+        for role, (options, arguments) in sections.items():
+            pool = self.resource_pool_manager.get_resource_pool(role)
+            classes = roles.setdefault(self.resource_pool_manager.mapping[role], {})
+            classes[str(role)] = self.controller.class_with_init_args(
+                self.role_worker_mapping[role],
+                options,
+                device=self.device_name,
+                total_training_steps=self.total_training_steps,
+                **arguments,
+            )
+            self.resource_pool_to_cls[pool] = classes
+        return roles
+
+    def _duties(self, policy: Role) -> str:
+        """What the policy's worker does: all that its role says, but what another worker does."""
+        has_own_rollout = Role.Rollout in self.role_worker_mapping
+        return str(policy).replace("_rollout", "") if has_own_rollout else str(policy)
+
+    def stop_workers(self) -> None:
+        """End the worker processes and give their places back, for a run that starts over."""
+        self.placer.stop()
+
+    def options_read(self) -> list[list[str]]:
+        """The options that each worker process has looked at; one in this process tells nothing
+        new."""
+        groups = (
+            self.actor_rollout_wg,
+            self.rollout_wg,
+            self.critic_wg,
+            self.ref_policy_wg,
+            self.rm_wg,
+        )
+        return [paths for group in groups if group is not None for paths in group.options_read()]
+
+    def _agent_loop_manager(self) -> AgentLoopManager:
+        rollout = self.config.actor_rollout_ref.rollout
+        cls = AgentLoopManager
+        if rollout.agent.agent_loop_manager_class is not None:
+            cls = load_class_from_fqn(rollout.agent.agent_loop_manager_class, "agent loop manager")
+        manager = cls(
+            self.config,
+            self.rollout_wg,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+        )
+        if rollout.skip_rollout:
+            RolloutSkip(self.config, manager).wrap_generate_sequences()
+        elif self._grades_while_generating() and isinstance(manager, AgentLoopManager):
+            manager.grade_with(self.reward_fn, self.val_reward_fn)
+        return manager
+
+    def _grades_while_generating(self) -> bool:
+        """The scores of a reward model come later, and its function needs them."""
+        return self.config.reward_model.use_reward_loop and not self.use_rm
+
+
+def controller_of(resource_pool_manager: Any) -> Controller:
+    """Who runs workers in these pools."""
+    is_local = isinstance(resource_pool_manager, LocalResourcePoolManager)
+    return controllers["local" if is_local else "ray"]
+
+
+def refuse_what_is_not_here(config: PPOConfig) -> None:
+    """Settings that are valid and that this trainer cannot honour."""
+    if need_reward_model(config):
+        refuse_unsuited_reward_model(config)
+    groups = config.algorithm.filter_groups
+    if groups.enable and groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        raise ValueError(
+            "algorithm.filter_groups.metric is seq_final_reward, but the KL of "
+            "algorithm.use_kl_in_reward is charged after prompts are chosen; use seq_reward"
+        )

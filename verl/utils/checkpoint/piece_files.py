@@ -1,0 +1,275 @@
+"""The parts of many tensors on disk: each rank writes what it holds, any rank reads what it needs.
+
+    NAME.rank_R_of_W.json            the pieces that rank R wrote: dtype, shape, start, size, file
+    NAME.rank_R_of_W*.safetensors    their bytes
+
+No rank waits for another. What every rank holds is divided among them, so each element is written
+once. Reading takes from all files the bytes of the wanted piece and no others; the number of ranks
+that read need not be the number that wrote. Syncing, hashing and verifying is left to `commit`.
+"""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from verl.utils.checkpoint.durable import naming, write_all
+from verl.utils.checkpoint.errors import CheckpointCorruptError
+from verl.utils.checkpoint.pieces import (
+    FlatSlice,
+    Part,
+    Piece,
+    divide,
+    is_division,
+    is_kept_by_this_rank,
+    local_tensor,
+    overlaps,
+    piece_of,
+    whole,
+)
+from verl.utils.checkpoint.plain_state import TORCH_DTYPES, NamedArray
+from verl.utils.checkpoint.safetensors_file import TensorPlace, read_header, write_safetensors
+from verl.utils.checkpoint.tensor_store import (
+    DEFAULT_SHARD_BYTES,
+    MAX_TREE_BYTES,
+    SAFETENSORS_DTYPES,
+    as_source,
+    file_suffix,
+    grouped,
+)
+
+FORMAT = "verl-pieces"
+VERSION = 1
+HF_DTYPES = {
+    safetensors: TORCH_DTYPES[name]
+    for name, safetensors in SAFETENSORS_DTYPES.items()
+    if name in TORCH_DTYPES
+}
+MIN_DIVIDED_ELEMENTS = 1 << 16
+"""What every rank holds and is smaller than this is written by rank 0 alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldPiece:
+    """A piece that this rank will write."""
+
+    name: str
+    piece: Piece
+    tensor: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPiece:
+    piece: Piece
+    file: Path
+    place: TensorPlace
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor on disk: its pieces hold each element exactly once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[StoredPiece]
+
+
+def rank_name(name: str, rank: int, world_size: int) -> str:
+    """What a rank's own files are called."""
+    return f"{name}.rank_{rank}_of_{world_size}"
+
+
+def pieces_to_write(parts: Mapping[str, Part], *, rank: int, world_size: int) -> list[HeldPiece]:
+    """This rank's share of the work; the tensors are the engine's own, not copies."""
+    held: list[HeldPiece] = []
+    for name, part in parts.items():
+        piece, tensor = piece_of(part), local_tensor(part)
+        if isinstance(part, DTensor):
+            if not is_kept_by_this_rank(part):
+                continue
+        elif not isinstance(part, FlatSlice):
+            is_small = tensor.numel() < MIN_DIVIDED_ELEMENTS
+            if is_small and rank > 0:
+                continue
+            if not is_small and world_size > 1:
+                piece = divide(tensor.shape, rank, world_size)
+                tensor = tensor.reshape(-1)[piece.start[0] :][: piece.num_elements]
+        is_empty_tensor = prod(piece.shape) == 0
+        if piece.num_elements or (is_empty_tensor and rank == 0):
+            held.append(HeldPiece(name=name, piece=piece, tensor=tensor))
+    return held
+
+
+def write_pieces(
+    folder: str | Path,
+    name: str,
+    held: Sequence[HeldPiece],
+    *,
+    rank: int,
+    world_size: int,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write and sync this rank's files; another machine could not sync them for us."""
+    folder, own = Path(folder), rank_name(name, rank, world_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = [NamedArray(name=item.name, array=item.tensor) for item in held]
+    shards = list(grouped(arrays, max_shard_bytes))
+    files = [f"{own}{file_suffix(number, len(shards))}" for number in range(len(shards))]
+    file_of = {
+        array.name: file for file, shard in zip(files, shards, strict=True) for array in shard
+    }
+    for file, shard in zip(files, shards, strict=True):
+        write_safetensors(folder / file, [as_source(array) for array in shard], sync=True)
+    entries = {
+        item.name: {
+            "dtype": array.dtype,
+            "shape": list(item.piece.shape),
+            "start": list(item.piece.start),
+            "size": list(item.piece.size),
+            "file": file_of[item.name],
+        }
+        for item, array in zip(held, arrays, strict=True)
+    }
+    content = {"format": FORMAT, "version": VERSION, "pieces": entries}
+    path = folder / f"{own}.json"
+    with naming(path), open(path, "xb", buffering=0) as stream:
+        write_all(stream, json.dumps(content, separators=(",", ":")).encode())
+        os.fsync(stream.fileno())
+
+
+def saved_world_size(folder: str | Path, name: str) -> int | None:
+    """How many ranks wrote `name` here; None if none did. All of them must have."""
+    pattern = re.compile(rf"{re.escape(name)}\.rank_([0-9]+)_of_([0-9]+)\.json")
+    found = [
+        match for path in Path(folder).glob("*.json") if (match := pattern.fullmatch(path.name))
+    ]
+    if not found:
+        return None
+    world_size = int(found[0][2])
+    if sorted((int(m[1]), int(m[2])) for m in found) != [
+        (r, world_size) for r in range(world_size)
+    ]:
+        names = ", ".join(sorted(match[0] for match in found))
+        raise CheckpointCorruptError(Path(folder), [f"it lacks the files of some ranks: {names}"])
+    return world_size
+
+
+def stored_tensors(folder: str | Path, name: str) -> dict[str, StoredTensor]:
+    """What all ranks wrote under `name`, by tensor; only the lists are read."""
+    folder = Path(folder)
+    by_tensor: dict[str, list[tuple[str, StoredPiece]]] = defaultdict(list)
+    for rank in range(world_size := saved_world_size(folder, name) or 0):
+        path = folder / f"{rank_name(name, rank, world_size)}.json"
+        try:
+            for tensor, dtype, stored in _listed(path):
+                by_tensor[tensor].append((dtype, stored))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointCorruptError(path, [f"not a list of pieces: {error}"]) from error
+    return {tensor: _joined(folder, tensor, pieces) for tensor, pieces in by_tensor.items()}
+
+
+def stored_hf_tensors(folder: str | Path) -> dict[str, StoredTensor]:
+    """The weights in a model folder, each of which is one whole piece."""
+    return {
+        name: StoredTensor(
+            dtype=_dtype_of(file, place),
+            shape=place.shape,
+            pieces=[StoredPiece(piece=whole(place.shape), file=file, place=place)],
+        )
+        for file in sorted(Path(folder).glob("*.safetensors"))
+        for name, place in read_header(file).items()
+    }
+
+
+def read_piece(stored: StoredTensor, wanted: Piece) -> Tensor:
+    """The elements of `wanted`, flat, on the CPU, in the dtype they were stored in."""
+    values = torch.empty(wanted.num_elements, dtype=stored.dtype)
+    buffer = values.view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
+    num_read = 0
+    for source in stored.pieces:
+        shared = overlaps(source.piece, wanted)
+        if not shared:
+            continue
+        with naming(source.file), open(source.file, "rb", buffering=0) as file:
+            for here, there, count in shared:
+                at, into, length = (n * values.itemsize for n in (here, there, count))
+                _read_at(file.fileno(), source.place.start + at, buffer[into : into + length])
+                num_read += count
+    if num_read != wanted.num_elements:
+        raise CheckpointCorruptError(
+            stored.pieces[0].file, [f"{num_read} of {wanted.num_elements} elements are there"]
+        )
+    return values
+
+
+def read_into(stored: StoredTensor, part: Part) -> None:
+    """Fill what this rank holds, in place; another dtype is converted."""
+    local = local_tensor(part)
+    local.copy_(read_piece(stored, piece_of(part)).view(local.shape))
+
+
+def _dtype_of(file: Path, place: TensorPlace) -> torch.dtype:
+    if place.dtype not in HF_DTYPES:
+        raise CheckpointCorruptError(file, [f"it has weights of the kind {place.dtype}"])
+    return HF_DTYPES[place.dtype]
+
+
+def _read_at(descriptor: int, position: int, buffer: memoryview) -> None:
+    while buffer:
+        count = os.preadv(descriptor, [buffer], position)
+        if count == 0:
+            raise OSError(0, "the file ends before its last piece")
+        position, buffer = position + count, buffer[count:]
+
+
+def _listed(path: Path) -> list[tuple[str, str, StoredPiece]]:
+    with naming(path), open(path, "rb") as stream:
+        text = stream.read(MAX_TREE_BYTES + 1)
+    content = json.loads(text)
+    if (content["format"], content["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"format {content['format']!r} version {content['version']!r}")
+    headers: dict[str, dict[str, TensorPlace]] = {}
+    found: list[tuple[str, str, StoredPiece]] = []
+    for name, entry in content["pieces"].items():
+        file = entry["file"]
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"it names {file!r}, which is not a file beside it")
+        if file not in headers:
+            headers[file] = read_header(path.parent / file)
+        piece = Piece(**{key: _extents(entry[key]) for key in ("shape", "start", "size")})
+        place = headers[file][name]
+        if place.num_bytes != piece.num_elements * TORCH_DTYPES[entry["dtype"]].itemsize:
+            raise ValueError(f"{name!r} has {place.num_bytes} bytes, which is not {piece}")
+        stored = StoredPiece(piece=piece, file=path.parent / file, place=place)
+        found.append((name, entry["dtype"], stored))
+    return found
+
+
+def _extents(value: Any) -> tuple[int, ...]:
+    if any(type(extent) is not int for extent in value):
+        raise ValueError(f"{value} are not whole numbers")
+    return tuple(value)
+
+
+def _joined(folder: Path, name: str, pieces: list[tuple[str, StoredPiece]]) -> StoredTensor:
+    kinds = {(dtype, stored.piece.shape) for dtype, stored in pieces}
+    if len(kinds) != 1:
+        raise CheckpointCorruptError(folder, [f"the ranks disagree about {name}: {kinds}"])
+    ((dtype, shape),) = kinds
+    if not is_division([stored.piece for _, stored in pieces]):
+        raise CheckpointCorruptError(
+            folder,
+            [f"the pieces of {name} overlap, or leave some of its {prod(shape)} elements out"],
+        )
+    return StoredTensor(
+        dtype=TORCH_DTYPES[dtype], shape=shape, pieces=[stored for _, stored in pieces]
+    )

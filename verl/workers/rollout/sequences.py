@@ -1,0 +1,123 @@
+"""Between batches and an engine's requests: prompts out of a batch, responses into one.
+
+Prompts are padded on the left, responses on the right. Masks come from the lengths, never from pad
+ids: a pad token may also be the end of a sentence.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.utils.dataset.prompts import encode_prompt
+from verl.utils.model import compute_position_id_with_mask
+from verl.workers.rollout.base import GenerationRequest, SamplingParams
+
+SEED_COLUMN = "sampling_seed"
+"""Rows may carry the seed of their sample; without it the engine takes a fresh one."""
+
+
+def sampling_options(rollout: Any, meta_info: Mapping[str, Any]) -> dict[str, Any]:
+    """What all rows of a batch are sampled with, from the options of `rollout`.
+
+    With `meta_info["validate"]` those of validation; `meta_info["do_sample"]=False` is greedy.
+    """
+    is_validation = bool(meta_info.get("validate", False))
+    source = rollout.val_kwargs if is_validation else rollout
+    does_sample = bool(meta_info.get("do_sample", source.do_sample))
+    return {
+        "temperature": source.temperature if does_sample else 0.0,
+        "top_p": source.top_p,
+        "top_k": source.top_k,
+        "repetition_penalty": rollout.repetition_penalty,
+        "ignore_eos": rollout.ignore_eos,
+    }
+
+
+def prompts_of(batch: DataProto, tokenizer: Any, *, max_tokens: int) -> list[list[int]]:
+    """The token ids of each prompt: from `input_ids`, else `raw_prompt_ids`, else `raw_prompt`."""
+    if batch.batch is not None and "input_ids" in batch.batch:
+        ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"].bool()
+        return [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+    columns = batch.non_tensor_batch
+    if "raw_prompt_ids" in columns:
+        return [list(map(int, ids)) for ids in columns["raw_prompt_ids"]]
+    if "raw_prompt" not in columns:
+        raise ValueError(
+            f"the batch has the columns {sorted(columns)}; generate_sequences takes prompts from "
+            "input_ids (with attention_mask), raw_prompt_ids or raw_prompt"
+        )
+    return [
+        encode_prompt(prompt, tokenizer, max_tokens=max_tokens, truncation="error")
+        for prompt in columns["raw_prompt"]
+    ]
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[Any] | None
+) -> list[GenerationRequest]:
+    """A request for each run of equal prompts, so that an engine computes the prompt once."""
+    requests: list[GenerationRequest] = []
+    start = 0
+    for row in range(1, len(prompts) + 1):
+        if row < len(prompts) and list(prompts[row]) == list(prompts[start]):
+            continue
+        own = None if seeds is None else tuple(int(seed) for seed in seeds[start:row])
+        requests.append(
+            GenerationRequest(
+                request_id=f"row {start}",
+                prompt_ids=tuple(prompts[start]),
+                params=params,
+                num_samples=row - start,
+                seeds=own,
+            )
+        )
+        start = row
+    return requests
+
+
+def padded_sequences(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    response_masks: Sequence[Sequence[int]],
+    *,
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+) -> dict[str, Tensor]:
+    """The columns of prompts and responses, which must fit. Masks say which tokens to train."""
+    prompt_ids, prompt_mask = pad(prompts, prompt_length, pad_token_id, on_left=True)
+    response_ids, response_tokens = pad(responses, response_length, pad_token_id)
+    response_mask, _ = pad(response_masks, response_length, 0)
+    attention_mask = torch.cat([prompt_mask, response_tokens], dim=1)  # (B, P + T)
+    return {
+        "prompts": prompt_ids,
+        "responses": response_ids,
+        "response_mask": response_mask,
+        "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": compute_position_id_with_mask(attention_mask),
+    }
+
+
+def pad(
+    rows: Sequence[Sequence[int]], length: int, value: int, *, on_left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The rows as (B, length), and a mask that is 1 where they have a token."""
+    padded = torch.full((len(rows), length), value, dtype=torch.long)
+    mask = torch.zeros(len(rows), length, dtype=torch.long)
+    for number, row in enumerate(rows):
+        span = slice(length - len(row), length) if on_left else slice(0, len(row))
+        padded[number, span] = torch.tensor(row, dtype=torch.long)
+        mask[number, span] = 1
+    return padded, mask
+
+
+def pad_floats(rows: Sequence[Sequence[float] | None], length: int) -> Tensor:
+    padded = torch.zeros(len(rows), length)
+    for number, row in enumerate(rows):
+        values = torch.tensor((row or [])[:length])
+        padded[number, : len(values)] = values
+    return padded

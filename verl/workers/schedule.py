@@ -1,0 +1,308 @@
+"""Which rows every rank computes, in which optimizer step and in which pass.
+
+    batch      rows 0 .. n-1
+    order      rank 0: rows 0 2 5 7 | rank 1: rows 1 3 4 6      equal contiguous chunks
+    step 0     rank 0: [0 1] [2]    | rank 1: [0] [1 2]         passes, by place in the chunk
+    step 1     rank 0: [3]          | rank 1: []                equally many; the last is empty
+
+One place decides for all ranks, so that nobody waits for a pass that another rank does not make.
+The rows of an optimizer step follow from the batch alone; ranks only share them out, by tokens. The
+counts that a loss divides by belong to the step, over all ranks. Where a chunk is short, a row is
+repeated at its end; such a padding row is in no pass and has no influence. Plans are plain numbers:
+`to_dict` gives what travels in `DataProto.meta_info`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from verl.utils.partition import best_fit_decreasing
+
+Passes = list[list[int]]
+"""The rows of each pass through the model, as places in a rank's chunk; a pass may be empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatching:
+    """How many rows go through the model at once; exactly one of the two is set."""
+
+    rows: int | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.rows is None) == (self.tokens is None):
+            raise ValueError(
+                f"micro-batches are cut by rows ({self.rows}) or by tokens ({self.tokens}); set one"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the rows of a batch are: chunk r of `order`, one of equal parts, goes to rank r."""
+
+    order: list[int]
+    """The row at each place."""
+
+    padding: list[int]
+    """Places that repeat a row to make the chunks equal; no pass has them."""
+
+    num_ranks: int
+
+    @property
+    def places(self) -> list[int]:
+        """The place of each row: a column that came back in `order` is restored by `[places]`."""
+        padding = set(self.padding)
+        place_of = {row: p for p, row in enumerate(self.order) if p not in padding}
+        return [place_of[row] for row in range(len(place_of))]
+
+    def rows_of(self, rank: int) -> list[int]:
+        """The rows of the batch that a rank holds, padding included."""
+        size = len(self.order) // self.num_ranks
+        return self.order[rank * size : (rank + 1) * size]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferencePlan(Placement):
+    """Passes without gradients over every row once."""
+
+    passes: list[Passes]
+    """Of each rank."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "InferencePlan":
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One optimizer step: what losses divide by, and who computes what."""
+
+    batch_num_tokens: int
+    """Response tokens of the step, over all ranks."""
+
+    global_batch_size: int
+    """Rows of the step with at least one response token, over all ranks."""
+
+    passes: list[Passes]
+    """Of each rank."""
+
+    def rows_of(self, rank: int) -> list[int]:
+        """All rows of a rank in this step, ascending, as places in its chunk."""
+        return sorted(row for rows in self.passes[rank] for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePlan(Placement):
+    """The optimizer steps of one update, in order."""
+
+    steps: list[StepPlan]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "UpdatePlan":
+        steps = [StepPlan(**step) for step in values["steps"]]
+        return cls(**{**values, "steps": steps})
+
+
+def plan_update(
+    lengths: Sequence[int],
+    response_tokens: Sequence[int],
+    *,
+    rows_per_step: int,
+    micro_batching: MicroBatching,
+    num_ranks: int = 1,
+    epochs: int = 1,
+    shuffle_seed: int | None = None,
+    groups: Sequence[int] | None = None,
+) -> UpdatePlan:
+    """`epochs` times over all rows, `rows_per_step` of them (over all ranks) per optimizer step.
+
+    The last step of an epoch may be short: a filter upstream may have dropped rows, and dropping
+    more to make the numbers even would bias what is learnt. `lengths` counts all tokens of a row,
+    `response_tokens` those in the loss. Rows with the same label in `groups` go to one rank and,
+    where they fit, into one pass. With a seed every epoch has an order of its own; ranks keep the
+    rows of the first, so later steps may be shared out less evenly.
+    """
+    sizes, responses = np.asarray(lengths), np.asarray(response_tokens)
+    labels = np.arange(len(sizes)) if groups is None else np.asarray(groups)
+    if not len(sizes) == len(responses) == len(labels) > 0:
+        raise ValueError(
+            f"{len(sizes)} lengths, {len(responses)} response lengths and {len(labels)} groups; "
+            "there must be equally many, and at least one row"
+        )
+    if micro_batching.tokens is not None:
+        check_budget(lengths, micro_batching.tokens)
+    epoch_steps = list(epoch_rows(len(sizes), rows_per_step, epochs, shuffle_seed))
+    rank_of = share_out(epoch_steps[0], sizes, labels, num_ranks)
+    order, padding, place = lay_out(rank_of, sizes, num_ranks)
+    steps = []
+    for rows in (rows for epoch in epoch_steps for rows in epoch):
+        passes = cut_for_ranks(rows, rank_of, place, sizes, labels, num_ranks, micro_batching)
+        steps.append(
+            StepPlan(
+                batch_num_tokens=int(responses[rows].sum()),
+                global_batch_size=int((responses[rows] > 0).sum()),
+                passes=passes,
+            )
+        )
+    return UpdatePlan(order=order, padding=padding, num_ranks=num_ranks, steps=steps)
+
+
+def plan_inference(
+    lengths: Sequence[int],
+    *,
+    micro_batching: MicroBatching,
+    num_ranks: int = 1,
+    groups: Sequence[int] | None = None,
+) -> InferencePlan:
+    """Every row once, in equally many passes on every rank."""
+    once = plan_update(
+        lengths,
+        lengths,
+        rows_per_step=max(1, len(lengths)),
+        micro_batching=micro_batching,
+        num_ranks=num_ranks,
+        groups=groups,
+    )
+    return InferencePlan(
+        order=once.order,
+        padding=once.padding,
+        num_ranks=num_ranks,
+        passes=once.steps[0].passes,
+    )
+
+
+def cut(
+    lengths: Sequence[int], micro_batching: MicroBatching, groups: Sequence[int] | None = None
+) -> Passes:
+    """The passes of one rank over some rows, as places among them."""
+    if micro_batching.rows is not None:
+        return cut_by_count(len(lengths), micro_batching.rows)
+    assert micro_batching.tokens is not None
+    return cut_by_tokens(lengths, micro_batching.tokens, groups)
+
+
+def cut_by_count(num_rows: int, rows_per_pass: int) -> Passes:
+    """Consecutive rows, `rows_per_pass` at a time; the last may be short."""
+    rows = range(num_rows)
+    return [list(rows[i : i + rows_per_pass]) for i in range(0, num_rows, rows_per_pass)]
+
+
+def cut_by_tokens(
+    lengths: Sequence[int], max_tokens: int, groups: Sequence[int] | None = None
+) -> Passes:
+    """Few passes, each within `max_tokens`, the largest first; groups that fit stay together."""
+    check_budget(lengths, max_tokens)
+    units = [[row] for row in range(len(lengths))]
+    if groups is not None:
+        units = list(units_within(lengths, max_tokens, groups))
+    totals = [sum(lengths[row] for row in unit) for unit in units]
+    parts = best_fit_decreasing(totals, max_tokens)
+    parts.sort(key=lambda part: -sum(totals[unit] for unit in part))
+    return [sorted(row for unit in part for row in units[unit]) for part in parts]
+
+
+def check_budget(lengths: Sequence[int], max_tokens: int) -> None:
+    too_long = [i for i, n in enumerate(lengths) if n > max_tokens]
+    if too_long:
+        raise ValueError(
+            f"row {too_long[0]} has {lengths[too_long[0]]} tokens, more than the budget of "
+            f"{max_tokens} tokens per micro-batch; raise the budget (ppo_max_token_len_per_gpu) "
+            f"to at least {max(lengths)}"
+        )
+
+
+# ---- the parts of a plan -------------------------------------------------------------------------
+
+
+def epoch_rows(
+    num_rows: int, rows_per_step: int, epochs: int, shuffle_seed: int | None
+) -> Iterator[list[np.ndarray]]:
+    """For each epoch, the rows of its optimizer steps; a step's rows ascend."""
+    generator = None if shuffle_seed is None else np.random.default_rng(shuffle_seed)
+    borders = range(rows_per_step, num_rows, rows_per_step)
+    for _ in range(epochs):
+        rows = np.arange(num_rows) if generator is None else generator.permutation(num_rows)
+        yield [np.sort(part) for part in np.split(rows, borders)]
+
+
+def share_out(
+    steps: Sequence[np.ndarray], lengths: np.ndarray, labels: np.ndarray, num_ranks: int
+) -> np.ndarray:
+    """The rank of each row: equally many groups of every step, and nearly equally many tokens.
+
+    Groups are dealt in rounds, longest first; in each round the rank with the fewest tokens gets
+    the longest. An incomplete round begins where the last one ended, so that chunks stay equal.
+    """
+    rank_of = np.zeros(len(lengths), dtype=np.int64)
+    num_dealt = 0
+    for rows in steps if num_ranks > 1 else ():
+        _, unit_of_row = np.unique(labels[rows], return_inverse=True)
+        totals = np.bincount(unit_of_row, weights=lengths[rows])
+        rank_of_unit = np.zeros(len(totals), dtype=np.int64)
+        loads = np.zeros(num_ranks)
+        longest_first = np.argsort(-totals, kind="stable")
+        for start in range(0, len(totals), num_ranks):
+            units = longest_first[start : start + num_ranks]
+            ranks = (num_dealt + np.arange(len(units))) % num_ranks
+            ranks = ranks[np.argsort(loads[ranks], kind="stable")]
+            rank_of_unit[units] = ranks
+            loads[ranks] += totals[units]
+            num_dealt += len(units)
+        rank_of[rows] = rank_of_unit[unit_of_row]
+    return rank_of
+
+
+def lay_out(
+    rank_of: np.ndarray, lengths: np.ndarray, num_ranks: int
+) -> tuple[list[int], list[int], np.ndarray]:
+    """(row at each place, places that are padding, place of each row in its rank's chunk)."""
+    chunks = [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
+    size = max(map(len, chunks))
+    shortest = int(lengths.argmin())
+    order, padding = [], []
+    place = np.zeros(len(rank_of), dtype=np.int64)
+    for rank, rows in enumerate(chunks):
+        place[rows] = np.arange(len(rows))
+        order += rows.tolist() + [shortest] * (size - len(rows))
+        padding += range(rank * size + len(rows), (rank + 1) * size)
+    return order, padding, place
+
+
+def cut_for_ranks(
+    rows: np.ndarray,
+    rank_of: np.ndarray,
+    place: np.ndarray,
+    lengths: np.ndarray,
+    labels: np.ndarray,
+    num_ranks: int,
+    micro_batching: MicroBatching,
+) -> list[Passes]:
+    """The passes of every rank over its rows of one step, filled up with empty ones."""
+    passes_of = []
+    for rank in range(num_ranks):
+        own = rows[rank_of[rows] == rank]
+        passes = cut(lengths[own].tolist(), micro_batching, labels[own].tolist())
+        passes_of.append([place[own[part]].tolist() for part in passes])
+    most = max(map(len, passes_of))
+    return [passes + [[] for _ in range(most - len(passes))] for passes in passes_of]
+
+
+def units_within(
+    lengths: Sequence[int], max_tokens: int, groups: Sequence[int]
+) -> Iterator[list[int]]:
+    """Groups as wholes, in parts where a group is larger than a pass may be."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for row, group in enumerate(groups):
+        members[group].append(row)
+    for rows in members.values():
+        parts = [list(range(len(rows)))]
+        if sum(lengths[row] for row in rows) > max_tokens:
+            parts = best_fit_decreasing([lengths[row] for row in rows], max_tokens)
+        for part in parts:
+            yield [rows[i] for i in part]
