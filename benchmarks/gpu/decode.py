@@ -1,55 +1,112 @@
-"""How fast the built-in engine generates on one GPU, prefill included.
+"""How fast the built-in engine generates on one GPU, beside its floor and beside `generate`.
 
-    python benchmarks/gpu/decode.py [--shape 0.5B] [--hf] [--fuse]
+    python -m benchmarks.gpu.decode --out decode.json [--shape 0.5B] [--generate-pairs 5]
 
-128 prompts of 256 tokens, 8 samples each, 512 tokens per sample, temperature 1, the log-probability
-of every token returned. End-of-sequence is ignored, so all runs give the same number of tokens.
+The whole workload, prefill included, the log-probability of every token returned. `floor` is what
+the bytes and operations take at ceilings measured in the same process (`floors.py`). With
+`--generate-pairs`, transformers' `generate` and the engine take turns on the same prompts with
+fewer tokens; `generate` runs an unchanged module with sdpa attention and returns no log-probs.
 """
 
-import json
-import os
+import argparse
+import dataclasses
 import statistics
-import sys
-import time
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import transformers
+from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
-from shapes import ceilings, random_model, workload_parser
-
+from benchmarks.gpu.floors import DECODE_FORMULA, Counts, decode_floor
+from benchmarks.gpu.measuring import (
+    GIB,
+    back_and_forth,
+    ceilings,
+    environment,
+    peak_gib,
+    timed,
+    write,
+)
+from benchmarks.gpu.shapes import model_config, number_format, random_model
+from benchmarks.gpu.workload import Workload, requests, workload_parser
 from verl.models.forward import hidden_states, packed_layout, packed_positions
-from verl.models.fuse import fuse_model
 from verl.models.head import OutputHead, token_log_probs
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.base import GenerationRequest, TokenOutput
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 
+WARM_UP_TOKENS = 32
+"""Enough to capture the graphs of both batch sizes that the prompts come in with."""
 
-def requests(num_prompts, prompt_tokens, num_samples, new_tokens, seed):
-    generator = torch.Generator().manual_seed(seed)
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, seed=seed)
-    return [
-        GenerationRequest(
-            request_id=str(i),
-            prompt_ids=torch.randint(10, 150000, (prompt_tokens,), generator=generator).tolist(),
-            params=params,
-            num_samples=num_samples,
+
+class Contestant:
+    """The engine on one workload; a run is a run of all of it."""
+
+    def __init__(self, model: PreTrainedModel, work: Workload, options: argparse.Namespace) -> None:
+        self.device = options.device
+        self.vocabulary = model.config.vocab_size
+        self.engine = NativeEngine(
+            model,
+            EngineLimits(
+                max_num_seqs=work.sequences,
+                max_prompt_tokens=work.prompt_tokens,
+                max_response_tokens=work.new_tokens,
+                max_prefill_tokens=16384,
+                max_cache_bytes=60 << 30,
+                steps_per_visit=options.steps_per_visit,
+            ),
+            eos_token_ids=[0],
         )
-        for i in range(num_prompts)
-    ]
+
+    @property
+    def cache_gib(self) -> float:
+        """Keys and values of all sequences; they are not in torch's allocator."""
+        cache = self.engine.cache
+        return cache.shape.bytes_per_sequence * cache.max_slots / GIB
+
+    def run(self, work: Workload, seed: int) -> tuple[float, list[list[TokenOutput]]]:
+        batch = requests(work, self.vocabulary, seed)
+        seconds, outputs = timed(lambda: self.engine.generate_batch(batch), self.device)
+        lengths = {len(output.log_probs) for group in outputs for output in group}
+        assert lengths == {work.new_tokens}, lengths
+        return seconds, outputs
 
 
-def timed(run):
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start, result
+def against_floor(contestant: Contestant, work: Workload, options: argparse.Namespace) -> dict:
+    """All runs of the whole workload, and what they could have taken at least."""
+    first, _ = contestant.run(shortened(work, WARM_UP_TOKENS), options.seed)
+    if options.device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, outputs = [], []
+    for number in range(options.repeats):
+        elapsed, outputs = contestant.run(work, options.seed + number + 1)
+        seconds.append(elapsed)
+    prefill = [contestant.run(shortened(work, 1), options.seed + n)[0] for n in range(3)]
+    model, median = contestant.engine.runner.module, statistics.median(seconds)
+    limits = ceilings(options.device)
+    counts = Counts.of(model.config, number_format(options.device).itemsize)
+    floor = decode_floor(counts, work, **limits)
+    last = requests(work, contestant.vocabulary, options.seed + options.repeats)[0]
+    return {
+        "batch": type(contestant.engine.batch).__name__,
+        "warm_up_seconds": first,
+        "seconds": seconds,
+        "prefill_seconds": prefill,
+        "tokens_per_second": work.generated_tokens / median,
+        "milliseconds_per_step": 1e3 * (median - statistics.median(prefill)) / work.new_tokens,
+        "ceilings": limits,
+        "floor_seconds": floor,
+        "floor_formula": DECODE_FORMULA,
+        "share_of_floor": floor["total"] / median,
+        "peak_gib": peak_gib(options.device),
+        "cache_gib": contestant.cache_gib,
+        "difference_from_training": training_difference(model, last, outputs[0]),
+    }
 
 
 @torch.no_grad()
-def training_difference(model, request, outputs):
+def training_difference(
+    model: PreTrainedModel, request: GenerationRequest, outputs: Sequence[TokenOutput]
+) -> dict[str, float]:
     """How far the sampled log-probs are from those of a training pass over the same tokens."""
     sequences = [list(request.prompt_ids) + output.token_ids for output in outputs]
     lengths = [len(tokens) for tokens in sequences]
@@ -68,82 +125,80 @@ def training_difference(model, request, outputs):
     return {"mean": float(difference.mean()), "max": float(difference.max())}
 
 
-def hugging_face(model, batch, new_tokens):
-    ids = torch.tensor([r.prompt_ids for r in batch for _ in range(r.num_samples)], device="cuda")
-    model.set_attn_implementation("sdpa")
-    try:
-        return model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            top_k=0,
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-            pad_token_id=0,
-        )
-    finally:
-        model.set_attn_implementation("verl")
+def beside_generate(contestant: Contestant, work: Workload, options: argparse.Namespace) -> dict:
+    """Turns of the engine and `generate` on the same prompts, after one warm-up each."""
+    with torch.device(options.device):
+        twin = Qwen2ForCausalLM._from_config(
+            model_config(options.shape),
+            attn_implementation="sdpa",
+            dtype=number_format(options.device),
+        ).eval()
+
+    def ours(seed: int) -> float:
+        return contestant.run(work, seed)[0]
+
+    def theirs(seed: int) -> float:
+        batch = requests(work, contestant.vocabulary, seed)
+        ids = torch.tensor([r.prompt_ids for r in batch], device=options.device)
+        seconds, output = timed(lambda: generate(twin, ids, work), options.device)
+        assert output.shape == (work.sequences, work.prompt_tokens + work.new_tokens)
+        return seconds
+
+    runs = {"verl": ours, "generate": theirs}
+    warm_up = {name: run(options.seed) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number, name in enumerate(back_and_forth(list(runs), options.generate_pairs)):
+        seconds[name].append(runs[name](options.seed + 1 + number // 2))
+    medians = {name: statistics.median(samples) for name, samples in seconds.items()}
+    return {
+        "workload": dataclasses.asdict(work),
+        "warm_up_seconds": warm_up,
+        "seconds": seconds,
+        "tokens_per_second": {n: work.generated_tokens / s for n, s in medians.items()},
+        "times_as_fast": medians["generate"] / medians["verl"],
+    }
 
 
-def main() -> None:
-    parser = workload_parser(__doc__.partition("\n")[0])
-    parser.add_argument("--steps-per-visit", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--fuse", action="store_true")
-    parser.add_argument("--hf", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("decode.json"))
-    options = parser.parse_args()
-    model = random_model(options.shape)
-    fused = fuse_model(model) if options.fuse else []
-    num_sequences = options.prompts * options.samples
-    engine = NativeEngine(
-        model,
-        EngineLimits(
-            max_num_seqs=num_sequences,
-            max_prompt_tokens=options.prompt_tokens,
-            max_response_tokens=options.new_tokens,
-            max_prefill_tokens=16384,
-            max_cache_bytes=60 << 30,
-            steps_per_visit=options.steps_per_visit,
-        ),
-        eos_token_ids=[0],
+@torch.no_grad()
+def generate(model: Any, ids: torch.Tensor, work: Workload) -> torch.Tensor:
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        num_return_sequences=work.samples,
+        max_new_tokens=work.new_tokens,
+        pad_token_id=0,
     )
-    sizes = (options.prompts, options.prompt_tokens, options.samples, options.new_tokens)
-    first, _ = timed(lambda: engine.generate_batch(requests(*sizes, seed=0)))
-    torch.cuda.reset_peak_memory_stats()
-    seconds, outputs, batch = [], [], []
-    for repeat in range(options.repeats):
-        batch = requests(*sizes, seed=repeat + 1)
-        elapsed, outputs = timed(lambda batch=batch: engine.generate_batch(batch))
-        seconds.append(elapsed)
-    prefill, _ = timed(lambda: engine.generate_batch(requests(*sizes[:3], 1, seed=9)))
-    num_tokens = num_sequences * options.new_tokens
+
+
+def shortened(work: Workload, new_tokens: int) -> Workload:
+    return dataclasses.replace(work, new_tokens=min(new_tokens, work.new_tokens))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = workload_parser(__doc__.partition("\n")[0])
+    parser.add_argument("--steps-per-visit", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--generate-pairs", type=int, default=0)
+    parser.add_argument("--generate-tokens", type=int, default=64)
+    options = parser.parse_args(arguments)
+    work = Workload.of(options)
+    contestant = Contestant(random_model(options.shape, options.device), work, options)
     result = {
         "shape": options.shape,
-        "fused": fused,
-        "batch": type(engine.batch).__name__,
-        "sequences": num_sequences,
-        "first_seconds": first,
-        "seconds": seconds,
-        "prefill_seconds": prefill,
-        "tokens_per_second": num_tokens / statistics.median(seconds),
-        "decode_ms_per_step": 1e3 * (statistics.median(seconds) - prefill) / options.new_tokens,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "training_difference": training_difference(model, batch[0], outputs[0]),
-        "ceilings": ceilings(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "device": torch.cuda.get_device_name(),
+        "workload": dataclasses.asdict(work),
+        **against_floor(contestant, work, options),
+        "environment": environment(options.device, options.seed),
     }
-    if options.hf:
-        del engine
-        torch.cuda.empty_cache()
-        hugging_face(model, batch, 8)
-        elapsed, _ = timed(lambda: hugging_face(model, batch, options.new_tokens))
-        result["hf_generate_tokens_per_second"] = num_tokens / elapsed
-    print(json.dumps(result, indent=1))
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
+    if options.generate_pairs:
+        shorter = shortened(work, options.generate_tokens)
+        result["beside_generate"] = beside_generate(contestant, shorter, options)
+        write(options.out, result)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     main()

@@ -1,158 +1,114 @@
-"""A whole GRPO step on one GPU, by phase: generate, score, update.
+"""A whole GRPO step on one GPU, by phase, and what each option costs.
 
-    python benchmarks/gpu/grpo_step.py [--shape 0.5B] [--micro-tokens 32768] [--old-log-probs]
+    python -m benchmarks.gpu.grpo_step --out step.json [--shape 0.5B] [--variants base,exact]
 
-128 prompts of 256 tokens, 8 samples each, 512 tokens per sample (end-of-sequence is ignored), one
-optimizer step on all of them. Rewards are random numbers: scoring costs nothing here.
+Variants take turns in one process (A B B A ...), after a short step of each to warm up:
+
+    base            old log-probs are the update's own; prompts are computed once per group
+    old_log_probs   the same with a pass for old log-probs before the update
+    whole_prompts   the same with every prompt computed once per sample
+    exact           a second model that gives rollout and training the same bits, with that pass
+    approximate     the base model with that pass: what `exact` is to be compared with
 """
 
-import json
+import argparse
+import dataclasses
 import statistics
-import sys
-import time
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import torch
-from tensordict import TensorDict
-
-sys.path.insert(0, str(Path(__file__).parent))
-from decode import requests
-from shapes import ceilings, random_model, workload_parser
-
-from verl.algos.advantages.group_relative import compute_grpo_outcome_advantage
-from verl.config.actor import FSDPActorConfig
-from verl.config.optimizer import FSDPOptimizerConfig
-from verl.models.fuse import fuse_model
-from verl.utils.flops_counter import FlopsCounter
-from verl.workers.actor.dp_actor import DataParallelPPOActor
-from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
+from benchmarks.gpu.decode import WARM_UP_TOKENS, shortened
+from benchmarks.gpu.floors import TRAINING_FORMULA, Counts, training_flops
+from benchmarks.gpu.measuring import back_and_forth, ceilings, environment, write
+from benchmarks.gpu.policy import Policy, share_prefixes
+from benchmarks.gpu.shapes import model_config
+from benchmarks.gpu.workload import Workload, workload_parser
+from verl.utils.flops_counter import get_device_flops
 
 
-def as_rows(batch, outputs):
-    """The columns of DESIGN's batch that an update reads; nothing is padded here."""
-    prompts = torch.tensor([list(r.prompt_ids) for r in batch for _ in range(r.num_samples)])
-    responses = torch.tensor([output.token_ids for group in outputs for output in group])
-    log_probs = torch.tensor([output.log_probs for group in outputs for output in group])
-    ids = torch.cat([prompts, responses], 1)
-    return TensorDict(
-        {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(ids.shape[1]).expand_as(ids).contiguous(),
-            "responses": responses,
-            "response_mask": torch.ones_like(responses),
-            "old_log_probs": log_probs,
-        },
-        batch_size=len(ids),
-    ).to("cuda")
+@dataclass(frozen=True)
+class Variant:
+    """A way to make a step."""
+
+    policy: Policy
+    with_old_log_probs: bool = False
+    shares_prefix: bool = False
+
+    def step(self, work: Workload, seed: int) -> dict[str, Any]:
+        share_prefixes(self.policy.engine, self.shares_prefix)
+        return self.policy.step(work, seed, with_old_log_probs=self.with_old_log_probs)
 
 
-class Phases:
-    """Seconds by phase; the device is idle at both ends of each."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
-
-    def time(self, name, run):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        result = run()
-        torch.cuda.synchronize()
-        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
-        return result
-
-
-def main() -> None:
-    parser = workload_parser(__doc__.partition("\n")[0])
-    parser.add_argument("--micro-tokens", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--old-log-probs", action="store_true", help="a separate pass for them")
-    parser.add_argument("--out", type=Path, default=Path("grpo_step.json"))
-    options = parser.parse_args()
-    fused: list[str] = []
-
-    def build():
-        model = random_model(options.shape)
-        fused.extend(fuse_model(model))
-        return model
-
-    engine = OneDeviceEngine(build, FSDPOptimizerConfig(lr=1e-6))
-    engine.initialize()
-    actor = DataParallelPPOActor(
-        FSDPActorConfig(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=options.micro_tokens),
-        engine,
-    )
-    num_rows = options.prompts * options.samples
-    rollout = NativeEngine(
-        engine.module,
-        EngineLimits(
-            max_num_seqs=num_rows,
-            max_prompt_tokens=options.prompt_tokens,
-            max_response_tokens=options.new_tokens,
-            max_prefill_tokens=16384,
-            max_cache_bytes=60 << 30,
-            steps_per_visit=16,
-        ),
-        eos_token_ids=[0],
-        version=lambda: engine.policy_version,
-    )
-    sizes = (options.prompts, options.prompt_tokens, options.samples, options.new_tokens)
-    micro = MicroBatching(tokens=options.micro_tokens)
-    phases = Phases()
-    groups = np.arange(num_rows) // options.samples
-
-    def step(number):
-        batch = requests(*sizes, seed=number)
-        outputs = phases.time("generate", lambda: rollout.generate_batch(batch))
-        rows = phases.time("pack", lambda: as_rows(batch, outputs))
-        rollout.sleep()
-        if options.old_log_probs:
-            columns = phases.time(
-                "old_log_probs",
-                lambda: actor.compute_log_prob(rows, micro_batching=micro, temperature=1.0),
-            )
-            rows["old_log_probs"] = columns["log_probs"]
-        rewards = torch.zeros_like(rows["old_log_probs"])
-        rewards[:, -1] = torch.rand(num_rows, device="cuda")
-        rows["advantages"], _ = compute_grpo_outcome_advantage(
-            rewards, rows["response_mask"], groups
-        )
-        return phases.time(
-            "update",
-            lambda: actor.update_policy(
-                rows,
-                rows_per_step=num_rows,
-                temperature=1.0,
-                old_policy_version=engine.policy_version,
-            ),
-        )
-
-    metrics = {}
-    for number in range(options.steps):
-        metrics = phases.time("step", lambda number=number: step(number))
-    medians = {name: statistics.median(times[1:]) for name, times in phases.seconds.items()}
-    lengths = [options.prompt_tokens + options.new_tokens] * num_rows
-    result = {
-        "shape": options.shape,
-        "sizes": sizes,
-        "fused": fused,
-        "seconds": phases.seconds,
-        "median_seconds": medians,
-        "generated_tokens_per_second": num_rows * options.new_tokens / medians["generate"],
-        "trained_tokens_per_second": sum(lengths) / medians["update"],
-        "update_mfu": FlopsCounter(engine.module.config).utilisation(lengths, medians["update"]),
-        "old_log_prob_error": metrics["actor/old_log_prob_error"],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "cache_gib": rollout.cache.shape.bytes_per_sequence * num_rows / 2**30,
-        "ceilings": ceilings(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(),
+def build_variants(options: argparse.Namespace, work: Workload) -> dict[str, Variant]:
+    """The variants asked for; those of one kind of model share one policy."""
+    names = options.variants.split(",")
+    policy = Policy(options, work, is_exact=False)
+    known = {
+        "base": Variant(policy, shares_prefix=True),
+        "old_log_probs": Variant(policy, with_old_log_probs=True, shares_prefix=True),
+        "whole_prompts": Variant(policy),
+        "approximate": Variant(policy, with_old_log_probs=True),
     }
-    print(json.dumps(result, indent=1))
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if "exact" in names:
+        exact = Policy(options, work, is_exact=True)
+        known["exact"] = Variant(exact, with_old_log_probs=True)
+    return {name: known[name] for name in names}
+
+
+def medians(samples: list[dict[str, Any]], column: str) -> dict[str, float]:
+    names = samples[0][column]
+    return {name: statistics.median(sample[column][name] for sample in samples) for name in names}
+
+
+def summary(
+    variant: Variant, samples: list[dict[str, Any]], work: Workload, counts: Counts
+) -> dict[str, Any]:
+    """What the samples of one variant come to."""
+    seconds = medians(samples, "seconds")
+    flops = training_flops(counts, work, shares_prefix=variant.shares_prefix)
+    return {
+        "shares_prefix": variant.shares_prefix,
+        "median_seconds": seconds,
+        "peak_gib": max(sample["peak_gib"]["step"] for sample in samples),
+        "generated_tokens_per_second": work.generated_tokens / seconds["generate"],
+        "trained_tokens_per_second": work.tokens / seconds["forward_backward"],
+        "utilisation": flops / seconds["forward_backward"] / get_device_flops(""),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = workload_parser(__doc__.partition("\n")[0])
+    parser.add_argument("--micro-tokens", type=int, default=49152)
+    parser.add_argument("--steps-per-visit", type=int, default=8)
+    parser.add_argument("--variants", default="base,old_log_probs,whole_prompts")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(arguments)
+    work, counts = Workload.of(options), Counts.of(model_config(options.shape))
+    variants = build_variants(options, work)
+    short = shortened(work, WARM_UP_TOKENS)
+    warm_up = {name: v.step(short, options.seed)["seconds"] for name, v in variants.items()}
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    for number, name in enumerate(back_and_forth(list(variants), options.rounds)):
+        seed = options.seed + 1 + number // len(variants)
+        samples[name].append(variants[name].step(work, seed))
+        result = {
+            "shape": options.shape,
+            "workload": dataclasses.asdict(work),
+            "micro_tokens": options.micro_tokens,
+            "variants": {
+                name: summary(variants[name], found, work, counts)
+                for name, found in samples.items()
+                if found
+            },
+            "samples": samples,
+            "warm_up_seconds": warm_up,
+            "utilisation_formula": TRAINING_FORMULA,
+        }
+        write(options.out, result)  # a run that is cut short leaves what it has
+    result["ceilings"] = ceilings(options.device)
+    result["environment"] = environment(options.device, options.seed)
+    write(options.out, result)
 
 
 if __name__ == "__main__":

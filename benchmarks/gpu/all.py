@@ -1,0 +1,182 @@
+"""Every GPU measurement in one command, in at most ten minutes on an H200.
+
+    python benchmarks/gpu/all.py --out DIR [--only a,c] [--trl build/trl] [--seconds 570]
+
+    a  decode      generation beside its floor and beside `generate`
+    b  train       forward, backward, optimizer; prompts computed once per group and once per row
+    c  grpo_step   the whole step by phase, and what each option costs
+    d  trl_step    the same step in TRL, whose packages are in a folder of their own
+    e  exact       the step with equal bits in rollout and training, on a smaller workload
+    f  filtered    what top-k, top-p and a repetition penalty cost in generation
+    g  overlap     rewards and passes beside the tail of generation, with heavy-tailed responses
+
+Each line of the plan is a process of its own, one after the other, so that none finds another's
+memory. DIR gets one JSON per name above with all its runs, written after each of them, and
+`summary.md`. What fails is reported and the rest goes on; the exit code is then 1. What would not
+be done in time by its estimate is left out and named.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # so that it runs as a script
+
+from benchmarks.gpu.summary import summarise  # noqa: E402
+
+ALLOCATOR = "expandable_segments:True"
+"""For every contestant: growing tensors (as in `generate`) need no new blocks."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of the chain."""
+
+    letter: str
+    claim: str
+    module: str
+    arguments: str
+    seconds: int
+    """Estimated from the runs in docs/performance.md, starting the process included."""
+
+
+PLAN = [
+    Part("c", "grpo_step", "grpo_step", "--shape 0.5B --rounds 3", 95),
+    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 3", 125),
+    Part("a", "decode", "decode", "--shape 0.5B --repeats 5 --generate-pairs 5", 48),
+    Part("b", "train", "train", "--shape 0.5B --rounds 5", 28),
+    Part("a", "decode", "decode", "--shape 1.5B --repeats 3 --generate-pairs 3", 48),
+    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 2 --variants base", 62),
+    Part(
+        "e", "exact", "grpo_step",
+        "--shape 0.5B --variants approximate,exact --rounds 2 --prompts 64", 45,
+    ),
+    Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 2", 25),
+    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 2", 60),
+    Part("b", "train", "train", "--shape 1.5B --rounds 3", 36),
+    Part("a", "decode", "decode", "--shape 3B --repeats 2", 42),
+    Part(
+        "c", "grpo_step", "grpo_step",
+        "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 65,
+    ),
+    Part("a", "decode", "decode", "--shape 7B --repeats 2 --new-tokens 128", 40),
+]  # fmt: skip
+
+TINY = "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-tokens 8 --new-tokens 12"
+TINY_PLAN = [
+    Part("a", "decode", "decode", f"{TINY} --repeats 1 --generate-pairs 1", 20),
+    Part("b", "train", "train", f"{TINY} --rounds 1", 20),
+    Part("c", "grpo_step", "grpo_step", f"{TINY} --rounds 1", 20),
+    Part("d", "trl_step", "trl_step", f"{TINY} --steps 2 --micro-rows 4", 30),
+    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants approximate,exact", 20),
+    Part("f", "filtered", "filtered", f"{TINY} --rounds 1", 20),
+    Part("g", "overlap", "overlap", f"{TINY} --rounds 1 --micro-tokens 64", 25),
+]
+
+
+class Chain:
+    """Runs parts one after the other and keeps what they found."""
+
+    def __init__(self, out: Path, seconds: float, trl: Path) -> None:
+        self.out, self.trl = out, trl
+        self.begin = time.monotonic()
+        self.end = self.begin + seconds
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.begin:5.0f} s] {text}", flush=True)
+
+    def run(self, part: Part) -> None:
+        name = f"{part.claim} {part.arguments}"
+        left = self.end - time.monotonic()
+        if part.seconds > left:
+            self.keep(part, {"status": "left out", "reason": f"{left:.0f} s were left"})
+            self.say(f"left out (needs about {part.seconds} s, {left:.0f} s are left): {name}")
+            return
+        self.say(f"begins, about {part.seconds} s: {name}")
+        start = time.monotonic()
+        found = self.child(part, left)
+        found["wall_seconds"] = time.monotonic() - start
+        self.keep(part, found)
+        self.say(f"{found['status']} after {found['wall_seconds']:.0f} s: {name}")
+
+    def child(self, part: Part, left: float) -> dict[str, Any]:
+        """Run the part's process. If it fails, what it had written by then is kept too."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "result.json"
+            command = [sys.executable, "-m", f"benchmarks.gpu.{part.module}", "--out", str(path)]
+            command += part.arguments.split()
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    env=self.environment(part),
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    timeout=left,
+                )
+                reason = "" if done.returncode == 0 else done.stderr
+            except subprocess.TimeoutExpired:
+                reason = f"not done after {left:.0f} s"
+            found = json.loads(path.read_text()) if path.exists() else {}
+        if reason:
+            print(reason[-3000:], flush=True)
+            return {"status": "failed", "reason": reason[-3000:], **found}
+        return {"status": "done", **found}
+
+    def environment(self, part: Part) -> dict[str, str]:
+        variables = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR, "HF_HUB_OFFLINE": "1", **os.environ}
+        if part.module == "trl_step":
+            own = variables.get("PYTHONPATH", "")
+            variables["PYTHONPATH"] = f"{self.trl.resolve()}{os.pathsep}{own}"
+        return variables
+
+    def keep(self, part: Part, found: dict[str, Any]) -> None:
+        runs = self.runs.setdefault(part.claim, [])
+        runs.append({"arguments": part.arguments, **found})
+        text = json.dumps({"claim": part.claim, "runs": runs}, indent=1)
+        (self.out / f"{part.claim}.json").write_text(text + "\n")
+
+    def failures(self) -> list[str]:
+        return [
+            f"{claim} {run['arguments']}"
+            for claim, runs in self.runs.items()
+            for run in runs
+            if run["status"] == "failed"
+        ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="a,b,c,d,e,f,g", help="letters of the parts to run")
+    parser.add_argument("--trl", type=Path, default=ROOT / "build/trl")
+    parser.add_argument("--seconds", type=float, default=570.0)
+    parser.add_argument("--tiny", action="store_true", help="try it on a CPU")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    letters = options.only.split(",")
+    plan = [part for part in (TINY_PLAN if options.tiny else PLAN) if part.letter in letters]
+    chain = Chain(options.out, options.seconds, options.trl)
+    chain.say(f"{len(plan)} parts, about {sum(part.seconds for part in plan)} s in all")
+    for part in plan:
+        chain.run(part)
+    text = summarise(options.out)
+    (options.out / "summary.md").write_text(text)
+    print(text)
+    failures = chain.failures()
+    chain.say(f"failed: {'; '.join(failures)}" if failures else "nothing failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""From the JSON files of `all.py` to tables. Every number comes from a file.
+
+python -m benchmarks.gpu.summary DIR                         # print the tables
+python -m benchmarks.gpu.summary DIR docs/performance.md     # put them between the page's marks
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+CLAIMS = ("decode", "train", "grpo_step", "trl_step", "exact", "filtered", "overlap")
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+WORK = "prompts x samples x tokens, prompt tokens"
+
+Run = dict[str, Any]
+
+
+def summarise(folder: Path) -> str:
+    """All tables, in Markdown."""
+    runs = {claim: list(read(folder, claim)) for claim in CLAIMS}
+    done = {claim: [r for r in found if r["status"] == "done"] for claim, found in runs.items()}
+    blocks = [
+        machine([run for found in done.values() for run in found]),
+        generation(done["decode"]),
+        training(done["train"]),
+        steps(done["grpo_step"], done["trl_step"]),
+        exactness(done["exact"]),
+        filtering(done["filtered"]),
+        overlapping(done["overlap"]),
+        missing(runs),
+    ]
+    return "\n".join(block for block in blocks if block)
+
+
+def read(folder: Path, claim: str) -> Iterator[Run]:
+    path = folder / f"{claim}.json"
+    if path.exists():
+        yield from json.loads(path.read_text())["runs"]
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [" | ".join(row) for row in (head, ["---"] * len(head), *rows)]
+    if len(lines) == 2:
+        return ""
+    return "\n".join([f"**{title}**", "", *(f"| {line} |" for line in lines), ""])
+
+
+def machine(runs: list[Run]) -> str:
+    if not runs:
+        return "Nothing was measured.\n"
+    where = runs[0]["environment"]
+    versions = {k: v for run in runs for k, v in run["environment"]["versions"].items()}
+    found = [run["ceilings"] for run in runs if "ceilings" in run]
+    products, copies = ([c[name] for c in found] for name in ("matmul_tflops", "copy_tb_per_s"))
+    text = f"{where['device']}, {where['date'][:10]}, "
+    text += ", ".join(f"{name} {version}" for name, version in versions.items())
+    if found:
+        text += f"; ceilings measured in the same runs: {spread(products, 0)} TFLOP/s, "
+        text += f"{spread(copies, 2)} TB/s"
+    return text + ".\n"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def size(run: Run) -> str:
+    work = run["workload"]
+    return f"{work['prompts']} x {work['samples']} x {work['new_tokens']}, {work['prompt_tokens']}"
+
+
+def count(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,.0f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+def generation(runs: list[Run]) -> str:
+    whole = table(
+        "Generation: log-probs returned, prefill included",
+        ["shape", WORK, "tokens/s", "seconds", "prefill", "floor",
+         "of the floor", "GiB (of it cache)"],
+        [
+            [
+                run["shape"],
+                size(run),
+                count(run["tokens_per_second"]),
+                spread(run["seconds"], 2),
+                f"{median(run['prefill_seconds']):.2f}",
+                f"{run['floor_seconds']['total']:.2f}",
+                percent(run["share_of_floor"]),
+                f"{run['peak_gib'] + run['cache_gib']:.0f} ({run['cache_gib']:.0f})",
+            ]
+            for run in runs
+        ],
+    )  # fmt: skip
+    pairs = [(run["shape"], run["beside_generate"]) for run in runs if "beside_generate" in run]
+    beside = table(
+        "Beside transformers' `generate` in the same process, taking turns",
+        ["shape", WORK, "tokens/s", "`generate`", "times as fast", "pairs"],
+        [
+            [
+                shape,
+                size(pair),
+                count(pair["tokens_per_second"]["verl"]),
+                count(pair["tokens_per_second"]["generate"]),
+                f"{pair['times_as_fast']:.1f}",
+                str(len(pair["seconds"]["verl"])),
+            ]
+            for shape, pair in pairs
+        ],
+    )
+    return "\n".join(part for part in (whole, beside) if part)
+
+
+def training(runs: list[Run]) -> str:
+    return table(
+        "Training: the samples of a prompt are rows of a group",
+        ["shape", WORK, "prompt computed", "tokens/s forward and backward", "of the promised peak",
+         "with optimizer", "log-probs tokens/s", "of the peak", "GiB"],
+        [
+            [
+                run["shape"],
+                size(run),
+                {"shared": "once per group", "whole": "once per row"}[name],
+                count(found["tokens_per_second"]),
+                percent(found["utilisation"]),
+                percent(found["utilisation_with_optimizer"]),
+                count(found["log_probs_tokens_per_second"]),
+                percent(found["log_probs_utilisation"]),
+                f"{max(found['peak_gib'].values()):.0f}",
+            ]
+            for run in runs
+            for name, found in run["variants"].items()
+        ],
+    )  # fmt: skip
+
+
+PHASES = ("step", "generate", "prefill", "reward", "old_log_probs", "forward_backward", "optimizer")
+
+
+def steps(runs: list[Run], trl_runs: list[Run]) -> str:
+    rows = []
+    for run in runs:
+        for name, found in run["variants"].items():
+            seconds = [phase_seconds(found["median_seconds"], phase) for phase in PHASES]
+            samples = len(run["samples"][name])
+            extent = [f"{found['peak_gib']:.0f}", percent(found["utilisation"]), str(samples)]
+            rows.append([run["shape"], size(run), name.replace("_", " "), *seconds, *extent])
+    for run in trl_runs:
+        found = run["median_seconds"]
+        cells = [f"{found['step']:.2f}", f"{found['generate']:.2f}", "", f"{found['reward']:.2f}"]
+        rest = ["", f"{found['update']:.2f} with optimizer", "", f"{run['peak_gib']:.0f}", ""]
+        name = f"TRL {run['environment']['versions']['trl']}"
+        rows.append([run["shape"], size(run), name, *cells, *rest, str(len(run["samples"]))])
+    names = ["forward and backward" if name == "forward_backward" else name for name in PHASES]
+    head = ["shape", WORK, "variant", *(name.replace("_", " ") for name in names)]
+    head += ["GiB", "of the peak", "samples"]
+    title = "GRPO step: medians of seconds"
+    return table(title, head, rows) + beside_trl(runs, trl_runs)
+
+
+def phase_seconds(seconds: dict[str, float], phase: str) -> str:
+    return f"{seconds[phase]:.2f}" if phase in seconds else ""
+
+
+def beside_trl(runs: list[Run], trl_runs: list[Run]) -> str:
+    """How many times as fast the base step is, where both did the same work."""
+    lines = []
+    for other in trl_runs:
+        for run in runs:
+            same = (run["shape"], run["workload"]) == (other["shape"], other["workload"])
+            if same and "base" in run["variants"]:
+                ours = run["variants"]["base"]["median_seconds"]["step"]
+                ratio = other["median_seconds"]["step"] / ours
+                lines.append(f"\nThe {run['shape']} step is {ratio:.1f} times as fast as TRL's.\n")
+    return "".join(lines)
+
+
+def exactness(runs: list[Run]) -> str:
+    return table(
+        "Equal bits in rollout and training",
+        ["shape", WORK, "variant", "step seconds", "generate",
+         "old log-probs", "update", "largest difference of log-probs"],
+        [
+            [
+                run["shape"],
+                size(run),
+                name,
+                *(
+                    f"{found['median_seconds'][phase]:.2f}"
+                    for phase in ("step", "generate", "old_log_probs", "update")
+                ),
+                f"{largest_difference(run['samples'][name]):.2g}",
+            ]
+            for run in runs
+            for name, found in run["variants"].items()
+        ],
+    )  # fmt: skip
+
+
+def largest_difference(samples: list[Run]) -> float:
+    return max(sample["difference_from_rollout"]["max"] for sample in samples)
+
+
+def filtering(runs: list[Run]) -> str:
+    return table(
+        "Generation with filters: log-probs returned, prefill included",
+        ["shape", WORK, "filters", "tokens/s", "of that without", "runs"],
+        [
+            [
+                run["shape"],
+                size(run),
+                name,
+                count(found["tokens_per_second"]),
+                percent(found["share_of_none"]),
+                str(len(run["seconds"][name])),
+            ]
+            for run in runs
+            for name, found in run["variants"].items()
+        ],
+    )
+
+
+def overlapping(runs: list[Run]) -> str:
+    return table(
+        "GRPO step with heavy-tailed responses: what runs beside the tail",
+        ["shape", f"{WORK} (at most)", "mean tokens", "variant", "step seconds", "generate",
+         "after it", "rows trained before the last token", "GiB", "samples"],
+        [
+            [
+                run["shape"],
+                size(run),
+                f"{run['mean_response_tokens']:.0f}",
+                name.replace("_", " "),
+                *(
+                    f"{found['median_seconds'][phase]:.2f}"
+                    for phase in ("step", "generate", "after_generation")
+                ),
+                percent(found["overlapped_rows_ratio"]),
+                f"{found['peak_gib']:.0f}",
+                str(len(run["samples"][name])),
+            ]
+            for run in runs
+            for name, found in run["variants"].items()
+        ],
+    )  # fmt: skip
+
+
+def missing(runs: dict[str, list[Run]]) -> str:
+    lines = [
+        f"- {claim} `{run['arguments']}`: {run['status']}, {run['reason'].strip().splitlines()[-1]}"
+        for claim, found in runs.items()
+        for run in found
+        if run["status"] != "done"
+    ]
+    return "\n".join(["Not measured:", "", *lines, ""]) if lines else ""
+
+
+def put_between_marks(page: str, text: str) -> str:
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"the page must hold {BEGIN} and {END}, once each")
+    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
+    return f"{before}{BEGIN}\n{text}{END}{after}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    text = summarise(Path(arguments[0]))
+    if len(arguments) == 1:
+        print(text)
+    else:
+        page = Path(arguments[1])
+        page.write_text(put_between_marks(page.read_text(), text))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
