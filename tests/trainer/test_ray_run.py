@@ -56,6 +56,7 @@ def ray_run(toy, output, *changes, task_runner_class=None):
     return [{"step": line["step"], **line["data"]} for line in lines]
 
 
+@pytest.mark.slow  # 40 s: three actors import everything
 def test_two_actors_with_a_critic_elsewhere_train_as_one_process_does(toy, tmp_path):
     apart = (
         "trainer.n_gpus_per_node=3",
