@@ -7,6 +7,7 @@ that no reader looks for. Time and memory are in proportion to the size of the p
 """
 
 import pickletools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,10 +57,14 @@ def read_pickle(octets: bytes) -> Any:
         )
     machine = _Machine()
     try:
-        for opcode, argument, _ in pickletools.genops(octets):
-            if opcode.name == "STOP":
-                return machine.stack.pop()
-            machine.do(opcode.name, argument)
+        with warnings.catch_warnings():
+            # Text of the oldest kind of pickle is read like Python source, which warns of odd
+            # escapes.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for opcode, argument, _ in pickletools.genops(octets):
+                if opcode.name == "STOP":
+                    return machine.stack.pop()
+                machine.do(opcode.name, argument)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, UnreadablePickleError):
             raise
