@@ -127,6 +127,7 @@ def test_a_killed_critic_is_replaced_and_the_run_ends_the_same(own_toy, tmp_path
     assert left == []
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_given_up_at_the_deadline_and_ended_with_its_group():
     group = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Calculator), in_process=False)
     (pid,) = group.where()

@@ -64,6 +64,7 @@ def test_worker_env_must_not_touch_what_the_group_sets(rayc, ray_pool):
         )
 
 
+@pytest.mark.slow
 def test_detached_actors_are_found_again_and_outlive_their_group(rayc, ray_pool):
     import ray
 

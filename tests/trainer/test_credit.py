@@ -293,6 +293,7 @@ def test_the_penalty_reaches_the_advantages_under_every_estimator(estimator):
 # ---- the import path
 
 
+@pytest.mark.slow
 def test_the_trainer_module_offers_the_helpers_without_loading_ray():
     import subprocess
     import sys

@@ -77,6 +77,7 @@ def test_actors_that_only_generate_give_the_run_of_one_process(toy, tmp_path):
     assert_same_run(found, expected)
 
 
+@pytest.mark.slow
 def test_an_error_that_ends_the_run_reaches_the_driver_as_itself(toy, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"prompt": None}) + "\n")
