@@ -16,6 +16,7 @@ from tests.trainer.test_ranks import EVERYTHING, assert_same_run
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.main_ppo import run_ppo
+from verl.trainer.on_ray import wait_for_start
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import Role
 from verl.trainer.task_runner import TaskRunner
@@ -139,6 +140,27 @@ def test_a_recipe_with_its_own_loop_worker_and_runner_runs(toy, tmp_path):
     assert max(report["kl"]) < 1e-5, "the rollout follows the updates"
     assert all(norm > 0 for norm in report["norms"])
     assert len(report["responses"]) == 10
+
+
+@pytest.mark.slow
+def test_a_run_that_is_over_has_given_back_what_it_reserved(toy, tmp_path):
+    import ray
+
+    ray_run(toy, tmp_path, "trainer.total_training_steps=1")
+    total, deadline = ray.cluster_resources()["CPU"], time.monotonic() + 30
+    while ray.available_resources().get("CPU") != total and time.monotonic() < deadline:
+        time.sleep(0.2)  # actors take a moment to end
+    assert ray.available_resources().get("CPU") == total
+
+
+def test_a_runner_without_a_place_is_reported_and_given_up(caplog):
+    import ray
+
+    runner = ray.remote(num_cpus=1000)(TaskRunner).remote()
+    with pytest.raises(ValueError, match=r"no place for the run's runner within 3 s: .*'CPU'"):
+        wait_for_start(ray, runner, notice_seconds=1, seconds=3)
+    assert "the runner waits for a place" in caplog.text
+    ray.kill(runner)
 
 
 class KillsAnActorOnce(RayPPOTrainer):

@@ -7,9 +7,14 @@
       SIGTERM: request_stop  ---->   finish the step, save
       its error, or what it says  <--
 
-The runner needs no device; the kind that the workers use is found here and told to it.
+The runner needs no device; the kind that the workers use is found here and told to it. What the
+run has reserved on the cluster is given back here, however it ended: Ray keeps the reservations of
+a dead runner until the driver ends, and a driver may run many trainings.
 """
 
+import logging
+import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,8 +31,13 @@ from verl.utils.import_utils import require
 
 LOOK_SECONDS = 1.0
 STOP_SECONDS = 30.0
+START_NOTICE_SECONDS, START_SECONDS = 20.0, 300.0
+"""When to say that a runner has not started for want of room, and when to give up."""
+
 CPUS_PER_RANK = 3
 """What a pool reserves for each rank, one for each role that may share it."""
+
+logger = logging.getLogger(__name__)
 
 
 def run_on_ray(
@@ -76,17 +86,45 @@ def _run(ray: Any, config: PPOConfig, user_set: Sequence[str], task_runner_class
     cls = task_runner_class or TaskRunner
     plain = cls if isinstance(cls, type) else cls.__ray_metadata__.modified_class
     actor_class = ray.remote(num_cpus=1)(cls) if isinstance(cls, type) else cls
+    run_id = uuid.uuid4().hex[:8]
     # The second thread is for `request_stop`, which comes while `run` runs.
-    options = {"max_concurrency": 2, "runtime_env": runner_environment(ray, config)}
+    options = {"max_concurrency": 2, "runtime_env": runner_environment(ray, config, run_id)}
     runner = actor_class.options(**options).remote()
-    if task_runner_class is None:
-        reference = runner.run_and_report.remote(config, user_set)
-    else:
-        reference = runner.run.remote(to_dictconfig(config))
     try:
+        wait_for_start(ray, runner, START_NOTICE_SECONDS, START_SECONDS)
+        if task_runner_class is None:
+            reference = runner.run_and_report.remote(config, user_set)
+        else:
+            reference = runner.run.remote(to_dictconfig(config))
         return wait_for(ray, reference, runner if issubclass(plain, TaskRunner) else None) or []
     finally:
         ray.kill(runner)
+        release_pools(ray, run_id)
+
+
+def wait_for_start(ray: Any, runner: Any, notice_seconds: float, seconds: float) -> None:
+    """Until the cluster has found a place for the runner."""
+    begin = time.monotonic()
+    ready, has_told = runner.__ray_ready__.remote(), False
+    while not ray.wait([ready], timeout=LOOK_SECONDS)[0]:
+        waited = time.monotonic() - begin
+        room = f"it needs a CPU, and of {ray.cluster_resources()} there are free "
+        if waited > seconds:
+            raise ValueError(
+                f"the cluster has found no place for the run's runner within {seconds:g} s: {room}"
+                f"{ray.available_resources()}; end what else runs there, or add nodes"
+            )
+        if waited > notice_seconds and not has_told:
+            logger.warning("the runner waits for a place: %s%s", room, ray.available_resources())
+            has_told = True
+    ray.get(ready, timeout=STOP_SECONDS)  # an error of its start, if there was one
+
+
+def release_pools(ray: Any, run_id: str) -> None:
+    """Give back every placement group of a run; its name has the run's id."""
+    for group in ray.util.placement_group_table().values():
+        if run_id in group["name"] and group["state"] != "REMOVED":
+            ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
 
 
 def wait_for(ray: Any, reference: Any, runner: Any) -> Any:
@@ -107,9 +145,10 @@ def wait_for(ray: Any, reference: Any, runner: Any) -> Any:
         raise
 
 
-def runner_environment(ray: Any, config: PPOConfig) -> dict[str, Any]:
-    """Variables that steer verl travel with the run, and so does the kind of device."""
-    env_vars = {**variables_of_verl(), "VERL_FORCE_DEVICE": cluster_device(ray, config)}
+def runner_environment(ray: Any, config: PPOConfig, run_id: str) -> dict[str, Any]:
+    """Variables that steer verl travel with the run, and so do its id and the kind of device."""
+    own = {"VERL_RUN_ID": run_id, "VERL_FORCE_DEVICE": cluster_device(ray, config)}
+    env_vars = {**variables_of_verl(), **own}
     environment: dict[str, Any] = {"env_vars": env_vars}
     profiler = config.global_profiler
     if profiler.tool == "nsys" and profiler.steps:

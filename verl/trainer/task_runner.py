@@ -29,6 +29,7 @@ from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, nee
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
 from verl.utils.environment import forced_device
+from verl.utils.exit_codes import BadData
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -41,6 +42,10 @@ from verl.workers.roles import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+class NoTokenizer(BadData, OSError):
+    """The model's folder is not there, or has no tokenizer."""
 
 
 class TaskRunner:
@@ -195,6 +200,13 @@ def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:
     model = config.actor_rollout_ref.model
     path = copy_to_local(config.data.tokenizer or model.tokenizer_path or model.path)
     trusts = config.data.trust_remote_code or model.trust_remote_code
-    tokenizer = hf_tokenizer(path, trust_remote_code=trusts)
+    try:
+        tokenizer = hf_tokenizer(path, trust_remote_code=trusts)
+    except (OSError, ValueError) as error:
+        raise NoTokenizer(
+            f"no tokenizer at {path!r} (data.tokenizer, actor_rollout_ref.model.tokenizer_path or "
+            "actor_rollout_ref.model.path, the first that is set): neither a folder with one nor a "
+            f"name that the Hugging Face hub gave one for; name an existing folder. {error}"
+        ) from error
     set_chat_template(tokenizer, config.data.chat_template or model.custom_chat_template)
     return tokenizer, hf_processor(path, trust_remote_code=trusts)

@@ -8,6 +8,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_OWN_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "DIST_INIT_METHOD"),
+    *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VERL_USE_EXTERNAL_MODULES"),
+    *("WG_BACKEND", "DISABLE_WORKER_INIT"),
+}
+_SECRET_ENDINGS = ("_TOKEN", "_KEY", "_KEY_ID", "_CREDENTIALS")
+
 
 def external_modules() -> list[str]:
     """`VERL_USE_EXTERNAL_MODULES=a,b`: modules that `import verl` loads, to register extensions."""
@@ -34,6 +42,11 @@ def auto_padding() -> bool:
 def forced_device() -> str:
     """`VERL_FORCE_DEVICE=cuda|npu|cpu`: the device type to use, whatever the machine has."""
     return variable("VERL_FORCE_DEVICE").lower()
+
+
+def run_id() -> str:
+    """`VERL_RUN_ID`: set by the driver of a run on Ray, part of the names of what it reserves."""
+    return variable("VERL_RUN_ID")
 
 
 def use_modelscope() -> bool:
@@ -105,6 +118,11 @@ def mlflow_tracking_uri() -> str:
     return variable("MLFLOW_TRACKING_URI") or "sqlite:////tmp/mlruns.db"
 
 
+def server_token() -> str | None:
+    """`VERL_SERVER_TOKEN`: what clients of a model server must show; unset, the server makes one."""
+    return variable("VERL_SERVER_TOKEN") or None
+
+
 def ray_job_config() -> str:
     """`RAY_JOB_CONFIG_JSON_ENV_VAR`: what `ray job submit` was given, as JSON; "" outside a job."""
     return variable("RAY_JOB_CONFIG_JSON_ENV_VAR")
@@ -118,6 +136,20 @@ def ray_address() -> str | None:
 def variables_of_verl() -> dict[str, str]:
     """All `VERL_*` variables, for a process elsewhere that is to behave as this one."""
     return {name: value for name, value in os.environ.items() if name.startswith("VERL_")}
+
+
+def scrubbed_environment() -> dict[str, str]:
+    """All variables but those that belong to this process or are secrets, for one that it starts.
+
+    Gone are its place among ranks, its import path and environment, Ray's and the extensions' own,
+    and whatever is named like a key, a token or a password.
+    """
+    return {name: value for name, value in os.environ.items() if not _is_private(name)}
+
+
+def _is_private(name: str) -> bool:
+    is_secret = name.endswith(_SECRET_ENDINGS) or "SECRET" in name or "PASSWORD" in name
+    return is_secret or name in _OWN_VARIABLES or name.startswith(("RAY_", "TORCHELASTIC_"))
 
 
 def volcengine_capacity_expiration() -> int | None:

@@ -34,7 +34,6 @@ FETCH_SECONDS = 300.0
 
 class RayBackend(Backend):
     reference_type = ray.ObjectRef
-    probe_seconds = 10.0  # a probe may cost a task per node
 
     def __init__(
         self, workers: Sequence[ActorHandle], names: Sequence[str], *, owned: bool, lasting: bool

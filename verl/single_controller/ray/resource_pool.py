@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 
 from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
 from verl.utils.device import KINDS
+from verl.utils.environment import run_id
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,12 @@ class RayResourcePool(ResourcePool):
         return self.pgs
 
     def _placement_group_prefix(self) -> str:
-        """Names are unique in a cluster; only those of detached groups need to be known before."""
+        """Names are unique in a cluster; only those of detached groups need to be known before.
+
+        The run's id tells the driver which groups to give back.
+        """
         shape = "_".join(map(str, self.store))
-        unique = "" if self.detached else f"{uuid.uuid4().hex[:6]}_"
+        unique = "" if self.detached else f"{run_id()}{uuid.uuid4().hex[:6]}_"
         return f"{self.name_prefix}{unique}verl_group_{shape}:"
 
     def _bundle(self, device_name: str) -> dict[str, float]:
