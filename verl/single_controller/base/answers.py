@@ -19,8 +19,8 @@ from verl.single_controller.base.failures import Failure, failure_error, timeout
 
 SLICE_SECONDS = 0.5
 AFTER_EXCEPTION_SECONDS = 2.0
-"""How long to collect further failures: a death is often seen after the exceptions it causes, by Ray
-up to 1.2 s later, and only a death lets a run start over."""
+"""How long to collect further failures: a death is often seen after the exceptions it causes, by
+Ray up to 1.2 s later, and only a death lets a run start over."""
 AFTER_DEATH_SECONDS = 0.2
 MAX_STACKS = 8
 """Silent ranks whose stack is shown; peers in a collective mostly stand in the same place."""

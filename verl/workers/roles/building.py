@@ -1,7 +1,7 @@
 """From the options of a role to its engine."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from verl.config.model import BaseModelConfig, HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import empty_causal_lm, load_causal_lm
-from verl.models.lora import add_lora, lora_options
+from verl.models.lora import LoraOptions, add_lora, lora_options
 from verl.models.value import empty_value_model, load_value_model
 from verl.utils.collectives import is_distributed
 from verl.utils.device import check_cpu_bf16
@@ -56,26 +56,14 @@ def build_engine(
     import_external_libs(model.external_lib)
     is_frozen = optimizer is None
     is_shared = not is_frozen and not is_value_model  # with the built-in rollout engine
-    lora = lora_options(model)
-    if is_frozen and lora is not None and (path is not None or lora.adapter_path is None):
-        lora = None  # another model, or adapters that would stay nothing
-    load = load_value_model if is_value_model else load_causal_lm
-    load_empty = empty_value_model if is_value_model else empty_causal_lm
-
-    def build_model(dtype: torch.dtype, where: str) -> PreTrainedModel:
-        options: dict[str, Any] = {} if where == "meta" else {"device": where}
-        built = (load_empty if where == "meta" else load)(
-            copy_to_local(path or model.path),
-            dtype=dtype,
-            override_config=dict(model.override_config),
-            trust_remote_code=model.trust_remote_code,
-            **options,
-        )
-        fuse_model(built)  # on a GPU; elsewhere it changes nothing
-        if lora is not None:
-            add_lora(built, lora, seed=engine.seed, keeps_start=keeps_start or is_frozen)
-        return built
-
+    build_model = ModelBuilder(
+        model=model,
+        path=path,
+        is_value_model=is_value_model,
+        lora=lora_of(model, path, is_frozen=is_frozen),
+        seed=engine.seed,
+        keeps_start=keeps_start or is_frozen,
+    )
     options: dict[str, Any] = {
         "max_grad_norm": max_grad_norm,
         "is_value_model": is_value_model,
@@ -100,6 +88,49 @@ def build_engine(
         )
     built.initialize()
     return built
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBuilder:
+    """Loads the model of a role; on `meta` it has no weights."""
+
+    model: BaseModelConfig | HFModelConfig
+    path: str | None
+    """Replaces the model's own."""
+
+    is_value_model: bool
+    lora: LoraOptions | None
+    seed: int
+    keeps_start: bool
+
+    def __call__(self, dtype: torch.dtype, where: str) -> PreTrainedModel:
+        options: dict[str, Any] = {} if where == "meta" else {"device": where}
+        built = self._loader(is_empty=where == "meta")(
+            copy_to_local(self.path or self.model.path),
+            dtype=dtype,
+            override_config=dict(self.model.override_config),
+            trust_remote_code=self.model.trust_remote_code,
+            **options,
+        )
+        fuse_model(built)  # on a GPU; elsewhere it changes nothing
+        if self.lora is not None:
+            add_lora(built, self.lora, seed=self.seed, keeps_start=self.keeps_start)
+        return built
+
+    def _loader(self, *, is_empty: bool) -> Callable[..., PreTrainedModel]:
+        if self.is_value_model:
+            return empty_value_model if is_empty else load_value_model
+        return empty_causal_lm if is_empty else load_causal_lm
+
+
+def lora_of(
+    model: BaseModelConfig | HFModelConfig, path: str | None, *, is_frozen: bool
+) -> LoraOptions | None:
+    """A frozen model gets no adapters if it is another one, or if they would stay nothing."""
+    lora = lora_options(model)
+    if lora is not None and is_frozen and (path is not None or lora.adapter_path is None):
+        return None
+    return lora
 
 
 def engine_on_ranks(
