@@ -74,20 +74,6 @@ def actor_strikes(number):
     return [*alone, Strike("actor", 1, "reward", 7, number, stage="score")]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_of_the_actor_may_be_lost_in_any_phase(own_toy, tmp_path, number):
-    strikes = actor_strikes(number)
-    changes = (*PAIR, *lasting(len(strikes)))
-    expected = uninterrupted_run(own_toy, tmp_path / "straight", changes)
-    found, rows, left = struck_run(own_toy, tmp_path / "struck", changes, strikes)
-    assert_kept(rows)
-    assert_named(rows, "actor_rollout")
-    assert found == expected
-    assert left == []
-
-
 def critic_strikes(number):
     return [
         Strike("critic", 0, "generate", 2, number, stage="rollout"),
@@ -102,13 +88,18 @@ def critic_strikes(number):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_critic_in_its_own_pool_may_be_lost_in_any_phase(own_toy, tmp_path, number):
-    strikes = critic_strikes(number)
-    changes = (*CRITIC_APART, *lasting(len(strikes)))
+@pytest.mark.parametrize(
+    ("make_strikes", "placement", "name"),
+    [(actor_strikes, PAIR, "actor_rollout"), (critic_strikes, CRITIC_APART, "critic")],
+    ids=["actor", "critic in its own pool"],
+)
+def test_a_rank_may_be_lost_in_any_phase(own_toy, tmp_path, number, make_strikes, placement, name):
+    strikes = make_strikes(number)
+    changes = (*placement, *lasting(len(strikes)))
     expected = uninterrupted_run(own_toy, tmp_path / "straight", changes)
     found, rows, left = struck_run(own_toy, tmp_path / "struck", changes, strikes)
     assert_kept(rows)
-    assert_named(rows, "critic")
+    assert_named(rows, name)
     assert found == expected
     assert left == []
 
