@@ -44,9 +44,14 @@ def skeleton():
         return random_causal_lm(tiny_config("qwen2"))
 
 
+def rounded():
+    """In fp32, from where the bf16 model starts: what is lost in its rounding is lost in both."""
+    return tiny_model("qwen2").to(torch.bfloat16).float()
+
+
 def sharded(config, **options):
     return FSDPEngine(
-        lambda: tiny_model("qwen2"),
+        rounded,
         SGD,
         build_skeleton=skeleton,
         config=config,
