@@ -150,12 +150,17 @@ class FusedGate(FusedForward):
     """down(act(gate(x)) * up(x)) with silu, or gelu in its tanh form with `is_gelu`."""
 
     def __init__(self, module: nn.Module, *, is_gelu: bool) -> None:
-        from verl.models.kernels.swiglu import gated, gated_halves  # noqa: PLC0415 - needs triton
+        from verl.models.kernels.swiglu import (  # noqa: PLC0415 - needs triton
+            gated,
+            gated_down,
+            gated_halves,
+        )
 
         super().__init__(module)
         self.is_gelu = is_gelu
         self.kernel = functools.partial(gated, is_gelu=is_gelu)
         self.halves_kernel = functools.partial(gated_halves, is_gelu=is_gelu)
+        self.down_kernel = functools.partial(gated_down, is_gelu=is_gelu)
         self.joined: JoinedLinears | None = None
 
     def kind(self) -> Hashable:
@@ -188,8 +193,18 @@ class FusedGate(FusedForward):
         # An adapter on either layer has taken its place, and must not be left out.
         own = [module.gate_proj, module.up_proj]
         if joined is not None and joined.linears == own and joined.is_whole:
-            return module.down_proj(self.halves_kernel(joined.product(x)))
+            both = joined.product(x)
+            if is_untouched(module.down_proj):
+                return self.down_kernel(both, module.down_proj.weight)
+            return module.down_proj(self.halves_kernel(both))
         return module.down_proj(self.kernel(module.gate_proj(x), module.up_proj(x)))
+
+
+def is_untouched(layer: nn.Module) -> bool:
+    """Whether calling it is a product with its weight and nothing else."""
+    is_plain = type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer)
+    has_hooks = bool(layer._forward_hooks or layer._forward_pre_hooks)
+    return is_plain and not has_hooks and type(layer.weight) is nn.Parameter
 
 
 class FusedAttention(FusedForward):

@@ -1,7 +1,8 @@
 """From hidden states to the log-probability of given tokens, without keeping the logits.
 
 The logits of a batch are its largest tensor by far ([tokens, vocabulary]). Here they exist for one
-chunk of rows at a time, in the forward pass and again in the backward pass. Training, the frozen
+chunk of rows at a time, in the forward pass and again in the backward pass; where kernels write
+the gradient over them, those of the first chunks stay as they are in between. Training, the frozen
 reference and the sampler all start from `raw_logits` and score them by one rule, so temperature,
 soft cap and precision are the same wherever a log-probability is computed. On a GPU Triton kernels
 read the logits in the dtype they have; elsewhere plain torch works on an fp32 copy.
@@ -15,10 +16,17 @@ from torch import Tensor, nn
 
 from verl.models.exact import ROWS, exact_capacity, exact_linear
 from verl.models.kernels.availability import can_run_triton
+from verl.utils.device import memory_info
 
 WORKSPACE_ELEMENTS = 1 << 26
 """Logits that plain torch may hold at once: 256 MiB in fp32, and as much for each step of the
 formula. The kernels hold no such copies and take seven times the rows."""
+
+KEPT_SHARE = 16
+"""One part in so many of a device's memory may hold logits until the backward pass."""
+
+ROW_MULTIPLE = 256
+"""Rows of a chunk; matrix products over other numbers of rows take up to a tenth longer."""
 
 FEWEST_ROWS = 8
 
@@ -101,7 +109,7 @@ def token_log_probs(
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probabilities need one above 0")
     return _TokenLogProbs.apply(  # pyright: ignore[reportReturnType]
-        hidden, head.weight, head.bias, targets, head, temperature
+        hidden, head.weight, head.bias, targets, head, temperature, torch.is_grad_enabled()
     )
 
 
@@ -125,16 +133,22 @@ class _TokenLogProbs(torch.autograd.Function):
         targets: Tensor,
         head: OutputHead,
         temperature: float,
+        is_differentiated: bool,
     ) -> tuple[Tensor, Tensor]:
         log_prob = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         log_sum, mean = torch.empty_like(log_prob), torch.empty_like(log_prob)
+        kept: dict[int, Tensor] = {}
+        bytes_left = kept_bytes(hidden.device) if is_differentiated else 0
         for rows in _scoring_chunks(hidden, weight.shape[0]):
             logits = raw_logits(hidden[rows], head)
             log_prob[rows], log_sum[rows], mean[rows] = _statistics(
                 logits, targets[rows], head, temperature
             )
+            if logits.nbytes <= bytes_left:
+                bytes_left -= logits.nbytes
+                kept[rows.start] = logits
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum, mean)
-        ctx.head, ctx.temperature = head, temperature
+        ctx.head, ctx.temperature, ctx.kept = head, temperature, kept
         return log_prob, log_sum - mean
 
     @staticmethod
@@ -147,7 +161,9 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows in _scoring_chunks(hidden, weight.shape[0]):
-            logits = raw_logits(hidden[rows], head)
+            logits = ctx.kept.pop(rows.start, None)  # once: the gradient is written over them
+            if logits is None:
+                logits = raw_logits(hidden[rows], head)
             vectors = (x[rows] for x in (targets, log_sum, mean, grad_log_prob, grad_entropy))
             grad = _logits_gradient(logits, *vectors, head=head, temperature=temperature)
             grad_hidden[rows] = grad @ weight
@@ -157,7 +173,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_bias += grad.sum(0, dtype=torch.float32)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -213,6 +229,12 @@ def _logits_gradient(
     return (grad * (head.scale / temperature)).to(logits.dtype)
 
 
+def kept_bytes(device: torch.device) -> int:
+    """Logits of a pass that may wait for its backward pass; none where they are copied anyway."""
+    is_gpu = device.type == "cuda" and can_run_triton(device)
+    return memory_info(device)[1] // KEPT_SHARE if is_gpu else 0
+
+
 def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
     num_workspaces = 7 if can_run_triton(hidden.device) else 1
     return row_chunks(hidden.shape[0], vocabulary, num_workspaces=num_workspaces)
@@ -220,5 +242,6 @@ def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
 
 def row_chunks(num_rows: int, vocabulary: int, *, num_workspaces: int = 1) -> list[slice]:
     """Cut the rows so that one chunk's logits fit the workspace."""
-    size = max(16, num_workspaces * WORKSPACE_ELEMENTS // vocabulary)
+    size = num_workspaces * WORKSPACE_ELEMENTS // vocabulary
+    size = max(16, size - size % ROW_MULTIPLE if size > ROW_MULTIPLE else size)
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]

@@ -1,10 +1,9 @@
-"""Packed attention through our kernel, with torch's own backward pass where that fits.
+"""Packed attention through our kernels, with torch's own backward pass where that fits better.
 
-The forward pass gives each token the bits that decoding gives it. The backward pass goes through
-flash attention twice where prompts are shared: samples over their own tokens, and all samples of a
-prompt over the prompt. Both get the output and the log-sum-exp over all keys, so that their weights
-are those of one softmax and the gradients add up. What flash attention does not know (soft caps,
-sinks, fp32, windows over shared prompts) is differentiated through the plain formula.
+The forward pass gives each token the bits that decoding gives it. The backward pass is a kernel of
+ours for plain attention in 16-bit formats. Windows and wide heads take torch's flash attention,
+which knows no shared prompts. What neither knows (soft caps, sinks, fp32, windows over shared
+prompts) is differentiated through the plain formula.
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,14 @@ from verl.models.kernels.packed_attention import (
     packed_attention,
     tokens_per_tile,
 )
+from verl.models.kernels.packed_attention_backward import (
+    WIDEST_HEAD,
+    KeySpan,
+    KeyTiles,
+    packed_attention_backward,
+)
 from verl.models.packed import PackedLayout
-from verl.models.shared_prompts import SharedPrompts, UnfoldedLayout
+from verl.models.shared_prompts import SharedPrompts, UnfoldedLayout, spans
 from verl.utils.device import without_waiting
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -42,14 +47,9 @@ class KernelLayout(AttentionLayout):
         if isinstance(parts, SharedPrompts):
             self.num_tokens = parts.num_tokens
             self.longest = max(parts.whole_lengths(), default=0)
-            own = [*parts.prompts, *parts.samples]
-            self._prompt_starts = starts_of(parts.prompts, device)
-            self._answer_starts = starts_of(parts.tokens_per_prompt(), device)
         else:
             self.num_tokens, self.longest = sum(parts), max(parts, default=0)
-            own = list(parts)
-        self._longest_own = max(own, default=0)
-        self._own_starts = starts_of(own, device)
+        self._key_tiles: KeyTiles | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -67,7 +67,7 @@ class KernelLayout(AttentionLayout):
             query,
             key,
             value,
-            self._tiles_for(tokens_per_tile(query.shape[1], key.shape[1])),
+            self._tiles_for(tokens_per_tile(query, key)),
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,
@@ -84,55 +84,61 @@ class KernelLayout(AttentionLayout):
         log_sum: Tensor,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients for query, key and value by flash attention."""
-        window = -1 if options.sliding_window is None else options.sliding_window - 1
-        rows = (gradient, query, key, value, output, log_sum)
-        grads = flash_backward(
-            *rows,
-            (self._own_starts, self._longest_own),
-            (self._own_starts, self._longest_own),
+        """Gradients for query, key and value by our kernel."""
+        if self._key_tiles is None:
+            self._key_tiles = KeyTiles(key_spans(self.parts), self.device)
+        return packed_attention_backward(
+            gradient,
+            query,
+            key,
+            value,
+            output,
+            log_sum,
+            self._tiles_for(tokens_per_tile(query, key)),
+            self._key_tiles,
             scaling=options.scaling,
-            is_causal=True,
-            window=window,
         )
-        if isinstance(self.parts, SharedPrompts):
-            self._add_prompt_part(grads, rows, options, self.parts)
-        return grads
 
-    def _add_prompt_part(
+    def flash_backward(
         self,
-        grads: tuple[Tensor, Tensor, Tensor],
-        rows: tuple[Tensor, ...],
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum: Tensor,
         options: AttentionOptions,
-        parts: SharedPrompts,
-    ) -> None:
-        """What samples owe to their prompts: every sample sees all of its prompt."""
-        prompts = slice(0, parts.num_prompt_tokens)
-        samples = slice(parts.num_prompt_tokens, parts.num_tokens)
-        gradient, query, key, value, output, log_sum = rows
-        extra = flash_backward(
-            gradient[samples],
-            query[samples],
-            key[prompts],
-            value[prompts],
-            output[samples],
-            log_sum[:, samples].contiguous(),
-            (self._answer_starts, max(parts.tokens_per_prompt())),
-            (self._prompt_starts, max(parts.prompts)),
-            scaling=options.scaling,
-            is_causal=False,
-            window=-1,
-        )
-        for grad, part, place in zip(grads, extra, (samples, prompts, prompts), strict=True):
-            grad[place] += part
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by flash attention, for whole sequences."""
+        assert not isinstance(self.parts, SharedPrompts)
+        num_tokens, real = len(query), slice(0, self.num_tokens)
+        starts, longest = starts_of(self.parts, self.device), self.longest
+        window = -1 if options.sliding_window is None else options.sliding_window - 1
+        unused = torch.empty(0, dtype=torch.long, device=query.device)  # of dropout
+        grads = torch.ops.aten._flash_attention_backward(
+            *(x[real] for x in (gradient, query, key, value, output)),
+            log_sum[:, real].contiguous(),
+            starts, starts, longest, longest, 0.0, True, unused, unused,
+            scale=options.scaling, window_size_left=window, window_size_right=0,
+        )  # fmt: skip
+        return tuple(padded(grad, num_tokens) for grad in grads)
+
+    def takes_kernel(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+        """Whether `backward` knows the options. Interpreted, it runs in fp32 as well."""
+        is_plain = options.softcap is None and options.sinks is None
+        is_windowed = options.sliding_window is not None
+        width = query.shape[-1]
+        fits = width == value.shape[-1] and width <= WIDEST_HEAD
+        knows_dtype = query.dtype in FLASH_DTYPES or query.device.type == "cpu"
+        return is_plain and not is_windowed and fits and knows_dtype
 
     def takes_flash(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
         is_plain = options.softcap is None and options.sinks is None
         width = query.shape[-1]
         fits = width == value.shape[-1] and width <= LARGEST_FLASH_HEAD and width % 8 == 0
-        is_windowed = options.sliding_window is not None and isinstance(self.parts, SharedPrompts)
+        is_whole = not isinstance(self.parts, SharedPrompts)
         is_cuda = query.device.type == "cuda"
-        return is_cuda and is_plain and fits and query.dtype in FLASH_DTYPES and not is_windowed
+        return is_cuda and is_plain and fits and query.dtype in FLASH_DTYPES and is_whole
 
     def reference(self) -> AttentionLayout:
         if self._reference is None:
@@ -171,13 +177,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         layout, options, (gradient,) = ctx.layout, ctx.options, gradients
-        if layout.takes_flash(query, value, options):
-            num_tokens = len(query)
-            real = slice(0, layout.num_tokens)
-            rows = (x[real] for x in (gradient, query, key, value, output))
-            sums = log_sum[:, real].contiguous()
-            grads = layout.backward(*rows, sums, options)
-            return *(padded(grad, num_tokens) for grad in grads), None, None, None, None
+        for takes, backward in (
+            (layout.takes_kernel, layout.backward),
+            (layout.takes_flash, layout.flash_backward),
+        ):
+            if takes(query, value, options):
+                grads = backward(gradient, query, key, value, output, log_sum, options)
+                return *grads, None, None, None, None
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
         own_sinks = None if sinks is None else sinks.detach().requires_grad_()
         with torch.enable_grad():
@@ -187,32 +193,6 @@ class _Attention(torch.autograd.Function):
         inputs = leaves if own_sinks is None else [*leaves, own_sinks]
         found = torch.autograd.grad(result, inputs, gradient[: layout.num_tokens])
         return *found[:3], found[3] if own_sinks is not None else None, None, None, None
-
-
-def flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum: Tensor,
-    queries: tuple[Tensor, int],
-    keys: tuple[Tensor, int],
-    *,
-    scaling: float,
-    is_causal: bool,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """torch's flash attention, backward; `queries` and `keys` are (where sequences start, longest).
-
-    Output and log-sum-exp (heads, N) may come from a softmax over more keys than these.
-    """
-    unused = torch.empty(0, dtype=torch.long, device=query.device)  # random numbers of dropout
-    return torch.ops.aten._flash_attention_backward(
-        gradient, query, key, value, output, log_sum,
-        queries[0], keys[0], queries[1], keys[1], 0.0, is_causal, unused, unused,
-        scale=scaling, window_size_left=window, window_size_right=0 if is_causal else -1,
-    )  # fmt: skip
 
 
 def continuations(parts: list[int] | SharedPrompts) -> list[Continuation]:
@@ -225,6 +205,18 @@ def continuations(parts: list[int] | SharedPrompts) -> list[Continuation]:
     for length in parts:
         starts.append(starts[-1] + length)
     return [Continuation(start, length) for start, length in zip(starts, parts, strict=False)]
+
+
+def key_spans(parts: list[int] | SharedPrompts) -> list[KeySpan]:
+    """Where keys are that one sequence owns, prompts first, and who sees those of prompts."""
+    if not isinstance(parts, SharedPrompts):
+        return [KeySpan(c.start, c.start + c.length) for c in continuations(parts)]
+    answers = spans(parts.tokens_per_prompt(), parts.num_prompt_tokens)
+    prompts = [
+        KeySpan(start, start + length, (first, first + count))
+        for (start, length), (first, count) in zip(parts.prompt_spans(), answers, strict=True)
+    ]
+    return prompts + [KeySpan(start, start + own) for start, own in parts.sample_spans()]
 
 
 def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:

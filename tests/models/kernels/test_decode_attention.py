@@ -5,9 +5,9 @@ import torch
 
 from tests.models.kernels.devices import INTERPRETED, TOLERANCE
 
-PROMPT_TOKENS, RESPONSE_TOKENS = 40, 100
-PROMPT_SLOT, SLOT = [0, 0, 5, 2, 3], [3, 8, 1, 0, 4]
-NUM_SHARED, PLACE = [40, 40, 0, 1, 33], [0, 70, 99, 5, 64]
+PROMPT_TOKENS, RESPONSE_TOKENS = 150, 100
+PROMPT_SLOT, SLOT = [0, 0, 5, 0, 3, 3], [3, 8, 1, 0, 4, 2]
+NUM_SHARED, PLACE = [140, 140, 0, 140, 33, 33], [0, 70, 99, 5, 64, 1]
 
 
 def numbers(*shape, device, dtype, seed):

@@ -76,7 +76,7 @@ def test_tokens_see_the_shared_prompt_and_their_own_past(
     window = int(option.split()[1]) if option.startswith("window") else None
     tiles = Tiles(
         [Continuation(*sequence) for sequence in SEQUENCES],
-        tokens_per_tile(heads, kv_heads),
+        tokens_per_tile(query, key),
         torch.device(device),
     )
     output, log_sum = packed_attention(query, key, value, tiles, sliding_window=window, **options)
@@ -116,7 +116,7 @@ def test_a_decoded_token_gets_the_bits_of_a_packed_one(dtype, window, heads, kv_
     )
     starts = (torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)).tolist()
     whole = [Continuation(start, length) for start, length in zip(starts, lengths, strict=True)]
-    tiles = Tiles(whole, tokens_per_tile(heads, kv_heads), torch.device("cuda"))
+    tiles = Tiles(whole, tokens_per_tile(query, key), torch.device("cuda"))
     packed, _ = packed_attention(query, key, value, tiles, scaling=dim**-0.5, sliding_window=window)
     prompt = tuple(make(num_rows, kv_heads, 300, dim, seed=s) for s in (4, 5))
     response = tuple(make(num_rows, kv_heads, longest, dim, seed=s) for s in (6, 7))

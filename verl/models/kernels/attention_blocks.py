@@ -19,77 +19,120 @@ SMALLEST_DOT = 16
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and still finite: a block of which a query sees nothing leaves it alone."""
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+LAUNCH = {"enable_fp_fusion": False}
+"""Fused multiply-adds would be the compiler's choice, another one in each kernel; the one that
+pays is written down."""
+
 
 @triton.jit
-def scores(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scaled products of the queries with a block of keys, (rows, keys) in fp32."""
-    x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if HAS_SOFTCAP:
-        x = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)  # tanh
-    return x
+def nothing_seen(ROWS: tl.constexpr, VALUE_PADDED: tl.constexpr):
+    """What queries know before they have seen a key: top, total and mix, as `visit` has them."""
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    return top, tl.zeros([ROWS, 16], tl.float32), tl.zeros([ROWS, VALUE_PADDED], tl.float32)
 
 
 @triton.jit
 def visit(
-    q, positions, first, end, split, scale, softcap,
+    top, total, mix, q, positions, first, end, split, scale, softcap,
     shared_keys, shared_values, shared_key_step, shared_value_step,
     own_keys, own_values, own_key_step, own_value_step,
-    ROWS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SKIPS_MASKS: tl.constexpr,
 ):  # fmt: skip
-    """Largest score (rows,), sum of weights (rows,) and weighted values (rows, value dim).
+    """Largest score (rows,), sum of weights (rows, 16) and weighted values (rows, value dim).
 
-    Queries (rows, key dim) stand at `positions` and see themselves and what is before, with a
-    window only the nearest; what lies outside [first, end) is seen by none of them.
+    They are handed in as they were before the first key of these. The sum stands in all columns: a
+    reduction outside the matrix instruction would add in another order for another number of rows.
+
+    Queries (rows, key dim) stand at `positions`, ascending, and see themselves and what is before,
+    with a window only the nearest; what lies outside [first, end) is seen by none of them. Scores
+    are in units of ln 2. With `SKIPS_MASKS` blocks that every query sees are not masked, which
+    changes no number.
     """
-    k_dim, v_dim = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
-    top = tl.full([ROWS], LOWEST, tl.float32)
-    # One sum, in all columns: a reduction outside the instruction would add in another order for
-    # another number of rows.
-    total = tl.zeros([ROWS, 16], tl.float32)
-    mix = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    for start in range(first // BLOCK * BLOCK, end, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        is_kept, is_shared = tokens < end, tokens < split
-        k_token = tl.where(
-            is_shared,
-            shared_keys + tokens * shared_key_step,
-            own_keys + (tokens - split) * own_key_step,
-        )
-        k = tl.load(
-            k_token[:, None] + k_dim[None, :],
-            mask=is_kept[:, None] & (k_dim < KEY_DIM)[None, :],
-            other=0.0,
-        )
-        x = scores(q, k, scale, softcap, HAS_SOFTCAP)
+    start_masked = first // BLOCK * BLOCK
+    if SKIPS_MASKS and WINDOW == 0:
+        start_masked = (tl.min(positions, 0) + 1) // BLOCK * BLOCK
+        for start in range(first // BLOCK * BLOCK, start_masked, BLOCK):
+            top, total, mix = _visit_block(
+                q, positions, start, end, split, scale, softcap, top, total, mix,
+                shared_keys, shared_values, shared_key_step, shared_value_step,
+                own_keys, own_values, own_key_step, own_value_step,
+                KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, False,
+            )  # fmt: skip
+    for start in range(start_masked, end, BLOCK):
+        top, total, mix = _visit_block(
+            q, positions, start, end, split, scale, softcap, top, total, mix,
+            shared_keys, shared_values, shared_key_step, shared_value_step,
+            own_keys, own_values, own_key_step, own_value_step,
+            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, True,
+        )  # fmt: skip
+    return top, total, mix
+
+
+@triton.jit
+def _visit_block(
+    q, positions, start, end, split, scale, softcap, top, total, mix,
+    shared_keys, shared_values, shared_key_step, shared_value_step,
+    own_keys, own_values, own_key_step, own_value_step,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """`top`, `total` and `mix` after one more block of keys."""
+    tokens = start + tl.arange(0, BLOCK)
+    k = load_block(
+        tokens, end, split, shared_keys, shared_key_step, own_keys, own_key_step,
+        KEY_DIM, KEY_PADDED, IS_MASKED,
+    )  # fmt: skip
+    x = tl.dot(q, tl.trans(k), input_precision="ieee")
+    factor = scale * LOG2_E
+    if HAS_SOFTCAP:
+        x = softcap * (2 * tl.sigmoid(2 * (x * scale) / softcap) - 1)  # tanh
+        factor = LOG2_E
+    if IS_MASKED:
         is_seen = tokens[None, :] <= positions[:, None]
         if WINDOW > 0:
             is_seen = is_seen & (tokens[None, :] > positions[:, None] - WINDOW)
         x = tl.where(is_seen, x, float("-inf"))
-        new_top = tl.maximum(top, tl.max(x, 1))
-        shrink = tl.exp(top - new_top)[:, None]
-        v_token = tl.where(
-            is_shared,
-            shared_values + tokens * shared_value_step,
-            own_values + (tokens - split) * own_value_step,
-        )
-        v = tl.load(
-            v_token[:, None] + v_dim[None, :],
-            mask=is_kept[:, None] & (v_dim < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        p = tl.exp(x - new_top[:, None]).to(v.dtype)
-        ones = tl.full([BLOCK, 16], 1.0, v.dtype)
-        total = tl.dot(p, ones, total * shrink, input_precision="ieee")
-        mix = tl.dot(p, v, mix * shrink, input_precision="ieee")
-        top = new_top
-    return top, tl.max(total, 1), mix
+    new_top = tl.maximum(top, tl.max(x, 1) * factor)
+    shrink = tl.exp2(top - new_top)[:, None]
+    v = load_block(
+        tokens, end, split, shared_values, shared_value_step, own_values, own_value_step,
+        VALUE_DIM, VALUE_PADDED, IS_MASKED,
+    )  # fmt: skip
+    p = tl.exp2(tl.fma(x, factor, -new_top[:, None])).to(v.dtype)
+    ones = tl.full([BLOCK, 16], 1.0, v.dtype)
+    total = tl.dot(p, ones, total * shrink, input_precision="ieee")
+    mix = tl.dot(p, v, mix * shrink, input_precision="ieee")
+    return new_top, total, mix
+
+
+@triton.jit
+def load_block(
+    tokens, end, split, shared, shared_step, own, own_step,
+    DIM: tl.constexpr, PADDED: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of `tokens`, (tokens, padded dim); 0 at and behind `end`."""
+    dim = tl.arange(0, PADDED)
+    token = tl.where(tokens < split, shared + tokens * shared_step, own + (tokens - split) * own_step)
+    places = token[:, None] + dim[None, :]
+    if IS_MASKED:
+        return tl.load(places, mask=(tokens < end)[:, None] & (dim < DIM)[None, :], other=0.0)
+    elif DIM == PADDED:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=(dim < DIM)[None, :], other=0.0)
 
 
 @triton.jit
 def with_sink(top, total, mix, sink):
-    """A score per row that takes part in the softmax and carries no value."""
+    """A score per row, in natural units, that takes part in the softmax and carries no value."""
+    sink = sink * LOG2_E
     new_top = tl.maximum(top, sink)
-    total = total * tl.exp(top - new_top) + tl.exp(sink - new_top)
-    return new_top, total, mix * tl.exp(top - new_top)[:, None]
+    total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+    return new_top, total, mix * tl.exp2(top - new_top)[:, None]

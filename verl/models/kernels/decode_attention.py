@@ -4,9 +4,9 @@
     response slots  (slots, KV heads, tokens, head dim)   one per row
 
 A program takes one row and one KV head with all query heads of that head. It writes the new token's
-key and value into the row's slot and then goes over the prompt and the row's own tokens. Samples of
-one prompt are neighbours, so that what one reads of the prompt the next finds in the cache of the
-chip. Lengths are read on the device: nothing here depends on what the host knows, so a captured
+key and value into the row's slot and then goes over the prompt and the row's own tokens. Where
+neighbours are samples of one prompt, another kernel has gone over the prompt for all of them
+(`prompt_states`), and a row goes on from there, with the bits it would have had alone. Lengths are read on the device: nothing here depends on what the host knows, so a captured
 graph stays valid as rows grow.
 """
 
@@ -20,7 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.models.kernels.attention_blocks import BLOCK, SMALLEST_DOT, visit, with_sink
+from verl.models.kernels.attention_blocks import (
+    BLOCK,
+    LAUNCH,
+    LOWEST,
+    SMALLEST_DOT,
+    nothing_seen,
+    visit,
+    with_sink,
+)
+from verl.models.kernels.prompt_states import prompt_states
 
 NUM_WARPS, NUM_WARPS_OF_WIDE_HEADS = 4, 2
 NUM_STAGES = 3
@@ -62,8 +71,14 @@ def slot_decode_attention(
     output = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if prompt[0].shape[2] == 0:  # nothing is shared; any pointer will do
         prompt = response
+    has_states = sliding_window is None and prompt[0] is not response[0]
+    states = (query,) * 4  # not read without states
+    if has_states:
+        states = prompt_states(
+            query, *prompt, rows.prompt_slot, rows.num_shared, scaling=scaling, softcap=softcap
+        )
     _slot_decode[(num_rows, num_kv_heads)](
-        query, key, value, *prompt, *response, output,
+        query, key, value, *prompt, *response, output, *states,
         rows.prompt_slot, rows.slot, rows.num_shared, rows.place,
         query if sinks is None else sinks, scaling, softcap or 0.0,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
@@ -79,8 +94,10 @@ def slot_decode_attention(
         WINDOW=sliding_window or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_STATES=has_states,
         num_warps=NUM_WARPS if key_dim <= 64 else NUM_WARPS_OF_WIDE_HEADS,
         num_stages=NUM_STAGES,
+        **LAUNCH,
     )  # fmt: skip
     return output
 
@@ -88,7 +105,7 @@ def slot_decode_attention(
 @triton.jit
 def _slot_decode(
     query, key, value, prompt_keys, prompt_values, own_keys, own_values, output,
-    prompt_slots, slots, num_shareds, places, sinks, scale, softcap,
+    num_seens, tops, totals, mixes, prompt_slots, slots, num_shareds, places, sinks, scale, softcap,
     q_row, q_head, k_row, k_head, v_row, v_head,
     pk_slot, pk_head, pk_token, pv_slot, pv_head, pv_token,
     ok_slot, ok_head, ok_token, ov_slot, ov_head, ov_token,
@@ -96,7 +113,7 @@ def _slot_decode(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STATES: tl.constexpr,
 ):  # fmt: skip
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     prompt_slot, slot = tl.load(prompt_slots + row), tl.load(slots + row)
@@ -124,21 +141,33 @@ def _slot_decode(
     first = position * 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0)
+    top, total, mix = nothing_seen(HEADS_PADDED, VALUE_PADDED)
+    state = row * HEADS * tl.num_programs(1) + first_head + heads
+    if HAS_STATES:
+        first = tl.load(num_seens + row)
+        is_known = is_head & (first > 0)
+        top = tl.load(tops + state, mask=is_known, other=LOWEST)
+        total += tl.load(totals + state, mask=is_known, other=0.0)[:, None]
+        mix = tl.load(
+            mixes + state[:, None] * VALUE_DIM + v_dim[None, :],
+            mask=is_known[:, None] & is_v[None, :],
+            other=0.0,
+        )
     top, total, mix = visit(
-        q, tl.zeros([HEADS_PADDED], tl.int32) + position, first, position + 1, num_shared,
+        top, total, mix, q, tl.zeros([HEADS_PADDED], tl.int32) + position, first, position + 1, num_shared,
         scale, softcap,
         prompt_keys + prompt_slot * pk_slot + kv_head * pk_head,
         prompt_values + prompt_slot * pv_slot + kv_head * pv_head, pk_token, pv_token,
         own_k, own_v, ok_token, ov_token,
-        HEADS_PADDED, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP,
+        KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, False,
     )  # fmt: skip
+    total = tl.max(total, 1)
     if HAS_SINKS:
         sink = tl.load(sinks + first_head + heads, mask=is_head, other=0.0).to(tl.float32)
         top, total, mix = with_sink(top, total, mix, sink)
     mix = mix / total[:, None]
-    place_of = (row * HEADS * tl.num_programs(1) + first_head + heads[:, None]) * VALUE_DIM
     tl.store(
-        output + place_of + v_dim[None, :],
+        output + state[:, None] * VALUE_DIM + v_dim[None, :],
         mix.to(output.dtype.element_ty),
         mask=is_head[:, None] & is_v[None, :],
     )

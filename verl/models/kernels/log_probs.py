@@ -134,7 +134,10 @@ def capped(logit, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 @triton.jit
 def score(logit, temperature, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """softcap(logit * scale) / temperature in fp32."""
-    return tl.div_rn(capped(logit, scale, softcap, HAS_SOFTCAP), temperature)
+    z = capped(logit, scale, softcap, HAS_SOFTCAP)
+    if temperature != 1:  # a division costs more than the rest together
+        z = tl.div_rn(z, temperature)
+    return z
 
 
 @triton.jit

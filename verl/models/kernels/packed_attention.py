@@ -15,18 +15,30 @@ that know the common sum, so each set gets a pass of its own and the parts are a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.models.kernels.attention_blocks import BLOCK, SMALLEST_DOT, visit, with_sink
+from verl.models.kernels.attention_blocks import (
+    BLOCK,
+    LAUNCH,
+    LN_2,
+    SMALLEST_DOT,
+    nothing_seen,
+    visit,
+    with_sink,
+)
 from verl.utils.device import without_waiting
 
-ROWS = 64
+ROWS, ROWS_OF_WIDE_HEADS = 128, 64
 """Queries of a program: as many tokens as fit, times the query heads of a KV head."""
 
-NUM_WARPS = 4
+WIDE = 64
+"""Heads above this width leave room for fewer queries."""
+
+ROWS_PER_WARP = 16
 NUM_STAGES, NUM_STAGES_OF_WIDE_HEADS = 3, 2
 """Blocks on their way; those of heads wider than 64 take too much room for more."""
 
@@ -52,19 +64,24 @@ class Tiles:
         self, sequences: Sequence[Continuation], num_tokens: int, device: torch.device
     ) -> None:
         """`num_tokens` are the tokens of a piece."""
-        table = torch.tensor(
-            [(s.start, s.length, s.shared_start, s.num_shared) for s in sequences],
-            dtype=torch.int32,
-        ).view(-1, 4)
-        counts = (table[:, 1] + num_tokens - 1) // num_tokens
-        sequence = torch.arange(len(table)).repeat_interleave(counts)
-        piece = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
-        columns = [(piece * num_tokens).int(), *table[sequence].unbind(1)]
-        self.columns = without_waiting(torch.stack(columns), device)  # (5, pieces)
+        table = np.array(
+            [(s.start, s.length, s.shared_start, s.num_shared) for s in sequences], dtype=np.int32
+        ).reshape(-1, 4)
+        counts = -(-table[:, 1] // num_tokens)
+        sequence = np.arange(len(table)).repeat(counts)
+        piece = np.arange(len(sequence)) - (counts.cumsum() - counts)[sequence]
+        columns = np.stack([(piece * num_tokens).astype(np.int32), *table[sequence].T])
+        self.columns = without_waiting(torch.from_numpy(columns), device)  # (5, pieces)
+        self.num_tokens = int(table[:, 1].sum())
 
 
-def tokens_per_tile(num_heads: int, num_kv_heads: int) -> int:
-    return max(1, ROWS // (num_heads // num_kv_heads))
+def tokens_per_tile(query: Tensor, key: Tensor) -> int:
+    """Of a program's piece, for queries (N, heads, D) and keys (N, KV heads, D)."""
+    return max(1, _num_rows(query.shape[2]) // (query.shape[1] // key.shape[1]))
+
+
+def _num_rows(key_dim: int) -> int:
+    return ROWS if key_dim <= WIDE else ROWS_OF_WIDE_HEADS
 
 
 def packed_attention(
@@ -86,17 +103,20 @@ def packed_attention(
     (num_tokens, num_heads, key_dim), (num_kv_heads, value_dim) = query.shape, value.shape[1:]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     shared_key, shared_value = (key, value) if shared is None else shared
-    output = query.new_zeros(num_tokens, num_heads, value_dim)
+    output = query.new_empty(num_tokens, num_heads, value_dim)
+    if tiles.num_tokens < num_tokens:
+        output.zero_()
     log_sum = torch.zeros(num_heads, num_tokens, dtype=torch.float32, device=query.device)
     heads = num_heads // num_kv_heads
+    num_rows = max(_num_rows(key_dim), triton.next_power_of_2(heads))
     _packed_attention[(tiles.columns.shape[1], num_kv_heads)](
         query, key, value, shared_key, shared_value, output, log_sum,
         *tiles.columns, query if sinks is None else sinks, scaling, softcap or 0.0, num_tokens,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         *shared_key.stride()[:2], *shared_value.stride()[:2],
         HEADS=heads,
-        TOKENS=tokens_per_tile(num_heads, num_kv_heads),
-        ROWS=max(ROWS, triton.next_power_of_2(heads)),
+        TOKENS=tokens_per_tile(query, key),
+        ROWS=num_rows,
         KEY_DIM=key_dim,
         KEY_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(key_dim)),
         VALUE_DIM=value_dim,
@@ -105,8 +125,9 @@ def packed_attention(
         WINDOW=sliding_window or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES if key_dim <= 64 else NUM_STAGES_OF_WIDE_HEADS,
+        num_warps=num_rows // ROWS_PER_WARP,
+        num_stages=NUM_STAGES if key_dim <= WIDE else NUM_STAGES_OF_WIDE_HEADS,
+        **LAUNCH,
     )  # fmt: skip
     return output, log_sum
 
@@ -140,15 +161,17 @@ def _packed_attention(
     first = offset * 0
     if WINDOW > 0:
         first = tl.maximum(num_shared + offset - WINDOW + 1, 0)
+    top, total, mix = nothing_seen(ROWS, VALUE_PADDED)
     top, total, mix = visit(
-        q, num_shared + place, first, num_shared + tl.minimum(offset + TOKENS, length), num_shared,
+        top, total, mix, q, num_shared + place, first, num_shared + tl.minimum(offset + TOKENS, length), num_shared,
         scale, softcap,
         shared_key + shared_start * sk_token + kv_head * sk_head,
         shared_value + shared_start * sv_token + kv_head * sv_head, sk_token, sv_token,
         key + start * k_token + kv_head * k_head,
         value + start * v_token + kv_head * v_head, k_token, v_token,
-        ROWS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP,
+        KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, True,
     )  # fmt: skip
+    total = tl.max(total, 1)
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32)
         top, total, mix = with_sink(top, total, mix, sink)
@@ -159,4 +182,4 @@ def _packed_attention(
         mix.to(output.dtype.element_ty),
         mask=is_query[:, None] & (v_dim < VALUE_DIM)[None, :],
     )
-    tl.store(log_sums + head * num_tokens + token, top + tl.log(total), mask=is_query)
+    tl.store(log_sums + head * num_tokens + token, (top + tl.log2(total)) * LN_2, mask=is_query)

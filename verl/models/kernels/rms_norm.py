@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE_ELEMENTS, BACKWARD_TILE_ELEMENTS = 4096, 1024
-MAX_PARTIAL_SUMS = 2112
+TILE_ELEMENTS = 4096
+BACKWARD_ELEMENTS_PER_WARP = 2048
+MAX_PARTIAL_SUMS = 528
 """Programs of the backward pass; each adds up its rows' part of the weight's gradient."""
 
 
@@ -61,7 +62,9 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        options = _options(rows.shape[1], ctx.is_offset, BACKWARD_TILE_ELEMENTS)
+        options = _options(rows.shape[1], ctx.is_offset)
+        num_elements = options["TILE"] * options["BLOCK"]
+        options["num_warps"] = max(2, num_elements // BACKWARD_ELEMENTS_PER_WARP)
         num_tiles = triton.cdiv(len(rows), options["TILE"])
         tiles_each = max(1, triton.cdiv(num_tiles, MAX_PARTIAL_SUMS))
         num_programs = triton.cdiv(num_tiles, tiles_each)
@@ -75,9 +78,9 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x.view(ctx.shape), partial.sum(0).to(weight.dtype), None, None
 
 
-def _options(width: int, is_offset: bool, num_elements: int = TILE_ELEMENTS) -> dict[str, Any]:
+def _options(width: int, is_offset: bool) -> dict[str, Any]:
     block = triton.next_power_of_2(width)
-    tile = max(1, num_elements // block)
+    tile = max(1, TILE_ELEMENTS // block)
     return {
         "WIDTH": width,
         "BLOCK": block,

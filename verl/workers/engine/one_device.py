@@ -25,6 +25,7 @@ from verl.models.lora import hf_weights, without_adapters
 from verl.models.ulysses import SequenceShare, UlyssesLayout, refuse_undividable
 from verl.models.value import score_head
 from verl.utils.device import without_waiting
+from verl.utils.garbage import spare_present_objects
 from verl.workers.engine.base import BaseEngine, Columns, LossFunction, MicroBatching, TrainResult
 from verl.workers.engine.memory import (
     CudaMemory,
@@ -104,6 +105,8 @@ class OneDeviceEngine(BaseEngine):
         is_gpu = self.device.type == "cuda" and can_run_triton(self.device)
         if self._memory.use_torch_compile and is_gpu and not self.meets_others_in_a_pass:
             self._compiled = CompiledLayers(self.module)
+        if is_gpu:
+            spare_present_objects()
 
     @torch.no_grad()
     def infer_batch(
@@ -119,6 +122,7 @@ class OneDeviceEngine(BaseEngine):
 
         self.module.eval()
         columns: Columns = {}
+        data = with_rows_on_host(data)
         lengths = row_lengths(data)
         with self._in_use():
             for scheduled in self._schedule(data, lengths, micro_batching):
@@ -186,6 +190,7 @@ class OneDeviceEngine(BaseEngine):
         def make_pass(rows: list[int]) -> tuple[Tensor, dict[str, Any]]:
             return self._train_pass(take_rows(data, rows), loss_function, temperature)
 
+        data = with_rows_on_host(data)
         passes, lengths = self._require_open_step().passes, row_lengths(data)
         self.module.train()  # for gradient checkpointing; dropout is 0 everywhere
         for rows in self._training_schedule(data, lengths, micro_batching):
@@ -351,7 +356,6 @@ class OneDeviceEngine(BaseEngine):
     ) -> Columns:
         ids, mask, positions, responses = (rows[name] for name in ROW_COLUMNS)
         pack = pack_shared_rows if self._prefix_sharing else pack_rows
-        # Where the rows are: in CPU memory their lengths can be read without a wait.
         packed = pack(ids, mask, positions, responses.shape[1]).to(self.device)
         layout = packed_layout(self.module, packed.parts)
         if self.sequence_group is not None:
@@ -397,10 +401,23 @@ def sum_of_columns(columns: Columns, rows: TensorDict) -> tuple[Tensor, dict[str
     return torch.stack([column.sum() for column in columns.values()]).sum(), {}
 
 
+def with_rows_on_host(data: TensorDict) -> TensorDict:
+    """The same batch with what packing reads in CPU memory.
+
+    On a device every pass would wait for the one before it, only to learn the lengths of its rows.
+    """
+    return data.copy().update({name: data[name].cpu() for name in ROW_COLUMNS})
+
+
 def take_rows(data: TensorDict, rows: list[int]) -> TensorDict:
-    """The rows of a pass; an empty pass has one row of a single token, which no loss counts."""
+    """The rows of a pass, taken without waiting for the device; an empty pass has one row of a
+    single token, which no loss counts."""
     if rows:
-        return data[rows]
+        index = torch.tensor(rows)
+        columns = {
+            name: column[without_waiting(index, column.device)] for name, column in data.items()
+        }
+        return TensorDict(columns, batch_size=len(rows))
     blank = {
         name: torch.zeros(1, *column.shape[1:], dtype=column.dtype, device=column.device)
         for name, column in data.items()

@@ -17,6 +17,7 @@ from verl.models.attention import AttentionLayout
 from verl.models.head import OutputHead, raw_logits
 from verl.models.kernels.filters import Filters, Repetition
 from verl.models.kernels.sampling import draw_tokens
+from verl.utils.garbage import spare_present_objects
 from verl.workers.rollout.native.kv_cache import KeysAndValues, KVCache
 from verl.workers.rollout.native.lockstep import as_on_first_rank
 from verl.workers.rollout.native.model_runner import ModelRunner
@@ -48,6 +49,7 @@ class KernelBatch(RunningBatch):
         self._graphs: StepGraphs[Draw] | None = None
         if is_cuda:
             self._graphs = StepGraphs(self._run_step, self._step_state, num_slots)
+            spare_present_objects()
 
     def prefill(
         self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int

@@ -81,7 +81,7 @@ class SlotPrefillLayout(AttentionLayout):
             query,
             key,
             value,
-            self._tiles_for(tokens_per_tile(query.shape[1], key.shape[1])),
+            self._tiles_for(tokens_per_tile(query, key)),
             shared=known,
             scaling=options.scaling,
             sliding_window=options.sliding_window,

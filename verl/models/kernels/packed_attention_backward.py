@@ -1,0 +1,276 @@
+"""The backward pass of packed attention with shared prompts. Triton.
+
+With s the scores, L the log-sum-exp over all keys of a query and o its output, the weights are
+p = exp(s - L) whatever keys are looked at, so every (query, key) pair can be treated alone:
+
+    d = sum(do o)    ds = p (do v - d)    dq = scale sum ds k    dk = scale sum ds q    dv = sum p do
+
+Two kernels, each computing p anew. The first takes the pieces of the forward pass and adds up dq
+over keys. The second takes `KEYS` keys and some of the queries that see them. A token sees those
+that stand before it: prompts are laid out before their samples, so "query at or after key" says so
+in both places. Keys of a prompt are seen by many; their queries are cut into `PROMPT_PIECES`, and
+the sums of the pieces are added in their order. No number depends on which program runs first.
+"""
+
+# Types do not know `kernel[grid](...)`.
+# pyright: reportIndexIssue=false
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from verl.models.kernels.attention_blocks import (
+    BLOCK,
+    LOG2_E,
+    SMALLEST_DOT,
+    load_block,
+)
+from verl.models.kernels.packed_attention import WIDE, Tiles, tokens_per_tile
+from verl.utils.device import without_waiting
+
+KEYS = 64
+"""Keys of a program of the second kernel."""
+
+QUERIES, QUERIES_OF_WIDE_HEADS = 32, 64
+"""Queries that it looks at together: tokens times the query heads of a KV head."""
+
+PROMPT_PIECES = 4
+WIDEST_HEAD = 128
+ROWS_PER_WARP, NUM_WARPS_FOR_KEYS = 16, 4
+NUM_STAGES, NUM_STAGES_FOR_KEYS = 3, 2
+
+
+@dataclass(frozen=True)
+class KeySpan:
+    """Keys [start, end) and the tokens whose queries see them: those from `start` on up to `end`,
+    and for a prompt also the tokens of its samples."""
+
+    start: int
+    end: int
+    samples: tuple[int, int] | None = None
+
+
+class KeyTiles:
+    """What each program of the second kernel does; int32 columns on the device."""
+
+    def __init__(self, spans: Sequence[KeySpan], device: torch.device) -> None:
+        """Spans of prompts come first, and their keys are the first tokens of the pass."""
+        rows: list[tuple[int, int, int, int, int]] = []
+        self.num_prompt_tokens = max((s.end for s in spans if s.samples is not None), default=0)
+        for span in spans:
+            for start in range(span.start, span.end, KEYS):
+                end = min(start + KEYS, span.end)
+                if span.samples is None:
+                    rows.append((start, end, start, span.end, -1))
+                else:
+                    rows.append((start, end, start, span.end, 0))
+                    rows += [
+                        (start, end, first, last, 1 + piece)
+                        for piece, (first, last) in enumerate(pieces(*span.samples))
+                    ]
+        rows.sort(key=lambda row: row[2] - row[3])  # long ones first, so that none is left at last
+        table = torch.tensor(rows, dtype=torch.int32).view(-1, 5).t().contiguous()
+        self.columns = without_waiting(table, device)  # (5, programs)
+
+
+def pieces(first: int, last: int) -> list[tuple[int, int]]:
+    """[first, last) in `PROMPT_PIECES` parts; some are empty when there is little."""
+    size = -(-(last - first) // PROMPT_PIECES)
+    starts = [min(first + size * piece, last) for piece in range(PROMPT_PIECES + 1)]
+    return list(zip(starts, starts[1:], strict=False))
+
+
+def packed_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    tiles: Tiles,
+    key_tiles: KeyTiles,
+    *,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query (N, heads, D), key and value (N, KV heads, D).
+
+    `output` and `log_sum` (heads, N) are those of `packed_attention` for the same `tiles`, without
+    window, soft cap and sinks. Tokens of no sequence get zeros.
+    """
+    num_tokens, num_heads, dim = query.shape
+    num_kv_heads = key.shape[1]
+    tensors = (gradient, query, key, value, output)
+    gradient, query, key, value, output = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in tensors
+    )
+    make = torch.zeros if tiles.num_tokens < num_tokens else torch.empty
+    grad_query, *grads = (
+        make(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+    )
+    delta = torch.empty_like(log_sum)
+    heads = num_heads // num_kv_heads
+    padded = max(SMALLEST_DOT, triton.next_power_of_2(dim))
+    shape = {"HEADS": heads, "DIM": dim, "PADDED": padded}
+    tokens = tokens_per_tile(query, key)
+    num_rows = max(SMALLEST_DOT, triton.next_power_of_2(tokens * heads))
+    _query_gradient[(tiles.columns.shape[1], num_kv_heads)](
+        gradient, query, key, value, output, log_sum, delta, grad_query,
+        *tiles.columns, scaling, num_tokens,
+        *(step for x in (gradient, query, key, value, output) for step in x.stride()[:2]),
+        TOKENS=tokens,
+        ROWS=num_rows,
+        BLOCK=BLOCK,
+        num_warps=max(1, num_rows // ROWS_PER_WARP),
+        num_stages=NUM_STAGES,
+        **shape,
+    )  # fmt: skip
+    num_prompt_tokens = key_tiles.num_prompt_tokens
+    parts = [
+        x.new_empty(1 + PROMPT_PIECES, num_prompt_tokens, num_kv_heads, dim, dtype=torch.float32)
+        for x in (key, value)
+    ]
+    _key_gradients[(key_tiles.columns.shape[1], num_kv_heads)](
+        gradient, query, key, value, log_sum, delta, *grads, *parts,
+        *key_tiles.columns, scaling, num_tokens, num_prompt_tokens,
+        *(step for x in (gradient, query, key, value) for step in x.stride()[:2]),
+        KEYS=KEYS,
+        ROWS=QUERIES if dim <= WIDE else QUERIES_OF_WIDE_HEADS,
+        num_warps=NUM_WARPS_FOR_KEYS,
+        num_stages=NUM_STAGES_FOR_KEYS,
+        **shape,
+    )  # fmt: skip
+    if num_prompt_tokens:
+        for grad, part in zip(grads, parts, strict=True):
+            grad[:num_prompt_tokens] = part.sum(0)
+    return grad_query, *grads
+
+
+@triton.jit
+def _query_gradient(
+    gradient, query, key, value, output, log_sums, deltas, grad_query,
+    offsets, starts, lengths, shared_starts, num_shareds, scale, num_tokens,
+    g_token, g_head, q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    offset, start = tl.load(offsets + tile), tl.load(starts + tile).to(tl.int64)
+    length, num_shared = tl.load(lengths + tile), tl.load(num_shareds + tile)
+    shared_start = tl.load(shared_starts + tile).to(tl.int64)
+
+    rows, dim = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    place, head = offset + rows // HEADS, kv_head * HEADS + rows % HEADS
+    is_query = (rows < TOKENS * HEADS) & (place < length)
+    token = start + place
+    mask = is_query[:, None] & (dim < DIM)[None, :]
+    q = tl.load(query + (token * q_token + head * q_head)[:, None] + dim[None, :], mask, 0.0)
+    g = tl.load(gradient + (token * g_token + head * g_head)[:, None] + dim[None, :], mask, 0.0)
+    o = tl.load(output + (token * o_token + head * o_head)[:, None] + dim[None, :], mask, 0.0)
+    delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    tl.store(deltas + head * num_tokens + token, delta, mask=is_query)
+    log_sum = tl.load(log_sums + head * num_tokens + token, mask=is_query, other=float("inf"))
+    log_sum *= LOG2_E
+
+    shared_keys = key + shared_start * k_token + kv_head * k_head
+    shared_values = value + shared_start * v_token + kv_head * v_head
+    own_keys = key + start * k_token + kv_head * k_head
+    own_values = value + start * v_token + kv_head * v_head
+    total = tl.zeros([ROWS, PADDED], tl.float32)
+    end = num_shared + tl.minimum(offset + TOKENS, length)
+    for first in range(0, end, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        k = load_block(
+            tokens, end, num_shared, shared_keys, k_token, own_keys, k_token, DIM, PADDED, True
+        )
+        v = load_block(
+            tokens, end, num_shared, shared_values, v_token, own_values, v_token, DIM, PADDED, True
+        )
+        x = tl.dot(q, tl.trans(k), input_precision="ieee")
+        p = tl.exp2(tl.fma(x, scale * LOG2_E, -log_sum[:, None]))
+        p = tl.where(tokens[None, :] <= (num_shared + place)[:, None], p, 0.0)
+        ds = p * (tl.dot(g, tl.trans(v), input_precision="ieee") - delta[:, None])
+        total = tl.dot(ds.to(k.dtype), k, total, input_precision="ieee")
+    number = (token * HEADS * tl.num_programs(1) + head) * DIM
+    result = (total * scale).to(grad_query.dtype.element_ty)
+    tl.store(grad_query + number[:, None] + dim[None, :], result, mask=mask)
+
+
+@triton.jit
+def _key_gradients(
+    gradient, query, key, value, log_sums, deltas, grad_key, grad_value, key_parts, value_parts,
+    key_starts, key_ends, query_starts, query_ends, places, scale, num_tokens, num_prompt_tokens,
+    g_token, g_head, q_token, q_head, k_token, k_head, v_token, v_head,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    key_end, query_end = tl.load(key_ends + tile), tl.load(query_ends + tile)
+    query_start, place = tl.load(query_starts + tile), tl.load(places + tile)
+    tokens = tl.load(key_starts + tile) + tl.arange(0, KEYS)
+    dim = tl.arange(0, PADDED)
+    mask = (tokens < key_end)[:, None] & (dim < DIM)[None, :]
+    long_tokens = tokens.to(tl.int64)[:, None]
+    k = tl.load(key + long_tokens * k_token + kv_head * k_head + dim[None, :], mask, 0.0)
+    v = tl.load(value + long_tokens * v_token + kv_head * v_head + dim[None, :], mask, 0.0)
+    grad_k = tl.zeros([KEYS, PADDED], tl.float32)
+    grad_v = tl.zeros([KEYS, PADDED], tl.float32)
+    # Queries behind all of the keys see all of them, so only the first ones need a mask.
+    num_queries = (query_end - query_start) * HEADS
+    num_masked = tl.minimum(tl.maximum(key_end - query_start, 0) * HEADS, num_queries)
+    start_unmasked = (num_masked + ROWS - 1) // ROWS * ROWS
+    for first in range(0, num_masked, ROWS):
+        grad_k, grad_v = _see_queries(
+            grad_k, grad_v, k, v, tokens, first, query_start, query_end, kv_head,
+            gradient, query, log_sums, deltas, scale, num_tokens, g_token, g_head, q_token, q_head,
+            HEADS, ROWS, DIM, PADDED, True,
+        )  # fmt: skip
+    for first in range(start_unmasked, num_queries, ROWS):
+        grad_k, grad_v = _see_queries(
+            grad_k, grad_v, k, v, tokens, first, query_start, query_end, kv_head,
+            gradient, query, log_sums, deltas, scale, num_tokens, g_token, g_head, q_token, q_head,
+            HEADS, ROWS, DIM, PADDED, False,
+        )  # fmt: skip
+    grad_k *= scale
+    kv_heads = tl.num_programs(1)
+    if place < 0:
+        target = (long_tokens * kv_heads + kv_head) * DIM + dim[None, :]
+        tl.store(grad_key + target, grad_k.to(grad_key.dtype.element_ty), mask=mask)
+        tl.store(grad_value + target, grad_v.to(grad_value.dtype.element_ty), mask=mask)
+    else:
+        long_place = place.to(tl.int64) * num_prompt_tokens
+        target = ((long_place + long_tokens) * kv_heads + kv_head) * DIM + dim[None, :]
+        tl.store(key_parts + target, grad_k, mask=mask)
+        tl.store(value_parts + target, grad_v, mask=mask)
+
+
+@triton.jit
+def _see_queries(
+    grad_k, grad_v, k, v, tokens, first, query_start, query_end, kv_head,
+    gradient, query, log_sums, deltas, scale, num_tokens, g_token, g_head, q_token, q_head,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of keys and values after some more queries."""
+    rows, dim = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
+    token, head = query_start + rows // HEADS, kv_head * HEADS + rows % HEADS
+    is_query = token < query_end
+    mask = is_query[:, None] & (dim < DIM)[None, :]
+    long = token.to(tl.int64)
+    q = tl.load(query + (long * q_token + head * q_head)[:, None] + dim[None, :], mask, 0.0)
+    g = tl.load(gradient + (long * g_token + head * g_head)[:, None] + dim[None, :], mask, 0.0)
+    number = head * num_tokens + token
+    # No weight where there is no query.
+    log_sum = tl.load(log_sums + number, mask=is_query, other=float("inf")) * LOG2_E
+    delta = tl.load(deltas + number, mask=is_query, other=0.0)
+    x = tl.dot(k, tl.trans(q), input_precision="ieee")
+    p = tl.exp2(tl.fma(x, scale * LOG2_E, -log_sum[None, :]))
+    if IS_MASKED:
+        p = tl.where(tokens[:, None] <= token[None, :], p, 0.0)
+    grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision="ieee")
+    ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
+    grad_k = tl.dot(ds.to(q.dtype), q, grad_k, input_precision="ieee")
+    return grad_k, grad_v
