@@ -50,25 +50,25 @@ class Part:
 
 
 PLAN = [
-    Part("c", "grpo_step", "grpo_step", "--shape 0.5B --rounds 3", 95),
-    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 3", 125),
-    Part("a", "decode", "decode", "--shape 0.5B --repeats 5 --generate-pairs 5", 48),
-    Part("b", "train", "train", "--shape 0.5B --rounds 5", 28),
-    Part("a", "decode", "decode", "--shape 1.5B --repeats 3 --generate-pairs 3", 48),
-    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 2 --variants base", 62),
+    Part("c", "grpo_step", "grpo_step", "--shape 0.5B --rounds 2", 65),
+    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 85),
+    Part("a", "decode", "decode", "--shape 0.5B --repeats 3 --generate-pairs 3", 35),
+    Part("b", "train", "train", "--shape 0.5B --rounds 3", 22),
+    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 40),
+    Part("b", "train", "train", "--shape 1.5B --rounds 2", 28),
     Part(
         "e", "exact", "grpo_step",
-        "--shape 0.5B --variants approximate,exact --rounds 2 --prompts 64", 45,
+        "--shape 0.5B --variants approximate,exact --rounds 1 --prompts 64", 35,
     ),
-    Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 2", 25),
-    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 2", 60),
-    Part("b", "train", "train", "--shape 1.5B --rounds 3", 36),
-    Part("a", "decode", "decode", "--shape 3B --repeats 2", 42),
+    Part("a", "decode", "decode", "--shape 1.5B --repeats 2 --generate-pairs 2", 40),
     Part(
         "c", "grpo_step", "grpo_step",
-        "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 65,
+        "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 60,
     ),
-    Part("a", "decode", "decode", "--shape 7B --repeats 2 --new-tokens 128", 40),
+    Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 2", 22),
+    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 1", 45),
+    Part("a", "decode", "decode", "--shape 3B --repeats 1", 30),
+    Part("a", "decode", "decode", "--shape 7B --repeats 1 --new-tokens 128", 30),
 ]  # fmt: skip
 
 TINY = "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-tokens 8 --new-tokens 12"

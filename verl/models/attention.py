@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 ATTENTION = "verl"
 
@@ -86,5 +85,6 @@ def layout_attention(
     return layout.attend(layer, q, k, v, options)[None], None
 
 
+# There is no function for masks under this name: transformers then makes none. To make one it would
+# read the positions, and wait for the device in every pass.
 AttentionInterface.register(ATTENTION, layout_attention)
-AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)

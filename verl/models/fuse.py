@@ -98,6 +98,8 @@ class FusedForward(ABC):
 def fused_forwards(module: nn.Module) -> list[FusedForward]:
     """What the module might be; several where only its numbers can tell."""
     name = type(module).__name__
+    if FusedEmbedding.fits(module):
+        return [FusedEmbedding(module)]
     children = {child for child, _ in module.named_children()}
     if name.endswith("RMSNorm") and FusedNorm.fits(module):
         return [FusedNorm(module, is_offset=False), FusedNorm(module, is_offset=True)]
@@ -106,6 +108,46 @@ def fused_forwards(module: nn.Module) -> list[FusedForward]:
     if name.endswith("Attention") and ROTARY in vars(_python_module(module)):
         return [FusedAttention(module)]
     return []
+
+
+class FusedEmbedding(FusedForward):
+    """The same lookup; its backward pass does not make the host wait."""
+
+    def __init__(self, module: nn.Module) -> None:
+        from verl.models.kernels.embedding import embedding  # noqa: PLC0415 - needs triton
+
+        super().__init__(module)
+        self.kernel = functools.partial(embedding, padding_id=self.module.padding_idx)
+
+    @classmethod
+    def fits(cls, module: nn.Module) -> bool:
+        if type(module) is not nn.Embedding:
+            return False
+        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+    def kind(self) -> Hashable:
+        return self.module.weight.shape, self.module.weight.dtype, self.module.padding_idx
+
+    def mismatch(self) -> str | None:
+        weight, padding_id = self.module.weight, self.module.padding_idx
+        last = len(weight) - 1
+        chosen = [0, last, last // 2, 0, 0, last if padding_id is None else padding_id, 0]
+        ids = torch.tensor([chosen * 5], device=weight.device)
+
+        def own(table: Tensor) -> Tensor:
+            return nn.functional.embedding(ids, table, padding_id)
+
+        def fused(table: Tensor) -> Tensor:
+            return self.kernel(ids, table)
+
+        inputs = _random_inputs((len(weight), 5), device=weight.device)
+        return _difference(own, fused, inputs, weight.dtype)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight = self.module.weight
+        if can_run_triton(input.device) and type(weight) is nn.Parameter:
+            return self.kernel(input, weight)
+        return self.own_forward(input)
 
 
 class FusedNorm(FusedForward):

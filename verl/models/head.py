@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from verl.models.exact import ROWS, exact_capacity, exact_linear
 from verl.models.kernels.availability import can_run_triton
-from verl.utils.device import memory_info
 
 WORKSPACE_ELEMENTS = 1 << 26
 """Logits that plain torch may hold at once: 256 MiB in fp32, and as much for each step of the
@@ -231,8 +230,9 @@ def _logits_gradient(
 
 def kept_bytes(device: torch.device) -> int:
     """Logits of a pass that may wait for its backward pass; none where they are copied anyway."""
-    is_gpu = device.type == "cuda" and can_run_triton(device)
-    return memory_info(device)[1] // KEPT_SHARE if is_gpu else 0
+    if device.type != "cuda" or not can_run_triton(device):
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory // KEPT_SHARE
 
 
 def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:

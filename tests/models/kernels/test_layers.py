@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.models.kernels.devices import (
+    assert_close,
     assert_same_results_and_gradients,
     on_each_device,
     on_each_dtype,
@@ -157,3 +158,40 @@ def test_no_tokens_give_no_tokens(device):
     q = random(1, 2, 0, 8, device=device)
     table = torch.ones(1, 0, 8, device=device)
     assert apply_rotary(q, q, table, table)[0].shape == q.shape
+
+
+@on_each_device
+@pytest.mark.parametrize("padding_id", [None, 3])
+def test_equal_tokens_add_up_in_the_gradient_of_the_embedding(device, padding_id):
+    from verl.models.kernels.embedding import embedding
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 7, (2, 90), generator=generator).to(device)  # 7 and 8 never occur
+    table, pull = random(9, 700, device=device), random(2, 90, 700, device=device, seed=1).detach()
+    expected = torch.nn.functional.embedding(ids, table, padding_id)
+    found = embedding(ids, table, padding_id=padding_id)
+    assert torch.equal(found, expected)
+    (wanted,) = torch.autograd.grad((expected * pull).sum(), table)
+    (actual,) = torch.autograd.grad((found * pull).sum(), table)
+    assert_close(actual, wanted)
+    assert (actual[7:] == 0).all()
+
+
+@on_each_device
+@on_each_dtype
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_the_gate_and_the_layer_behind_it_equal_plain_torch_with_gradients(device, dtype, is_gelu):
+    from verl.models.kernels.swiglu import gated_down, reference_gated
+
+    both = random(2, 5, 74, dtype=dtype, device=device)
+    weight = random(11, 37, dtype=dtype, device=device, seed=1)
+    pull = random(2, 5, 11, dtype=dtype, device=device, seed=2).detach()
+    plain = torch.nn.functional.linear(reference_gated(*both.chunk(2, -1), is_gelu=is_gelu), weight)
+    found = gated_down(both, weight, is_gelu=is_gelu)
+    assert_close(found, plain)
+    for actual, expected in zip(
+        torch.autograd.grad((found * pull).sum(), [both, weight]),
+        torch.autograd.grad((plain * pull).sum(), [both, weight]),
+        strict=True,
+    ):
+        assert_close(actual, expected)

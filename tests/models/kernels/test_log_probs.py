@@ -135,11 +135,15 @@ def test_logits_whose_rows_are_not_contiguous_are_refused(device):
 
 @on_each_device
 @on_each_dtype
-@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize(
+    ("is_exact", "num_kept_rows"), [(False, 0), (True, 0), (False, 33)], ids=str
+)
 def test_the_head_on_kernels_equals_plain_torch_with_gradients(
-    device, dtype, is_exact, monkeypatch
+    device, dtype, is_exact, num_kept_rows, monkeypatch
 ):
     monkeypatch.setattr("verl.models.head.WORKSPACE_ELEMENTS", 4 * 103)  # sixteen rows a chunk
+    kept = num_kept_rows * 103 * dtype.itemsize
+    monkeypatch.setattr("verl.models.head.kept_bytes", lambda device: kept)
     hidden = random(37, 8, dtype=dtype, device=device)
     weight = random(103, 8, dtype=dtype, device=device, seed=1)
     bias = random(103, dtype=dtype, device=device, seed=2)

@@ -23,11 +23,10 @@ from verl.models.kernels.attention_blocks import (
     visit,
 )
 
-ROWS = 32
-"""Queries of a program: a few rows with all query heads of a KV head. More would leave too few
-programs for the chip."""
+ROWS = 64
+"""Queries of a program: a few rows with all query heads of a KV head."""
 
-NUM_WARPS = 2
+NUM_WARPS = 4
 NUM_STAGES, NUM_STAGES_OF_WIDE_HEADS = 3, 2
 
 

@@ -7,6 +7,7 @@ cache and therefore keeps the occupied slots side by side.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from verl.models.kernels.packed_attention import (
     packed_attention,
     tokens_per_tile,
 )
+from verl.utils.device import without_waiting
 from verl.workers.rollout.native.kv_cache import KVCache
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.row_table import RowTable
@@ -130,17 +132,12 @@ class _Copies:
     """Token `token[i]` of all, known and new, goes to `position[i]` of `slot[i]`."""
 
     def __init__(self, spans: Sequence["_Span"], device: torch.device) -> None:
-        table = torch.tensor(spans, dtype=torch.long).view(-1, 4)
-        counts, tokens, slots, positions = table.unbind(1)
-        inside = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(
-            counts
+        counts, tokens, slots, positions = np.array(spans, dtype=np.int64).reshape(-1, 4).T
+        inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        columns = np.stack(
+            [tokens.repeat(counts) + inside, slots.repeat(counts), positions.repeat(counts) + inside]
         )
-        columns = (
-            tokens.repeat_interleave(counts) + inside,
-            slots.repeat_interleave(counts),
-            positions.repeat_interleave(counts) + inside,
-        )
-        self.token, self.slot, self.position = (column.to(device) for column in columns)
+        self.token, self.slot, self.position = without_waiting(torch.from_numpy(columns), device)
 
     def write(self, store: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
         if len(self.token):
