@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.grpo_step --out step.json [--shape 0.5B] [--variants base,exact]
 
-Variants take turns in one process (A B B A ...), after a short step of each to warm up:
+Variants take turns in one process (A B B A ...), after two small steps of each to warm up, one of
+few tokens and one of few prompts: kernels are compiled, and memory has grown to its full size.
 
     base            old log-probs are the update's own; prompts are computed once per group
     old_log_probs   the same with a pass for old log-probs before the update
@@ -21,7 +22,7 @@ from typing import Any
 from benchmarks.gpu.decode import WARM_UP_TOKENS, shortened
 from benchmarks.gpu.floors import TRAINING_FORMULA, Counts, training_flops
 from benchmarks.gpu.measuring import back_and_forth, ceilings, environment, write
-from benchmarks.gpu.policy import Policy, share_prefixes
+from benchmarks.gpu.policy import Policy, share_prefixes, whole_groups
 from benchmarks.gpu.shapes import model_config
 from benchmarks.gpu.workload import Workload, workload_parser
 from verl.utils.flops_counter import get_device_flops
@@ -56,6 +57,12 @@ def build_variants(options: argparse.Namespace, work: Workload) -> dict[str, Var
     return {name: known[name] for name in names}
 
 
+def narrowed(work: Workload, micro_tokens: int) -> Workload:
+    """As many prompts as fill a pass."""
+    pass_rows = len(whole_groups(work, micro_tokens)[0])
+    return dataclasses.replace(work, prompts=max(1, pass_rows // work.samples))
+
+
 def medians(samples: list[dict[str, Any]], column: str) -> dict[str, float]:
     names = samples[0][column]
     return {name: statistics.median(sample[column][name] for sample in samples) for name in names}
@@ -86,8 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     work, counts = Workload.of(options), Counts.of(model_config(options.shape))
     variants = build_variants(options, work)
-    short = shortened(work, WARM_UP_TOKENS)
-    warm_up = {name: v.step(short, options.seed)["seconds"] for name, v in variants.items()}
+    small = shortened(work, WARM_UP_TOKENS), narrowed(work, options.micro_tokens)
+    warm_up = {
+        name: [variant.step(part, options.seed)["seconds"] for part in small]
+        for name, variant in variants.items()
+    }
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for number, name in enumerate(back_and_forth(list(variants), options.rounds)):
         seed = options.seed + 1 + number // len(variants)

@@ -121,7 +121,8 @@ class KernelLayout(AttentionLayout):
             starts, starts, longest, longest, 0.0, True, unused, unused,
             scale=options.scaling, window_size_left=window, window_size_right=0,
         )  # fmt: skip
-        return tuple(padded(grad, num_tokens) for grad in grads)
+        grad_query, grad_key, grad_value = (padded(grad, num_tokens) for grad in grads)
+        return grad_query, grad_key, grad_value
 
     def takes_kernel(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
         """Whether `backward` knows the options. Interpreted, it runs in fp32 as well."""

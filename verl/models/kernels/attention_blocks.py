@@ -119,14 +119,17 @@ def load_block(
 ):  # fmt: skip
     """Keys or values of `tokens`, (tokens, padded dim); 0 at and behind `end`."""
     dim = tl.arange(0, PADDED)
-    token = tl.where(tokens < split, shared + tokens * shared_step, own + (tokens - split) * own_step)
+    token = tl.where(
+        tokens < split, shared + tokens * shared_step, own + (tokens - split) * own_step
+    )
     places = token[:, None] + dim[None, :]
     if IS_MASKED:
-        return tl.load(places, mask=(tokens < end)[:, None] & (dim < DIM)[None, :], other=0.0)
+        block = tl.load(places, mask=(tokens < end)[:, None] & (dim < DIM)[None, :], other=0.0)
     elif DIM == PADDED:
-        return tl.load(places)
+        block = tl.load(places)
     else:
-        return tl.load(places, mask=(dim < DIM)[None, :], other=0.0)
+        block = tl.load(places, mask=(dim < DIM)[None, :], other=0.0)
+    return block
 
 
 @triton.jit

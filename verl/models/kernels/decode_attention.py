@@ -6,8 +6,9 @@
 A program takes one row and one KV head with all query heads of that head. It writes the new token's
 key and value into the row's slot and then goes over the prompt and the row's own tokens. Where
 neighbours are samples of one prompt, another kernel has gone over the prompt for all of them
-(`prompt_states`), and a row goes on from there, with the bits it would have had alone. Lengths are read on the device: nothing here depends on what the host knows, so a captured
-graph stays valid as rows grow.
+(`prompt_states`), and a row goes on from there, with the bits it would have had alone. Lengths are
+read on the device: nothing here depends on what the host knows, so a captured graph stays valid as
+rows grow.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -154,8 +155,8 @@ def _slot_decode(
             other=0.0,
         )
     top, total, mix = visit(
-        top, total, mix, q, tl.zeros([HEADS_PADDED], tl.int32) + position, first, position + 1, num_shared,
-        scale, softcap,
+        top, total, mix, q, tl.zeros([HEADS_PADDED], tl.int32) + position,
+        first, position + 1, num_shared, scale, softcap,
         prompt_keys + prompt_slot * pk_slot + kv_head * pk_head,
         prompt_values + prompt_slot * pv_slot + kv_head * pv_head, pk_token, pv_token,
         own_k, own_v, ok_token, ov_token,

@@ -5,8 +5,7 @@
 A program takes one KV head and a few consecutive tokens of one sequence, with all query heads of
 that head. It goes over the prompt that the sequence continues, if there is one, and over the
 sequence's own tokens: what decoding does for one token, by the same loop and with the same bits.
-The backward pass is torch's: a softmax over two sets of keys has the gradient of two softmaxes
-that know the common sum, so each set gets a pass of its own and the parts are added.
+The backward pass is in `packed_attention_backward`.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -163,8 +162,8 @@ def _packed_attention(
         first = tl.maximum(num_shared + offset - WINDOW + 1, 0)
     top, total, mix = nothing_seen(ROWS, VALUE_PADDED)
     top, total, mix = visit(
-        top, total, mix, q, num_shared + place, first, num_shared + tl.minimum(offset + TOKENS, length), num_shared,
-        scale, softcap,
+        top, total, mix, q, num_shared + place,
+        first, num_shared + tl.minimum(offset + TOKENS, length), num_shared, scale, softcap,
         shared_key + shared_start * sk_token + kv_head * sk_head,
         shared_value + shared_start * sv_token + kv_head * sv_head, sk_token, sv_token,
         key + start * k_token + kv_head * k_head,

@@ -3,7 +3,7 @@
 With s the scores, L the log-sum-exp over all keys of a query and o its output, the weights are
 p = exp(s - L) whatever keys are looked at, so every (query, key) pair can be treated alone:
 
-    d = sum(do o)    ds = p (do v - d)    dq = scale sum ds k    dk = scale sum ds q    dv = sum p do
+    d = sum(do o)   ds = p (do v - d)   dq = scale sum ds k   dk = scale sum ds q   dv = sum p do
 
 Two kernels, each computing p anew. The first takes the pieces of the forward pass and adds up dq
 over keys. The second takes `KEYS` keys and some of the queries that see them. A token sees those
@@ -17,6 +17,7 @@ the sums of the pieces are added in their order. No number depends on which prog
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import triton
@@ -81,7 +82,7 @@ def pieces(first: int, last: int) -> list[tuple[int, int]]:
     """[first, last) in `PROMPT_PIECES` parts; some are empty when there is little."""
     size = -(-(last - first) // PROMPT_PIECES)
     starts = [min(first + size * piece, last) for piece in range(PROMPT_PIECES + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 def packed_attention_backward(
@@ -108,7 +109,7 @@ def packed_attention_backward(
         x if x.stride(-1) == 1 else x.contiguous() for x in tensors
     )
     make = torch.zeros if tiles.num_tokens < num_tokens else torch.empty
-    grad_query, *grads = (
+    grad_query, grad_key, grad_value = (
         make(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
     delta = torch.empty_like(log_sum)
@@ -134,7 +135,7 @@ def packed_attention_backward(
         for x in (key, value)
     ]
     _key_gradients[(key_tiles.columns.shape[1], num_kv_heads)](
-        gradient, query, key, value, log_sum, delta, *grads, *parts,
+        gradient, query, key, value, log_sum, delta, grad_key, grad_value, *parts,
         *key_tiles.columns, scaling, num_tokens, num_prompt_tokens,
         *(step for x in (gradient, query, key, value) for step in x.stride()[:2]),
         KEYS=KEYS,
@@ -144,9 +145,9 @@ def packed_attention_backward(
         **shape,
     )  # fmt: skip
     if num_prompt_tokens:
-        for grad, part in zip(grads, parts, strict=True):
+        for grad, part in zip((grad_key, grad_value), parts, strict=True):
             grad[:num_prompt_tokens] = part.sum(0)
-    return grad_query, *grads
+    return grad_query, grad_key, grad_value
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """The prompt's part of decode attention, read once for neighbouring rows that share it. Triton.
 
 Samples of one prompt stand side by side, so a program takes a few neighbours and goes over the
-prompt of the first of them, for all that have the same. What it leaves of each query (largest score,
-sum of weights, weighted values) is what that row alone would know after so many keys, to the last
-bit; `decode_attention` goes on from there. Rows with another prompt than their tile's first start at
-its beginning.
+prompt of the first of them, for all that have the same. What it leaves of each query (largest
+score, sum of weights, weighted values) is what that row alone would know after so many keys, to the
+last bit; `decode_attention` goes on from there. Rows with another prompt than the first of their
+tile begin at its start.
 """
 
 # Types do not know `kernel[grid](...)`.

@@ -3,7 +3,7 @@
 `act` is x sigmoid(x) (silu), or with `is_gelu` x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3),
 which is the tanh form of gelu. The activation is computed in fp32 and rounded before the product,
 as torch does. Only gate and up are kept for the backward pass. With `gated_down` that is true of
-the layer behind the gate too: its input is made again, beside the gradients that are written anyway.
+the layer behind the gate too: its input is made again while the gradients are written.
 """
 
 # Types know neither `kernel[grid](...)` nor `once_differentiable`.

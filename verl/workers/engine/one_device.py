@@ -414,8 +414,9 @@ def take_rows(data: TensorDict, rows: list[int]) -> TensorDict:
     single token, which no loss counts."""
     if rows:
         index = torch.tensor(rows)
-        columns = {
-            name: column[without_waiting(index, column.device)] for name, column in data.items()
+        columns: Any = {
+            name: data[name][without_waiting(index, data[name].device)]
+            for name in data.keys()  # noqa: SIM118
         }
         return TensorDict(columns, batch_size=len(rows))
     blank = {

@@ -135,7 +135,11 @@ class _Copies:
         counts, tokens, slots, positions = np.array(spans, dtype=np.int64).reshape(-1, 4).T
         inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         columns = np.stack(
-            [tokens.repeat(counts) + inside, slots.repeat(counts), positions.repeat(counts) + inside]
+            [
+                tokens.repeat(counts) + inside,
+                slots.repeat(counts),
+                positions.repeat(counts) + inside,
+            ]
         )
         self.token, self.slot, self.position = without_waiting(torch.from_numpy(columns), device)
 
