@@ -21,7 +21,7 @@ FUSED = {
     "qwen2": ["Embedding", "Qwen2Attention", "Qwen2MLP", "Qwen2RMSNorm"],
     "qwen3": ["Embedding", "Qwen3Attention", "Qwen3MLP", "Qwen3RMSNorm"],
     "mistral": ["Embedding", "MistralAttention", "MistralMLP", "MistralRMSNorm"],
-    "gemma": ["Embedding", "GemmaAttention", "GemmaMLP", "GemmaRMSNorm"],
+    "gemma": ["GemmaAttention", "GemmaMLP", "GemmaRMSNorm"],
     "gemma2": ["Gemma2Attention", "Gemma2MLP", "Gemma2RMSNorm"],
 }
 
