@@ -89,9 +89,19 @@ def ray_leaves_devices_visible() -> bool:
     )
 
 
+def vllm_python() -> str | None:
+    """`VERL_VLLM_PYTHON`: an interpreter whose environment has vLLM, for tests that start it."""
+    return variable("VERL_VLLM_PYTHON") or None
+
+
 def triton_is_interpreted() -> bool:
     """`TRITON_INTERPRET=1`: Triton runs its kernels as Python on a CPU, to test them."""
     return variable("TRITON_INTERPRET") == "1"
+
+
+def sglang_python() -> str | None:
+    """`VERL_SGLANG_PYTHON`: the interpreter of SGLang's environment, for its tests."""
+    return variable("VERL_SGLANG_PYTHON") or None
 
 
 def is_set(name: str) -> bool:
@@ -119,7 +129,7 @@ def mlflow_tracking_uri() -> str:
 
 
 def server_token() -> str | None:
-    """`VERL_SERVER_TOKEN`: what clients of a model server must show; unset, the server makes one."""
+    """`VERL_SERVER_TOKEN`: what clients of a model server show; unset, it makes one."""
     return variable("VERL_SERVER_TOKEN") or None
 
 

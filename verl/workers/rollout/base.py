@@ -7,8 +7,11 @@ can keep what it computed for the turns before.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from verl.utils.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,23 @@ class GenerationRequest:
     of this one's prompt and response; an engine that still has these need not compute them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenDelta:
+    """What one sample of a request has got since the last delta of that sample."""
+
+    sample: int
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    stop_reason: str = ""
+    """Not empty in the last delta of the sample, as in `TokenOutput`."""
+
+
+class EngineLostError(RuntimeError):
+    """An engine's process ended or stopped answering. Nothing came of what it still worked on, so
+    whoever asked may ask again, this engine after its restart or another."""
+
+
 class Rollout(ABC):
     """An engine that continues prompts with the current weights of the policy."""
 
@@ -115,6 +135,15 @@ class Rollout(ABC):
     @abstractmethod
     def policy_version(self) -> int:
         """How many updates the weights in use have seen."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was lost and started again."""
+        return 0
+
+    def is_alive(self) -> bool:
+        """Whether it can be asked; only an engine in a process of its own can be lost."""
+        return True
 
     @abstractmethod
     def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
@@ -139,3 +168,44 @@ class Rollout(ABC):
     @abstractmethod
     def wake_up(self) -> None:
         """Take that memory again."""
+
+
+class StreamingRollout(Rollout):
+    """An engine that also tells of tokens while it goes on."""
+
+    @abstractmethod
+    def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """The tokens of all samples as they come. Whoever stops listening aborts the request."""
+
+
+class BaseRollout(ABC):
+    """An engine as a worker of a recipe drives it: memory and weights; requests go elsewhere."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any = None) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device_mesh = device_mesh
+
+    @abstractmethod
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Take memory again, for `weights` or for the `kv_cache`."""
+
+    @abstractmethod
+    async def update_weights(self, weights: Iterable[tuple[str, Any]], **kwargs: Any) -> Any:
+        """Replace all weights, given whole under their Hugging Face names."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Give memory back."""
+
+
+_PROCESS_ROLLOUT = "verl.workers.rollout.replica:EngineProcessRollout"
+rollout_classes = Registry[type[BaseRollout]](
+    "rollout", native_process=_PROCESS_ROLLOUT, vllm=_PROCESS_ROLLOUT, sglang=_PROCESS_ROLLOUT
+)
+
+
+def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:
+    """The class for a `rollout.name` whose engine has a process of its own; it serves requests
+    asynchronously in every `mode`."""
+    return rollout_classes[rollout_name]

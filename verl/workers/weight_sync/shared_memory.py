@@ -58,23 +58,32 @@ class SharedMemorySender(SendingChannel):
         self._is_in_use = False
 
     def send(self, bucket: Bucket) -> None:
-        if self._is_in_use:
-            self._await_all(_FREE)
-        header = torch.frombuffer(bytearray(bucket.header()), dtype=torch.uint8)
-        num_bytes = len(header) + len(bucket.payload)
+        self.send_frame(bucket.header(), bucket.payload)
+
+    def send_frame(self, head: bytes, payload: Tensor) -> None:
+        """Hand two runs of bytes to every receiver, which must have let go of the last ones."""
+        self.await_free()
+        header = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        num_bytes = len(header) + len(payload)
         if num_bytes <= len(self._memory):
-            self._fill(header, bucket.payload)
-            self._note(header, bucket.payload, "")
+            self._fill(header, payload)
+            self._note(header, payload, "")
             return
         self._memory = empty_payload(0)  # before the larger one is taken
         path = reserve_file(self._folder, num_bytes + HEADER_ROOM)
         try:
             self._memory = map_file(path)
-            self._fill(header, bucket.payload)
-            self._note(header, bucket.payload, str(path))
+            self._fill(header, payload)
+            self._note(header, payload, str(path))
             self._await_all(_OPEN)
         finally:
             path.unlink()
+
+    def await_free(self) -> None:
+        """Wait until all receivers have let go of the last frame."""
+        if self._is_in_use:
+            self._await_all(_FREE)
+            self._is_in_use = False
 
     def confirmations(self) -> list[Published | None]:
         answers = [self._answer(place) for place in range(len(self._pipes))]
@@ -120,8 +129,12 @@ class SharedMemoryReceiver(ReceivingChannel):
         self._is_in_use = False
 
     def receive(self) -> Bucket:
+        return Bucket.from_wire(*self.receive_frame())
+
+    def receive_frame(self) -> tuple[bytes, Tensor]:
+        """The next two runs of bytes; their memory is free again when the next are asked for."""
         if self._is_in_use:
-            self._pipe.send_bytes(_FREE)
+            self._say(_FREE)
         note = read_note(self._pipe, "the sender", self._timeout_seconds)
         num_header_bytes = int.from_bytes(note[:_NUMBER], "big")
         end = num_header_bytes + int.from_bytes(note[_NUMBER : 2 * _NUMBER], "big")
@@ -129,14 +142,20 @@ class SharedMemoryReceiver(ReceivingChannel):
         if path:
             self._memory = empty_payload(0)  # before the larger one is taken
             self._memory = map_file(Path(path))
-            self._pipe.send_bytes(_OPEN)
+            self._say(_OPEN)
         self._is_in_use = True
         header = self._memory[:num_header_bytes].numpy().tobytes()
-        return Bucket.from_wire(header, self._memory[num_header_bytes:end])
+        return header, self._memory[num_header_bytes:end]
 
     def confirm(self, held: Published | None) -> None:
         self._is_in_use = False
-        self._pipe.send_bytes(format_confirmation(held))
+        self._say(format_confirmation(held))
+
+    def _say(self, answer: bytes) -> None:
+        try:
+            self._pipe.send_bytes(answer)
+        except OSError as error:
+            raise ChannelError(f"the sender is gone ({error}) during a weight sync") from error
 
 
 def reserve_file(folder: str, num_bytes: int) -> Path:

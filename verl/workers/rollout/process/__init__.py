@@ -1,0 +1,1 @@
+"""Engines in processes of their own, possibly in another Python environment."""

@@ -1,0 +1,158 @@
+"""The engine's process as its parent sees it: started, listened to, ended.
+
+    stdin    one line: token, descriptor of the line between the two, who the parent is
+    line     a socket that only these two have (`wire`)
+    stdout, stderr    read by a thread, which keeps the last lines for error messages
+
+The process leads a group of its own, so that whatever the engine starts ends with it. Another
+interpreter sees `verl` alone of what we import, through a folder with one link: an engine's
+environment must not find the rest of ours.
+"""
+
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from verl.utils.environment import scrubbed_environment
+from verl.workers.rollout.process.wire import Wire
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).parents[3]
+BOOT = (
+    "import sys; sys.path[0] = sys.argv.pop(1); "
+    "from verl.workers.rollout.process.host import main; main()"
+)
+TAIL_LINES = 60
+LINE_CHARACTERS = 2000
+END_SECONDS = 10.0
+LOOK_SECONDS = 0.02
+
+
+class Child:
+    """One process; `wire` is our end of the line."""
+
+    def __init__(
+        self, python: str | None, environment: Mapping[str, str], *, beat_seconds: float
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="verl-engine-", ignore_cleanup_errors=True
+        )
+        Path(self._folder.name, PACKAGE.name).symlink_to(PACKAGE)
+        self._token = secrets.token_hex(32)
+        ours, theirs = socket.socketpair()
+        self.wire = Wire(ours)
+        variables = child_environment(environment, self._folder.name, is_ours=python is None)
+        with theirs:
+            try:
+                self._process = self._spawn(python or sys.executable, variables, theirs.fileno())
+            except OSError:
+                self.wire.close()
+                self._folder.cleanup()
+                raise
+            self._introduce(theirs.fileno(), beat_seconds)
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._listener = threading.Thread(target=self._listen, name="engine output", daemon=True)
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def shake_hands(self, timeout_seconds: float) -> None:
+        """Wait for the process to prove that it is the one."""
+        self.wire.shake_hands(self._token, starts=False, timeout_seconds=timeout_seconds)
+
+    def has_ended(self) -> bool:
+        """Without taking notice of it for the kernel, so that its number stays its own."""
+        if self._process.returncode is not None:
+            return True
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            return os.waitid(os.P_PID, self.pid, flags) is not None
+        except ChildProcessError:  # another thread has just ended it
+            return True
+
+    def end_within(self, seconds: float) -> None:
+        """Wait for it to end by itself, as long as that."""
+        deadline = time.monotonic() + seconds
+        while not self.has_ended() and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+
+    def end(self) -> None:
+        """Kill it and all that it started; nothing to do if that has happened."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):  # nobody of the group is left
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait(timeout=END_SECONDS)
+        self._listener.join(timeout=1.0)  # a survivor of the group may hold its end open
+        self.wire.close()
+        self._folder.cleanup()
+
+    def last_words(self) -> str:
+        """How it ended, and the last lines it wrote."""
+        code = self._process.returncode
+        if code is None:
+            how = f"process {self.pid} runs"
+        elif code < 0:
+            how = f"process {self.pid} was ended by {signal.Signals(-code).name}"
+        else:
+            how = f"process {self.pid} ended with exit code {code}"
+        lines = "\n".join(f"    {line}" for line in self._tail)
+        return f"{how}; the last that it wrote:\n{lines}" if lines else f"{how} and wrote nothing"
+
+    def _spawn(
+        self, python: str, variables: dict[str, str], descriptor: int
+    ) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [python, "-c", BOOT, self._folder.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            pass_fds=[descriptor],
+            start_new_session=True,
+        )
+
+    def _introduce(self, descriptor: int, beat_seconds: float) -> None:
+        setup = {
+            "token": self._token,
+            "descriptor": descriptor,
+            "parent": os.getpid(),
+            "beat_seconds": beat_seconds,
+            "folder": self._folder.name,
+        }
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # ended: the line tells
+            stdin.write(json.dumps(setup).encode() + b"\n")
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            while line := stream.readline(LINE_CHARACTERS):
+                text = line.decode(errors="replace").rstrip()
+                self._tail.append(text)
+                logger.debug("engine %d: %s", self.pid, text)
+
+
+def child_environment(
+    additions: Mapping[str, str], folder: str, *, is_ours: bool
+) -> dict[str, str]:
+    """Ours without what is ours alone, and `additions`. Modules come from `folder`, from where
+    `additions` say, and if the interpreter `is_ours`, from where ours come."""
+    paths = [folder, *filter(None, [additions.get("PYTHONPATH")])]
+    if is_ours:
+        paths += [path or os.getcwd() for path in sys.path]
+    return scrubbed_environment() | {**additions, "PYTHONPATH": os.pathsep.join(paths)}

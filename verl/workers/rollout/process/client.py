@@ -1,0 +1,307 @@
+"""`EngineProcess`: an engine in a process of its own, used as if it were here.
+
+    generate, stream ---> link ---> host: HostedEngine          (tokens, both ways)
+    update_weights  --- buckets --> host: streaming receiver    (memory that both see)
+    accept_weights, then somebody else's TcpSender ---> host    (straight into that process)
+
+The process generates only with weights that arrived whole: it has no version from the moment an
+update is announced until every tensor has come and the fingerprints are equal. If it dies, hangs or
+goes silent, all who wait get `EngineLostError`; `restart` starts another one, which holds nothing.
+New weights and sleep are refused while requests run, so no response mixes two versions.
+"""
+
+import asyncio
+import itertools
+import multiprocessing
+import threading
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from verl.workers.rollout.base import (
+    EngineLostError,
+    GenerationRequest,
+    StreamingRollout,
+    TokenDelta,
+    TokenOutput,
+)
+from verl.workers.rollout.process.child import Child
+from verl.workers.rollout.process.hosted import EngineFacts
+from verl.workers.rollout.process.link import Link, Patience
+from verl.workers.rollout.process.pending import DeltaFeed
+from verl.workers.rollout.process.weights import CUDA_IPC, SHARED_MEMORY, TCP
+from verl.workers.rollout.process.wire import WireError
+from verl.workers.weight_sync import Published, WeightSender, WeightSyncError, send_weights
+from verl.workers.weight_sync.cuda_ipc import CudaIpcSender
+from verl.workers.weight_sync.errors import WeightsNotReadyError
+from verl.workers.weight_sync.shared_memory import SharedMemorySender
+
+MAX_BEAT_SECONDS = 1.0
+CLOSE_SECONDS = 10.0
+
+
+class EngineStartError(RuntimeError):
+    """The engine's process did not come up; the message has the last that it wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Which engine to start, where, and how patient to be with it."""
+
+    build: str
+    """`package.module:function`; called in the engine's process with `options`, gives a
+    `HostedEngine`."""
+
+    options: Mapping[str, Any]
+    """Plain JSON values."""
+
+    python: str | None = None
+    """The interpreter of the engine's environment; None is this one."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables added to a copy of ours without secrets and what belongs to this process alone."""
+
+    has_weights: bool = False
+    """The engine loads its weights itself: version 0 is ready at the start. Otherwise nothing is
+    served before the first update."""
+
+    bucket_bytes: int = 64 << 20
+    start_seconds: float = 300.0
+    answer_seconds: float = 60.0
+    """A process silent for so long counts as lost. It gives signs of life while it works."""
+
+    work_seconds: float = 900.0
+    """So does one that is at one step, one call or one tensor for so long."""
+
+    sync_seconds: float = 600.0
+    """Longest wait for the next part of an update of the weights."""
+
+    def __post_init__(self) -> None:
+        if self.sync_seconds >= self.work_seconds:
+            raise ValueError(
+                f"sync_seconds ({self.sync_seconds:g}) must be less than work_seconds "
+                f"({self.work_seconds:g}): a process that waits for weights is not stuck"
+            )
+
+
+class EngineProcess(StreamingRollout):
+    """Start it, give it weights (unless it has them), then ask for tokens from any thread."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._sender = WeightSender(spec.bucket_bytes)
+        self._link: Link | None = None
+        self._facts: EngineFacts | None = None
+        self._num_restarts = 0
+        self._starting = threading.Lock()
+        self._updating = threading.Lock()
+
+    # ---- its life --------------------------------------------------------------------------------
+
+    def start(self) -> EngineFacts:
+        """Start the process and wait until its engine is built.
+
+        `EngineStartError` if that fails, ValueError if the engine refuses its options.
+        """
+        with self._starting:
+            if self._link is not None:
+                raise RuntimeError("this engine has been started; call restart() for a new process")
+            return self._start()
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the engine says of itself."""
+        if self._facts is None:
+            raise EngineLostError("the engine's process has not been started; call start() first")
+        return self._facts
+
+    @property
+    def num_restarts(self) -> int:
+        return self._num_restarts
+
+    @property
+    def pid(self) -> int:
+        """Of the running process."""
+        return self._require_link().pid
+
+    def is_alive(self) -> bool:
+        return self._link is not None and self._link.is_alive
+
+    def restart(self) -> None:
+        """End the process, if it has not, and start another one, which holds no weights (or those
+        that it loads itself)."""
+        with self._starting:
+            self._end(grace_seconds=0.0)
+            self._num_restarts += 1
+            self._start()
+
+    def close(self) -> None:
+        """End the process; those who still wait are told that it is lost."""
+        with self._starting:
+            self._end(grace_seconds=CLOSE_SECONDS)
+
+    # ---- tokens ----------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        link = self._require_link()
+        link.require_alive()
+        version = link.version
+        if version is None:
+            raise WeightsNotReadyError(
+                "the engine's process holds no complete version of the weights and serves nothing; "
+                "send them with update_weights()"
+            )
+        return version
+
+    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
+        link = self._require_link()
+        pending = link.submit(request)
+        try:
+            return await asyncio.wrap_future(pending.future)
+        finally:
+            link.give_up(pending)  # if the caller no longer waits
+
+    def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
+        link = self._require_link()
+        asked = []
+        try:
+            for request in requests:
+                asked.append(link.submit(request))
+            return link.wait_all(asked)
+        finally:
+            for pending in asked:
+                link.give_up(pending)
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        link, feed = self._require_link(), DeltaFeed(asyncio.get_running_loop())
+        pending = link.submit(request, feed.put)
+        try:
+            while (delta := await feed.next()) is not None:
+                yield delta
+            link.wait(pending)  # it has ended; an error is raised here
+        finally:
+            link.give_up(pending)
+
+    def abort(self, request_id: str) -> None:
+        if self._link is not None:
+            self._link.abort(request_id)
+
+    def close_session(self, session_id: str) -> None:
+        if self._link is not None:
+            self._link.close_session(session_id)
+
+    # ---- memory and weights ----------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: 1 what generation needs beside the weights, 2 the weights too, which
+        must then be sent again. An engine that cannot (`facts.can_sleep`) forgets its cache."""
+        link = self._require_link()
+        link.call("sleep", level=level)
+        if level > 1 and self.facts.can_sleep:
+            link.version = None
+
+    def wake_up(self) -> None:
+        self._require_link().call("wake_up")
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Published:
+        """Send all weights, whole, under their Hugging Face names.
+
+        Returns when the engine has all of them and the fingerprints are equal. If anything goes
+        wrong the engine serves nothing until an update succeeds; if requests run, nothing is sent.
+        """
+        rest = iter(weights)
+        first = list(itertools.islice(rest, 1))
+        is_cuda = any(tensor.is_cuda for _, tensor in first)
+        way, kind = (CUDA_IPC, CudaIpcSender) if is_cuda else (SHARED_MEMORY, SharedMemorySender)
+        ends: Any = multiprocessing.Pipe()
+        ours, theirs = ends
+        with self._updating, ours, theirs:
+            link = self._require_link()
+            self._accept(link, way=way, descriptor=theirs.fileno())
+            theirs.close()  # so that the end of the process ends the pipe
+            received = link.begin("receive_weights")
+            channel = kind([ours], timeout_seconds=self.spec.sync_seconds)
+            try:
+                sent = send_weights(self._sender, itertools.chain(first, rest), version, channel)
+            except WeightSyncError:
+                ours.close()
+                link.wait(received)  # raises what went wrong on the side that knows
+                raise
+            held = Published(*link.wait(received))
+            assert held == sent  # or it would not have been confirmed
+            link.version = held.version
+        return held
+
+    def accept_weights(self, token: str, host: str) -> tuple[str, int]:
+        """Let the process open a port for one update, where a sender that knows the token finds it.
+
+        From now on nothing is generated until the update has come.
+        """
+        address = self._accept(self._require_link(), way=TCP, token=token, host=host)
+        return address[0], address[1]
+
+    def receive_weights(self) -> Published:
+        """Wait until the process has taken that update in; what it holds then."""
+        link = self._require_link()
+        held = Published(*link.call("receive_weights"))
+        link.version = held.version
+        return held
+
+    # ---- the process -----------------------------------------------------------------------------
+
+    def _require_link(self) -> Link:
+        if self._link is None:
+            raise EngineLostError("the engine's process is not running; call start() or restart()")
+        return self._link
+
+    def _accept(self, link: Link, **arguments: Any) -> Any:
+        answer = link.call(
+            "accept_weights",
+            **arguments,
+            bucket_bytes=self.spec.bucket_bytes,
+            timeout_seconds=self.spec.sync_seconds,
+        )
+        link.version = None
+        return answer
+
+    def _start(self) -> EngineFacts:
+        spec = self.spec
+        beat = min(MAX_BEAT_SECONDS, spec.answer_seconds / 5)
+        try:
+            child = Child(spec.python, spec.environment, beat_seconds=beat)
+        except OSError as error:
+            raise EngineStartError(
+                f"cannot start {spec.python!r} ({error}); rollout.python must be the path of a "
+                "Python interpreter"
+            ) from error
+        try:
+            child.shake_hands(spec.start_seconds)
+        except WireError as error:
+            child.end()
+            raise EngineStartError(f"{error}; {child.last_words()}") from error
+        silent = spec.answer_seconds
+        link = Link(child, Patience(silent_seconds=silent, work_seconds=spec.start_seconds))
+        try:
+            facts = link.call(
+                "build",
+                build=spec.build,
+                options=dict(spec.options),
+                has_weights=spec.has_weights,
+            )
+        except BaseException as error:
+            link.close(grace_seconds=0.0)
+            if isinstance(error, EngineLostError):
+                raise EngineStartError(f"the engine was not built: {error}") from error
+            raise
+        link.patience = Patience(silent_seconds=silent, work_seconds=spec.work_seconds)
+        self._link, self._facts = link, EngineFacts(**facts)
+        link.version = 0 if spec.has_weights else None
+        return self._facts
+
+    def _end(self, grace_seconds: float) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close(grace_seconds)

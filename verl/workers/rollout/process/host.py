@@ -1,0 +1,204 @@
+"""The engine's process: reads calls, steps the engine, sends what came.
+
+    line --calls--> | submit, abort, weights, sleep |          thread `pulse`: beats, and the end
+                    | one step of the engine        |          of this process when its parent ends
+    line <--deltas- | (again and again)             |
+
+One thread does everything that concerns the engine, so no token is ever computed while weights
+change, and calls are read between any two steps, so an abort never waits for more than one. What
+the caller got wrong is answered; any other error ends the process, because nobody knows what the
+engine is worth after it: the parent sees the end at once, with the traceback.
+
+Started by `link`, in whatever environment the engine needs: this imports torch and no more.
+"""
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+from verl.workers.rollout.process.hosted import HostedEngine
+from verl.workers.rollout.process.messages import (
+    ANSWERED_ERRORS,
+    EngineStateError,
+    delta_messages,
+    error_fields,
+    request_of,
+)
+from verl.workers.rollout.process.pulse import Pulse
+from verl.workers.rollout.process.weights import IncomingWeights
+from verl.workers.rollout.process.wire import Message, Wire, WireClosedError, encode
+from verl.workers.weight_sync.errors import WeightsNotReadyError
+
+HANDSHAKE_SECONDS = 30.0
+IDLE_SECONDS = 1.0
+
+
+def main() -> None:
+    setup = json.loads(sys.stdin.readline())
+    line = socket.socket(fileno=setup["descriptor"])
+    line.set_inheritable(False)  # what the engine starts must not hold it open
+    wire = Wire(line)
+    wire.shake_hands(setup["token"], starts=True, timeout_seconds=HANDSHAKE_SECONDS)
+    pulse = Pulse(
+        wire,
+        parent=setup["parent"],
+        beat_seconds=setup["beat_seconds"],
+        folder=setup["folder"],
+    )
+    pulse.start()
+    try:
+        Host(wire, pulse).serve()
+    except WireClosedError:
+        pulse.end_all()
+
+
+class Host:
+    """The engine and the loop around it."""
+
+    def __init__(self, wire: Wire, pulse: Pulse) -> None:
+        self._wire = wire
+        self._pulse = pulse
+        self._engine: HostedEngine | None = None
+        self._under_way: dict[int, int] = {}  # request -> samples that have not ended
+        self._aborted: set[int] = set()
+        self._version: int | None = None
+        self._incoming = IncomingWeights(pulse.came_round)
+        self._is_asleep = False
+        self._is_over = False
+        self._calls: dict[str, Callable[[Message], Any]] = {
+            "build": self._build,
+            "submit": self._submit,
+            "abort": self._abort,
+            "close_session": self._close_session,
+            "accept_weights": self._accept_weights,
+            "receive_weights": self._receive_weights,
+            "sleep": self._sleep,
+            "wake_up": self._wake_up,
+            "close": self._close,
+        }
+
+    @property
+    def engine(self) -> HostedEngine:
+        assert self._engine is not None  # the first call is `build`
+        return self._engine
+
+    def serve(self) -> None:
+        """Until the parent says close."""
+        while not self._is_over:
+            for call in self._wire.arrived(0.0 if self._under_way else IDLE_SECONDS):
+                self._answer(call)
+                self._pulse.came_round()
+            if self._under_way:
+                self._step()
+            self._pulse.came_round()
+
+    def _answer(self, call: Message) -> None:
+        try:
+            value = self._calls[call["call"]](call)
+        except ANSWERED_ERRORS as error:
+            self._wire.send(encode({"answer": call["number"], **error_fields(error)}))
+            return
+        if call["call"] != "submit":
+            self._wire.send(encode({"answer": call["number"], "value": value}))
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def _build(self, call: Message) -> dict[str, Any]:
+        self._engine = load_builder(call["build"])(call["options"])
+        self._version = 0 if call["has_weights"] else None
+        return asdict(self.engine.facts())
+
+    def _submit(self, call: Message) -> None:
+        request = request_of(call["request"])
+        if self._version is None:
+            raise WeightsNotReadyError(
+                f"request {request.request_id} came to an engine that holds no complete version of "
+                "the weights; nothing is served until an update has arrived whole"
+            )
+        if self._is_asleep:
+            raise EngineStateError(
+                f"request {request.request_id} came to an engine that sleeps; call wake_up() first"
+            )
+        self.engine.submit(call["number"], request)
+        self._under_way[call["number"]] = request.num_samples
+
+    def _abort(self, call: Message) -> None:
+        if call["request"] in self._under_way:  # else it has ended meanwhile
+            self._aborted.add(call["request"])
+            self.engine.abort(call["request"])
+
+    def _step(self) -> None:
+        if not self.engine.has_work():
+            raise RuntimeError(
+                f"the engine says that it has nothing to do, but {len(self._under_way)} requests "
+                "have not ended"
+            )
+        deltas = self.engine.step()
+        for number, delta in deltas:
+            if delta.stop_reason:
+                self._under_way[number] -= 1
+                if not self._under_way[number]:
+                    del self._under_way[number]
+                    self._aborted.discard(number)
+        assert self._version is not None  # nothing runs without weights
+        for message in delta_messages(deltas, self._version):
+            self._wire.send(encode(message))
+
+    def _require_idle(self, deed: str) -> None:
+        """Aborted requests still have to say that they ended; others are in the way."""
+        while self._under_way and self._under_way.keys() <= self._aborted:
+            self._step()
+        if self._under_way:
+            raise EngineStateError(
+                f"{deed} came while {len(self._under_way)} requests run; await or abort them "
+                "first, so that no request mixes two versions of the weights"
+            )
+
+    def _close_session(self, call: Message) -> None:
+        self.engine.close_session(call["session_id"])
+
+    # ---- weights and memory ----------------------------------------------------------------------
+
+    def _accept_weights(self, call: Message) -> list[Any] | None:
+        self._require_idle("new weights")
+        address = self._incoming.accept(call)
+        self._version = None
+        return address
+
+    def _receive_weights(self, call: Message) -> list[int]:
+        if self._version is not None:
+            raise EngineStateError("receive_weights came without accept_weights before it")
+        published = self._incoming.receive(self.engine.load_weights)
+        self.engine.forget_cache()
+        self._version = published.version
+        return list(published)
+
+    def _sleep(self, call: Message) -> None:
+        self._require_idle("sleep")
+        if not self.engine.facts().can_sleep:
+            self.engine.forget_cache()
+            return
+        self.engine.sleep(call["level"])
+        self._is_asleep = True
+        if call["level"] > 1:
+            self._version = None
+
+    def _wake_up(self, call: Message) -> None:
+        if self._is_asleep:
+            self.engine.wake_up()
+            self._is_asleep = False
+
+    def _close(self, call: Message) -> None:
+        self._is_over = True
+        if self._engine is not None:
+            self._engine.close()
+
+
+def load_builder(name: str) -> Callable[[dict[str, Any]], HostedEngine]:
+    """The function behind "package.module:function"."""
+    module, _, function = name.partition(":")
+    return vars(import_module(module))[function]

@@ -1,0 +1,121 @@
+"""What requests, tokens, facts and errors look like on the wire.
+
+    to the engine                                       from the engine
+      {"call": name, "number": n, ...arguments}           {"answer": n, "value": ...}
+                                                          {"answer": n, "error": kind, "text": ...}
+                                                          {"deltas": [[n, sample, ...], ...]}
+                                                          {"beat": seconds the present work takes}
+
+Requests are calls whose answer is the last of their deltas; only a refusal is an answer.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from verl.workers.rollout.base import GenerationRequest, SamplingParams, TokenDelta
+from verl.workers.weight_sync import errors as weight_errors
+from verl.workers.weight_sync.errors import WeightSyncError
+
+MAX_TOKENS_PER_MESSAGE = 1 << 16
+
+
+class EngineStateError(RuntimeError):
+    """A call that does not fit what the engine is doing: new weights or sleep while requests run, a
+    request while it sleeps."""
+
+
+_ANSWERED: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (ValueError, EngineStateError, *vars(weight_errors).values())
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+ANSWERED_ERRORS = (ValueError, EngineStateError, WeightSyncError)
+"""What a call may raise in the engine's process without ending it."""
+
+
+def error_fields(error: Exception) -> dict[str, str]:
+    """The nearest kind that the other side knows, and the text."""
+    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ANSWERED)
+    return {"error": kind, "text": str(error)}
+
+
+def error_of(fields: Mapping[str, Any]) -> Exception:
+    return _ANSWERED[fields["error"]](fields["text"])
+
+
+def request_fields(request: GenerationRequest) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "prompt_ids": [int(token) for token in request.prompt_ids],
+        "params": asdict(request.params),
+        "num_samples": request.num_samples,
+        "seeds": _plain(request.seeds),
+        "session_ids": _plain(request.session_ids),
+    }
+
+
+def request_of(fields: Mapping[str, Any]) -> GenerationRequest:
+    params = fields["params"]
+    return GenerationRequest(
+        request_id=fields["request_id"],
+        prompt_ids=fields["prompt_ids"],
+        params=SamplingParams(
+            **{
+                **params,
+                "stop": tuple(params["stop"]),
+                "stop_token_ids": tuple(params["stop_token_ids"]),
+            }
+        ),
+        num_samples=fields["num_samples"],
+        seeds=_tuple(fields["seeds"]),
+        session_ids=_tuple(fields["session_ids"]),
+    )
+
+
+def delta_fields(number: int, delta: TokenDelta, version: int) -> list[Any]:
+    """`version` is that of tokens whose engine does not say."""
+    versions = delta.policy_versions or [version] * len(delta.token_ids)
+    return [
+        number,
+        delta.sample,
+        list(delta.token_ids),
+        list(delta.log_probs),
+        list(versions),
+        delta.stop_reason,
+    ]
+
+
+def delta_of(fields: Sequence[Any]) -> tuple[int, TokenDelta]:
+    number, sample, token_ids, log_probs, versions, stop_reason = fields
+    return number, TokenDelta(
+        sample=sample,
+        token_ids=tuple(token_ids),
+        log_probs=tuple(log_probs),
+        policy_versions=tuple(versions),
+        stop_reason=stop_reason,
+    )
+
+
+def delta_messages(
+    deltas: Iterable[tuple[int, TokenDelta]], version: int
+) -> Iterator[dict[str, Any]]:
+    """As few messages as their length allows."""
+    rows: list[list[Any]] = []
+    num_tokens = 0
+    for number, delta in deltas:
+        if rows and num_tokens + len(delta.token_ids) > MAX_TOKENS_PER_MESSAGE:
+            yield {"deltas": rows}
+            rows, num_tokens = [], 0
+        rows.append(delta_fields(number, delta, version))
+        num_tokens += len(delta.token_ids)
+    if rows:
+        yield {"deltas": rows}
+
+
+def _plain(values: Sequence[Any] | None) -> list[Any] | None:
+    return None if values is None else list(values)
+
+
+def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)

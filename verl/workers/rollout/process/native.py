@@ -1,0 +1,165 @@
+"""The built-in engine in a process of its own, with a copy of the policy loaded from a folder.
+
+Needs nothing but our own environment. It gives the tokens that the same engine gives in the
+trainer's process: sampling depends on seeds and weights alone.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from verl import __version__
+from verl.models.fuse import fuse_model
+from verl.models.loading import load_causal_lm
+from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.base import GenerationRequest, TokenDelta
+from verl.workers.rollout.native.end_tokens import end_tokens
+from verl.workers.rollout.native.engine import NativeEngine, outputs_of
+from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import Group
+from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
+
+BUILD = "verl.workers.rollout.process.native:build"
+
+
+def native_options(
+    model_path: str,
+    limits: EngineLimits,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    seed: int = 0,
+    tokenizer_path: str | None = None,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What `build` takes, as plain values; `seed` is the first for requests that have none."""
+    return {
+        "model_path": model_path,
+        "limits": asdict(limits),
+        "device": device,
+        "dtype": dtype,
+        "seed": seed,
+        "tokenizer_path": tokenizer_path or model_path,
+        "trust_remote_code": trust_remote_code,
+        "override_config": dict(override_config or {}),
+    }
+
+
+def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
+    """Runs in the engine's process."""
+    trusts = options["trust_remote_code"]
+    module = load_causal_lm(
+        options["model_path"],
+        dtype=PrecisionType.to_dtype(options["dtype"]),
+        device=options["device"],
+        override_config=options["override_config"],
+        trust_remote_code=trusts,
+    )
+    fuse_model(module)  # on a GPU; elsewhere it changes nothing
+    tokenizer = hf_tokenizer(options["tokenizer_path"], trust_remote_code=trusts)
+    engine = NativeEngine(
+        module.requires_grad_(False).eval(),
+        EngineLimits(**options["limits"]),
+        eos_token_ids=end_tokens(module, tokenizer),
+        decode_text=lambda ids: str(tokenizer.decode(ids)),
+        seed=options["seed"],
+    )
+    return HostedNativeEngine(engine)
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """A request and how many tokens of each sample have been told; -1 when its end has been."""
+
+    groups: list[Group]
+    num_told: list[int]
+
+
+class HostedNativeEngine(HostedEngine):
+    """Tells after each step what the engine's samples have got."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+        self._running: dict[int, _Running] = {}
+
+    def facts(self) -> EngineFacts:
+        limits = self.engine.limits
+        return EngineFacts(
+            name="native",
+            version=__version__,
+            log_probs="tempered",
+            can_sleep=True,
+            max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
+        )
+
+    def submit(self, number: int, request: GenerationRequest) -> None:
+        # Names of callers may repeat; with the number they do not, so each is aborted alone.
+        groups = self.engine.submit(replace(request, request_id=f"{request.request_id}#{number}"))
+        self._running[number] = _Running(groups=groups, num_told=[0] * request.num_samples)
+
+    def abort(self, number: int) -> None:
+        for group in self._running[number].groups:
+            self.engine.abort(group.request.request_id)
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> Sequence[tuple[int, TokenDelta]]:
+        if self.engine.scheduler.unfinished:  # else all have been aborted
+            self.engine.step()
+        return [
+            (number, delta)
+            for number, running in list(self._running.items())
+            for delta in self._news(number, running)
+        ]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        missing = {name for name, _ in self.engine.runner.module.named_parameters()}
+
+        def noted() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                missing.discard(name)
+                yield name, tensor
+
+        self.engine.update_weights(noted())
+        if missing:
+            raise ValueError(
+                f"{len(missing)} weights were not in the update, such as {min(missing)!r}; every "
+                "weight must be in every update"
+            )
+
+    def forget_cache(self) -> None:
+        self.engine.sessions.clear()
+
+    def close_session(self, session_id: str) -> None:
+        self.engine.close_session(session_id)
+
+    def sleep(self, level: int) -> None:
+        """The weights stay at level 2 too: they are written in place."""
+        self.engine.sleep()
+
+    def wake_up(self) -> None:
+        self.engine.wake_up()
+
+    def close(self) -> None:
+        self._running.clear()
+
+    def _news(self, number: int, running: _Running) -> Iterable[TokenDelta]:
+        for sample, output in enumerate(outputs_of(running.groups)):
+            told = running.num_told[sample]
+            if told < 0 or (told == len(output.token_ids) and not output.stop_reason):
+                continue
+            running.num_told[sample] = -1 if output.stop_reason else len(output.token_ids)
+            yield TokenDelta(
+                sample=sample,
+                token_ids=tuple(output.token_ids[told:]),
+                log_probs=tuple(output.log_probs[told:]),
+                policy_versions=(),
+                stop_reason=output.stop_reason,
+            )
+        if all(told < 0 for told in running.num_told):
+            del self._running[number]
