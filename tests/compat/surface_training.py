@@ -221,8 +221,39 @@ TRAINING = {
     "verl.trainer.sft_trainer_ray": """
         main
     """,
+    "verl.trainer.main_generation": """
+        main(config=...)
+    """,
+    "verl.trainer.main_generation_server": """
+        main(config=...)
+    """,
     "verl.trainer.main_eval": """
         main(config)
+    """,
+    "verl.workers.rollout.base": """
+        BaseRollout(config, model_config, device_mesh=...)
+        BaseRollout.resume(tags)
+        BaseRollout.update_weights(weights)
+        BaseRollout.release()
+        get_rollout_class(_, mode="async")
+    """,
+    "verl.workers.rollout.replica": """
+        RolloutReplica(
+            replica_rank, config, model_config, gpus_per_node=8, is_reward_model=False
+        )
+        RolloutReplica.init_hybrid(worker_group)
+        RolloutReplica.init_standalone()
+        RolloutReplica.sleep()
+        RolloutReplica.wake_up()
+        RolloutReplica.clear_kv_cache()
+        RolloutReplica.abort_all_requests()
+        RolloutReplica.server_handle
+        RolloutReplicaRegistry.register(name, loader)
+        get_rollout_replica_class(_)
+        RolloutMode.HYBRID
+        RolloutMode.COLOCATED
+        RolloutMode.STANDALONE
+        TokenOutput
     """,
     "verl.model_merger": """
         ModelMergerConfig

@@ -56,6 +56,12 @@ CASES = [
         "rollout.name=native or rollout.exact=False",
     ),
     (
+        {f"{R}.name": "native_process", f"{R}.tensor_model_parallel_size": 2},
+        f'{R}.tensor_model_parallel_size is 2, but {R}.name is "native_process"',
+        "only native divides its model",
+    ),
+    ({f"{R}.name": "trtllm"}, f'{R}.name is "trtllm", for which there is no adapter', "native"),
+    (
         {f"{A}.ppo_mini_batch_size": 250},
         f"{A}.ppo_mini_batch_size (250) must divide",
         "128 and 256",

@@ -214,3 +214,16 @@ def test_a_driver_that_is_asked_to_stop_lets_the_run_finish_its_step_and_save(to
     found = ray_run(toy, tmp_path, *changes, task_runner_class=RunnerThatIsAskedToStop)
     assert [step["step"] for step in found] == [1]
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_actors_have_engines_in_processes_of_their_own(toy, tmp_path):
+    expected, _ = toy_run(toy, tmp_path / "here")
+    name = "actor_rollout_ref.rollout.name=native_process"
+    found = ray_run(toy, tmp_path / "ray", name)
+    assert [step["rollout/engine_restarts"] for step in found] == [0, 0]
+    of_engines = ("rollout/canary_max_diff", "rollout/engine_restarts", "rollout/redispatched")
+    assert_same_run(
+        [{k: v for k, v in step.items() if k not in of_engines} for step in found], expected
+    )

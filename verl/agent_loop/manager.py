@@ -5,7 +5,8 @@ engines batch what they ask for. Results stand in the order of the rows, whichev
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import yaml
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, DictConfigWrap, agent_loops
+from verl.agent_loop.fleet import Recover
 from verl.agent_loop.follower import Follower, MakeFollower
 from verl.agent_loop.grading import GradedGeneration
 from verl.agent_loop.server_manager import AsyncLLMServerManager
@@ -25,10 +27,12 @@ from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.workers.reward_manager.grading import PerResponseManager
-from verl.workers.roles.generating import GeneratingWorker
-from verl.workers.rollout.base import Rollout
-from verl.workers.rollout.remote import remote_rollouts
+from verl.workers.rollout.base import EngineLostError, Rollout
+from verl.workers.rollout.factory import has_own_process
+from verl.workers.rollout.replica import engines_of
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,10 @@ class AgentLoopManager:
         self.tokenizer = tokenizer
         self.processor = processor
         if rollouts is None:
-            size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-            rollouts = engines_of(worker_group, ranks_per_engine=size)
+            rollouts = engines_of(worker_group, config.actor_rollout_ref.rollout)
         self.rollout_replicas = list(rollouts)
+        self._recover: Recover | None = None
+        self._num_restarts_told = 0
         self._dataset_cls = get_dataset_class(config.data)
         trace = config.actor_rollout_ref.rollout.trace
         if trace.backend is not None:
@@ -87,6 +92,10 @@ class AgentLoopManager:
         """From now on grade each response as soon as it ends, with a manager that can."""
         self._reward_fn, self._val_reward_fn = reward_fn, val_reward_fn
 
+    def recover_with(self, recover: Recover) -> None:
+        """From now on `recover` starts a lost engine again, with the current weights."""
+        self._recover = recover
+
     def generate_sequences(
         self, prompts: DataProto, follow: MakeFollower | None = None
     ) -> DataProto:
@@ -101,8 +110,10 @@ class AgentLoopManager:
         self, prompts: DataProto, follow: MakeFollower | None = None
     ) -> DataProto:
         params = self.sampling_params(prompts.meta_info)
+        if self._may_lose_engines:
+            self.wake_up()  # others wake by themselves
         versions = self._policy_versions()
-        servers = AsyncLLMServerManager(self.config, self.rollout_replicas)
+        servers = AsyncLLMServerManager(self.config, self.rollout_replicas, recover=self._recover)
         rows = rows_of(prompts.non_tensor_batch)
         make = follow or self._grading_of(prompts.meta_info)
         follower = None if make is None else make(self._as_batch)
@@ -128,6 +139,8 @@ class AgentLoopManager:
         if versions == self._policy_versions() and len(versions) == 1:
             (batch.meta_info["policy_version"],) = versions  # every token was sampled with it
         batch.meta_info["metrics"] = {"rollout/truncated_ratio": num_cut / len(outputs)}
+        if self._may_lose_engines:
+            batch.meta_info["metrics"] |= self._losses(servers)
         if follower is not None:
             await follower.finish(batch)
         return batch
@@ -138,15 +151,38 @@ class AgentLoopManager:
 
     def sleep(self) -> None:
         """Let the engines give back the memory that only generation needs."""
-        for rollout in self.rollout_replicas:
-            rollout.sleep()
+        self._tell_engines(lambda rollout: rollout.sleep())
 
     def wake_up(self) -> None:
+        self._tell_engines(lambda rollout: rollout.wake_up())
+
+    def _tell_engines(self, tell: Callable[[Rollout], None]) -> None:
+        """One that is lost has no memory; it is started again when it is next needed."""
         for rollout in self.rollout_replicas:
-            rollout.wake_up()
+            try:
+                tell(rollout)
+            except EngineLostError as error:
+                logger.warning("a rollout engine is lost: %s", error)
 
     def _policy_versions(self) -> set[int]:
-        return {rollout.policy_version for rollout in self.rollout_replicas}
+        """Those of all engines; none if one of them is lost."""
+        try:
+            return {rollout.policy_version for rollout in self.rollout_replicas}
+        except EngineLostError:
+            return set()
+
+    @property
+    def _may_lose_engines(self) -> bool:
+        return has_own_process(self.config.actor_rollout_ref.rollout.name)
+
+    def _losses(self, servers: AsyncLLMServerManager) -> dict[str, float]:
+        """Engines started again since the last batch, and samples that were asked for twice."""
+        num_restarts = sum(rollout.num_restarts for rollout in self.rollout_replicas)
+        told, self._num_restarts_told = self._num_restarts_told, num_restarts
+        return {
+            "rollout/engine_restarts": num_restarts - told,
+            "rollout/redispatched": servers.num_redispatched,
+        }
 
     def _trace_infos(self, prompts: DataProto) -> list[dict[str, Any]]:
         """What `rollout_trace_attr` wants to know of each row; beyond the limit none is traced."""
@@ -222,14 +258,6 @@ class AgentLoopManager:
             dataset_config=DictConfigWrap(self.config.data),
             **known.kwargs,
         )
-
-
-def engines_of(worker_group: Any, *, ranks_per_engine: int) -> list[Rollout]:
-    """The engines of a group: the object itself if it is in this process, else a stand-in."""
-    worker = worker_group.workers[0]
-    if isinstance(worker, GeneratingWorker):
-        return [worker.rollout]
-    return [*remote_rollouts(worker_group, ranks_per_engine)]
 
 
 def rows_of(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:

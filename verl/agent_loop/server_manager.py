@@ -8,6 +8,9 @@ Samples of the same prompt ask one by one; those that ask in the same turn of th
 travel as one request, so that an engine computes the prompt once. Each sample has a seed of its
 own, so its tokens are the same whether it travels alone or with others. A later request of the
 same id goes to the engine that served it before, which may still hold its keys and values.
+
+A request whose engine is lost has got nothing yet, so it is asked again, of another engine or of
+the same one after its recovery (`fleet`); whoever waits gets one answer.
 """
 
 import asyncio
@@ -17,9 +20,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.agent_loop.fleet import Fleet, Recover
 from verl.single_controller.base.failures import WorkerError
 from verl.utils.rollout_trace import rollout_trace_op
-from verl.workers.rollout.base import GenerationRequest, Rollout, SamplingParams, TokenOutput
+from verl.workers.rollout.base import (
+    EngineLostError,
+    GenerationRequest,
+    Rollout,
+    SamplingParams,
+    TokenOutput,
+)
 
 IGNORED_PARAMS = {"logprobs"}
 """Log-probabilities always come back."""
@@ -44,18 +54,22 @@ class AsyncLLMServerManager:
 
     `config` is the whole configuration; responses are at most `rollout.response_length` tokens,
     unless a request's own parameters say less. The engines of the last `max_cache_size` requests
-    are remembered.
+    are remembered. `recover` starts an engine again that is lost.
     """
 
     def __init__(
-        self, config: Any, server_handles: Sequence[Rollout], max_cache_size: int = 10000
+        self,
+        config: Any,
+        server_handles: Sequence[Rollout],
+        max_cache_size: int = 10000,
+        *,
+        recover: Recover | None = None,
     ) -> None:
-        if not server_handles:
-            raise ValueError("there is no rollout engine to send prompts to")
         self.config = config
         self.server_handles = list(server_handles)
         self.max_cache_size = max_cache_size
-        self._load = [0] * len(self.server_handles)  # samples under way
+        self.num_redispatched = 0  # samples
+        self._fleet = Fleet(self.server_handles, recover)
         self._engine_of: OrderedDict[str, int] = OrderedDict()
         self._waiting: dict[GroupKey, list[Ticket]] = {}
         self._requests: set[asyncio.Task[None]] = set()
@@ -108,9 +122,7 @@ class AsyncLLMServerManager:
     def _send(self) -> None:
         groups, self._waiting = self._waiting, {}
         for (engine, prompt_ids, params, _), tickets in groups.items():
-            engine = self._least_loaded() if engine is None else engine
             for part in self._parts(tickets):
-                self._load[engine] += len(part)
                 task = asyncio.create_task(self._request(engine, prompt_ids, params, part))
                 self._requests.add(task)
                 task.add_done_callback(self._requests.discard)
@@ -121,7 +133,11 @@ class AsyncLLMServerManager:
         return [tickets[start : start + most] for start in range(0, len(tickets), most)]
 
     async def _request(
-        self, engine: int, prompt_ids: tuple[int, ...], params: SamplingParams, part: list[Ticket]
+        self,
+        engine: int | None,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        part: list[Ticket],
     ) -> None:
         seeds = tuple(ticket.seed for ticket in part if ticket.seed is not None)
         request = GenerationRequest(
@@ -132,7 +148,7 @@ class AsyncLLMServerManager:
             seeds=seeds or None,
         )
         try:
-            outputs = await self.server_handles[engine].generate(request)
+            engine, outputs = await self._ask(engine, request)
         except BaseException as error:
             for ticket in part:
                 if not ticket.answer.done():
@@ -140,15 +156,26 @@ class AsyncLLMServerManager:
             if not isinstance(error, Exception):
                 raise
             return
-        finally:
-            self._load[engine] -= len(part)
         for ticket, output in zip(part, outputs, strict=True):
             self._remember(ticket.request_id, engine)
             if not ticket.answer.done():
                 ticket.answer.set_result(output)
 
-    def _least_loaded(self) -> int:
-        return min(range(len(self._load)), key=self._load.__getitem__)
+    async def _ask(
+        self, preferred: int | None, request: GenerationRequest
+    ) -> tuple[int, list[TokenOutput]]:
+        """The answer, and whose it is; at most `rollout.server.max_attempts` engines are lost."""
+        num_attempts = self.config.actor_rollout_ref.rollout.server.max_attempts
+        for attempt in range(1, num_attempts + 1):
+            engine = await self._fleet.choose(preferred)
+            try:
+                with self._fleet.asking(engine, request):
+                    return engine, await self.server_handles[engine].generate(request)
+            except EngineLostError:
+                if attempt == num_attempts:
+                    raise
+            self.num_redispatched += request.num_samples
+        raise AssertionError("an attempt returns or raises")
 
     def _remember(self, request_id: str, engine: int) -> None:
         self._engine_of[request_id] = engine
@@ -158,7 +185,7 @@ class AsyncLLMServerManager:
 
 
 def _for_ticket(error: BaseException, ticket: Ticket) -> Exception:
-    # The request is at fault, or a worker is; either message says how.
-    if isinstance(error, ValueError | WorkerError):
+    # The request is at fault, or a worker or an engine is; either message says how.
+    if isinstance(error, ValueError | WorkerError | EngineLostError):
         return error
     return RuntimeError(f"request {ticket.request_id} failed: {error!r}")

@@ -219,7 +219,7 @@ EFFECTS: list[Effect] = [
         for engine in ("vllm", "sglang", "trtllm")
     ),
     Effect(
-        (f"{ROLLOUT}.multi_stage_wake_up", f"{ROLLOUT}.sglang_engine_mode"),
+        (f"{ROLLOUT}.multi_stage_wake_up",),
         "actor_rollout_ref.rollout.name is not sglang",
         engine_is_not("sglang"),
     ),
@@ -233,7 +233,7 @@ EFFECTS: list[Effect] = [
         engine_is_not("vllm"),
     ),
     Effect(
-        (f"{ROLLOUT}.python", f"{ROLLOUT}.server"),
+        tuple(f"{ROLLOUT}.{name}" for name in ("python", "server", "probe", "canary_tolerance")),
         "the built-in engine runs in the trainer's processes",
         lambda config: config.actor_rollout_ref.rollout.name in ("native", "hf"),
     ),
@@ -258,9 +258,14 @@ EFFECTS: list[Effect] = [
         lambda config: not critic_lora_rank(config),
     ),
     Effect(
-        (f"{ROLLOUT}.layered_summon", f"{ROLLOUT}.load_format"),
-        "the built-in engine has no weights of its own",
-        lambda config: config.actor_rollout_ref.rollout.name in ("native", "hf"),
+        (f"{ROLLOUT}.layered_summon",),
+        "whole tensors are always put together one at a time",
+        lambda config: True,
+    ),
+    Effect(
+        (f"{ROLLOUT}.load_format",),
+        "the built-in engine generates with the trained weights, or with a copy of them",
+        lambda config: config.actor_rollout_ref.rollout.name in ("native", "hf", "native_process"),
     ),
     Effect(
         (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"),
@@ -335,6 +340,7 @@ EFFECTS: list[Effect] = [
             f"{ROLLOUT}.multi_turn.use_inference_chat_template",
             f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode",
             f"{ROLLOUT}.agent.custom_async_server",
+            f"{ROLLOUT}.sglang_engine_mode",
             "trainer.balance_batch",
             "trainer.ray_wait_register_center_timeout",
             "trainer.use_legacy_worker_impl",

@@ -1,6 +1,7 @@
 """The configuration of `main_generation`: responses for a file of prompts."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.base import BaseConfig, option
 from verl.config.model import MtpConfig
@@ -15,17 +16,17 @@ class GenerationTrainerConfig(BaseConfig):
     """Where to run."""
 
     nnodes: int = option(1, minimum=1)
-    """Machines."""
+    """Machines; generation runs on one."""
 
     n_gpus_per_node: int = option(8, minimum=1)
-    """Devices per machine; on a CPU, worker processes."""
+    """Devices, on a CPU engine processes. Every `rollout.tensor_model_parallel_size` of them run an
+    engine, and the engines share the batches; there are never more engines than batches."""
 
     device: str = option("auto", choices=DEVICES)
     """Device to run on; `auto` takes a GPU or NPU if there is one."""
 
     controller: str = option("auto", choices=("auto", "local", "ray"))
-    """Who runs the workers: this process (`local`) or Ray. `auto` is local for one device and Ray
-    otherwise."""
+    """Engines are processes of this machine, which `auto` and `local` mean; `ray` is refused."""
 
     dry_run: bool = False
     """Check the configuration, print the plan and stop."""
@@ -48,7 +49,22 @@ class GenerationDataConfig(BaseConfig):
     """File to write: the input with a column `responses`."""
 
     batch_size: int = option(128, minimum=1)
-    """Prompts handed to the engine at a time."""
+    """Prompts handed to an engine at a time. A finished batch is kept on disk, so that a run that
+    was stopped goes on behind it."""
+
+    seed: int = 0
+    """Each response is drawn with a seed made of this, its row and its number: a repeated or
+    resumed run gives the same responses."""
+
+    overwrite: bool = False
+    """Replace an output file, or unfinished results beside it, that other settings have made.
+    Without it the command refuses and says what differs."""
+
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's: `chatml`, or Jinja text."""
+
+    apply_chat_template_kwargs: dict[str, Any] = option(default_factory=dict)
+    """More keyword arguments for `apply_chat_template`, for example `enable_thinking`."""
 
 
 @dataclass(kw_only=True)
@@ -87,6 +103,10 @@ class GenerationRolloutConfig(RolloutConfig):
 
     response_length: int = option(512, minimum=1)
     """Most tokens in a response."""
+
+    dtype: str = "bfloat16"
+    """Number format of the engine's weights and activations. Unless you set it, a CPU computes in
+    float32."""
 
     max_num_seqs: int = option(1024, minimum=1)
 

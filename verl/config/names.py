@@ -47,7 +47,7 @@ POLICY_LOSSES = (
     "kl_cov",
     "sapo",
 )
-ROLLOUTS = ("native", "hf", "vllm", "sglang", "trtllm")
+ROLLOUTS = ("native", "native_process", "hf", "vllm", "sglang", "trtllm")
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
 POOL_ROLES = ("actor_rollout_ref", "critic", "reward_model", "rollout")
 

@@ -89,6 +89,14 @@ class RolloutConfig(ServingConfig):
     )
     """vLLM: log-probabilities before (`raw`) or after (`processed`) temperature and filters."""
 
+    probe: bool = True
+    """Ask an engine with weights of its own at its start whether updates reach every tensor, caches
+    are cleared and log-probabilities are what it says; what does not hold stops the run."""
+
+    canary_tolerance: float | None = option(None, above=0)
+    """After each update the engine continues a fixed prompt; log-probabilities that differ from the
+    trainer's by more than this stop the run. Null goes by number format: 0.05, in bf16 0.25."""
+
     val_kwargs: SamplingConfig = option(default_factory=_greedy)
     """How tokens are drawn when the policy is validated."""
 
@@ -127,7 +135,7 @@ class RolloutConfig(ServingConfig):
     """SGLang: restore weights and KV cache in two steps, which lowers peak memory."""
 
     sglang_engine_mode: str = option("local", choices=("local", "server"))
-    """SGLang: in the worker's process, or as a server."""
+    """Accepted for older scripts: SGLang always runs as a server in a process of its own."""
 
     engine_kwargs: dict[str, Any] = option(default_factory=_engine_kwargs)
     """Arguments passed on to an engine, by its name: `engine_kwargs.vllm.swap_space`."""
@@ -166,7 +174,7 @@ class RolloutConfig(ServingConfig):
     """Recording trajectories for inspection."""
 
     server: ServerConfig = option(default_factory=ServerConfig)
-    """Requests to an engine that is reached over HTTP."""
+    """Requests to an engine that has a process of its own."""
 
     prometheus: PrometheusConfig = option(default_factory=PrometheusConfig)
     """Metrics of the rollout servers for Prometheus."""

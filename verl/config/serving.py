@@ -15,8 +15,9 @@ class ServingConfig(BaseConfig):
     """An inference engine and its memory and parallelism."""
 
     name: str = "native"
-    """Engine: `native` is built in and needs nothing installed; `vllm`, `sglang`, `trtllm`, `hf`
-    (plain `generate`, for debugging), or a registered name."""
+    """Engine: `native` is built in and needs nothing installed; `native_process` is the same in a
+    process of its own; `vllm`, `sglang`, `hf` (plain `generate`, for debugging), or a registered
+    name."""
 
     python: str | None = None
     """Python interpreter that runs a foreign engine, so that it may live in an environment of its
@@ -107,15 +108,22 @@ class SamplingConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class ServerConfig(BaseConfig):
-    """Requests to an engine that is reached over HTTP."""
+    """Requests to an engine that has a process of its own."""
 
     _target_: str = "verl.workers.config.ServerConfig"
+
+    host: str = "127.0.0.1"
+    """Address on which `main_generation_server` listens; the default is reachable from this machine
+    only."""
+
+    port: int = option(8000, minimum=0, maximum=65535)
+    """Port on which it listens; 0 takes a free one."""
 
     timeout: float = option(60.0, above=0)
     """Seconds until a request counts as failed."""
 
     max_attempts: int = option(3, minimum=1)
-    """Times a request is sent before giving up."""
+    """Times a request is sent before giving up; it is sent again when its engine was lost."""
 
     retry_delay: float = option(2.0, minimum=0)
     """Seconds before a request is sent again."""
@@ -124,7 +132,7 @@ class ServerConfig(BaseConfig):
     """Most open connections."""
 
     max_start_wait_time: float = option(300.0, above=0)
-    """Seconds to wait for the server to start."""
+    """Seconds to wait for the engine to start."""
 
 
 @dataclass(kw_only=True)

@@ -112,7 +112,8 @@ def correction_faults(config: Any) -> Iterator[Fault]:
     path = "algorithm.rollout_correction"
     rollout = config.actor_rollout_ref.rollout
     is_on = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
-    if is_on and not rollout.calculate_log_probs and rollout.name != "native":
+    always_given = rollout.name in ("native", "native_process", "hf")
+    if is_on and not rollout.calculate_log_probs and not always_given:
         key = "actor_rollout_ref.rollout.calculate_log_probs"
         text = f"{key} is False; {path} compares with the rollout's log-probs, so set it to True"
         yield Fault(text, (key,))

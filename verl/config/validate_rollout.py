@@ -94,6 +94,7 @@ def own_ranks_faults(config: Any) -> Iterator[Fault]:
 
 
 def engine_faults(config: Any) -> Iterator[Fault]:
+    yield from engine_size_faults(config)
     rollout = config.actor_rollout_ref.rollout
     ranks = rollout_ranks(config)
     tensor, data = rollout.tensor_model_parallel_size, rollout.data_parallel_size
@@ -117,6 +118,25 @@ def engine_faults(config: Any) -> Iterator[Fault]:
             "statistics, so set it to False"
         )
         yield Fault(text, (f"{ROLLOUT}.disable_log_stats",))
+
+
+def engine_size_faults(config: Any) -> Iterator[Fault]:
+    """Not every engine can be divided among devices."""
+    rollout = config.actor_rollout_ref.rollout
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    if rollout.name in ("hf", "native_process") and rollout.tensor_model_parallel_size > 1:
+        text = (
+            f'{key} is {rollout.tensor_model_parallel_size}, but {ROLLOUT}.name is "{rollout.name}"'
+            "; of the built-in engines only native divides its model among ranks: set one of them "
+            "the other way"
+        )
+        yield Fault(text, (key, f"{ROLLOUT}.name"))
+    if rollout.name == "trtllm":
+        text = (
+            f'{ROLLOUT}.name is "trtllm", for which there is no adapter; use native, vllm or '
+            "sglang, or register an engine of your own"
+        )
+        yield Fault(text, (f"{ROLLOUT}.name",))
 
 
 def loader_faults(config: Any) -> Iterator[Fault]:

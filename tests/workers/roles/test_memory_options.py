@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.tiny_tokenizer import save_tiny_model
+from tests.workers.engine.test_one_device import batch, weighted_sum
 from tests.workers.reward_model.models import reward_model, save
 from tests.workers.roles.test_reward_model import batch as reward_batch
 from tests.workers.roles.test_roles import PROMPT, RESPONSE, annotated, group
@@ -33,7 +34,19 @@ def model_path(tmp_path_factory):
 def test_an_actor_whose_weights_the_rollout_shares_is_not_offloaded(model_path):
     config = FSDPEngineConfig(param_offload=True)
     with pytest.raises(ValueError, match=r"param_offload is on.*optimizer_offload=True"):
-        build_engine(HFModelConfig(path=model_path), config, OPTIM, device="cpu")
+        build_engine(HFModelConfig(path=model_path), config, OPTIM, device="cpu", is_shared=True)
+
+
+def test_an_actor_beside_an_engine_with_weights_of_its_own_may_be_offloaded(model_path):
+    def trained(**options):
+        config = FSDPEngineConfig(**options)
+        engine = build_engine(HFModelConfig(path=model_path), config, OPTIM, device="cpu")
+        for _ in range(2):
+            engine.train_batch(batch(4), weighted_sum, micro_batching=[[0, 1], [2, 3]])
+        return dict(engine.get_per_tensor_param())
+
+    plain, offloaded = trained(), trained(param_offload=True)
+    assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
 
 
 def test_options_reach_the_engine(model_path):

@@ -147,9 +147,9 @@ def test_a_critic_gives_values_and_learns(model_path, tmp_path):
     )
 
 
-def test_an_engine_that_is_not_built_in_is_refused_with_the_way_out(model_path):
-    with pytest.raises(RuntimeError, match=r"set actor_rollout_ref\.rollout\.name=native"):
-        policy(model_path, name="hf")
+def test_an_engine_that_nobody_has_registered_is_refused_with_the_known_ones(model_path):
+    with pytest.raises(RuntimeError, match=r"rollout.name is 'vlm'; known: hf, native, .*vllm"):
+        policy(model_path, name="vlm")
 
 
 def test_the_tiny_tokenizer_spells():

@@ -13,7 +13,7 @@ from verl.workers.rollout import visits
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 from verl.workers.rollout.remote import RemoteRollout
-from verl.workers.rollout.visits import EngineVisits
+from verl.workers.rollout.visits import SteppedVisits
 
 LIMITS = EngineLimits(max_num_seqs=4, max_prompt_tokens=8, max_response_tokens=24)
 
@@ -26,7 +26,7 @@ class Generates(Worker):
     def __init__(self):
         super().__init__()
         self.engine = make_engine()
-        self.visits = EngineVisits(self.engine)
+        self.visits = SteppedVisits(self.engine)
         self.num_visits = 0
         self.is_broken = False
 

@@ -317,7 +317,7 @@ class PPOTrainer(TrainingRun):
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.overlap is None:
             found = self.actor_rollout_wg.update_actor(batch)
-            self.sync_rollout()
+            found.meta_info["metrics"].update(self.sync_rollout())
             return found
         overlap, self.overlap = self.overlap, None
         return overlap.finish_update(batch)

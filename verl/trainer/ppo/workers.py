@@ -15,10 +15,15 @@ from verl.single_controller.local import LocalResourcePoolManager
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.model_scores import refuse_unsuited_reward_model
 from verl.trainer.ppo.placing import Placer, RolesByPool
+from verl.trainer.ppo.rollout_check import RolloutCheck
 from verl.trainer.ppo.rollout_sync import renew_rollout
 from verl.trainer.ppo.utils import Role, need_reward_model
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_skip import RolloutSkip
+from verl.workers.roles.generating import GeneratingWorker
+from verl.workers.rollout.base import Rollout
+from verl.workers.rollout.factory import has_own_process
+from verl.workers.rollout.remote import RemoteRollout
 
 
 class RunWorkers:
@@ -43,9 +48,10 @@ class RunWorkers:
     resource_pool_to_cls: dict[Any, dict[str, ClassWithInitArgs]]
 
     actor_rollout_wg: Any
-    rollout_wg: Any
+    rollout_wg: Any = None
     """Who generates: `actor_rollout_wg`, or a group of its own without `hybrid_engine`."""
 
+    _rollout_check: RolloutCheck | None = None
     critic_wg: Any = None
     ref_policy_wg: Any = None
     rm_wg: Any = None
@@ -67,6 +73,7 @@ class RunWorkers:
         roles = {"actor": groups[str(self._policy_role())]}
         self.actor_rollout_wg = roles["actor"]
         self.rollout_wg = groups.get(str(Role.Rollout), self.actor_rollout_wg)
+        self._check_rollout_apart()
         self.sync_rollout()
         if self.use_reference_policy:
             self.ref_policy_wg = groups.get(str(Role.RefPolicy), self.actor_rollout_wg)
@@ -77,10 +84,33 @@ class RunWorkers:
         self.async_rollout_manager = self._agent_loop_manager()
         self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
 
-    def sync_rollout(self) -> None:
-        """Let a rollout with ranks of its own have the trained weights; elsewhere it has them."""
-        if self.rollout_wg is not self.actor_rollout_wg:
-            renew_rollout(self.actor_rollout_wg, self.rollout_wg)
+    def sync_rollout(self) -> dict[str, float]:
+        """Let a rollout with ranks of its own have the trained weights; elsewhere it has them.
+
+        What there is to report of it.
+        """
+        if self.rollout_wg is self.actor_rollout_wg:
+            return {}
+        renew_rollout(self.actor_rollout_wg, self.rollout_wg)
+        return {} if self._rollout_check is None else self._rollout_check.after_update()
+
+    def _check_rollout_apart(self) -> None:
+        """See that engines with ranks and code of their own do what training relies on."""
+        actor, section = self.actor_rollout_wg, self.config.actor_rollout_ref
+        is_apart = self.rollout_wg is not actor
+        if is_apart and has_own_process(section.rollout.name):
+            terms = actor.engine_terms()[0]
+            self._rollout_check = RolloutCheck(section, actor, self.rollout_wg, terms)
+            if section.rollout.probe:
+                self._rollout_check.probe()
+
+    def recover_engine(self, engine: Rollout) -> None:
+        """Start a lost rollout engine again, with the trained weights; others are left alone."""
+        if self.rollout_wg is self.actor_rollout_wg:
+            self.actor_rollout_wg.update_weights()
+        else:
+            assert isinstance(engine, RemoteRollout)
+            renew_rollout(self.actor_rollout_wg, self.rollout_wg, engine.ranks)
 
     @property
     def num_devices(self) -> int:
@@ -135,6 +165,10 @@ class RunWorkers:
 
     def stop_workers(self) -> None:
         """End the worker processes and give their places back, for a run that starts over."""
+        group = self.rollout_wg
+        for worker in [] if group is None else group.workers:
+            if isinstance(worker, GeneratingWorker):  # in this process, which goes on
+                worker.stop_rollout()
         self.placer.stop()
 
     def options_read(self) -> list[list[str]]:
@@ -160,6 +194,8 @@ class RunWorkers:
             tokenizer=self.tokenizer,
             processor=self.processor,
         )
+        if isinstance(manager, AgentLoopManager):
+            manager.recover_with(self.recover_engine)
         if rollout.skip_rollout:
             RolloutSkip(self.config, manager).wrap_generate_sequences()
         elif self._grades_while_generating() and isinstance(manager, AgentLoopManager):

@@ -2,16 +2,20 @@
 
 All three share one process so that generation uses the very weights that training writes. Where a
 rank holds the whole model, the rollout engine has no weights of its own and there is nothing to
-synchronise; where ranks divide it, the engine has a copy that follows every update. Where the
-rollout has ranks of its own (`rollout.RolloutWorker`), this worker sends them its weights.
+synchronise; where ranks divide it, or the engine runs in a process of its own, the engine has a
+copy that follows every update. Where the rollout has ranks of its own (`rollout.RolloutWorker`),
+this worker sends them its weights.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from functools import cached_property
 
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from verl.config.actor import FSDPActorConfig
-from verl.config.engine import FSDPEngineConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
 from verl.models.exact import make_exact
@@ -22,7 +26,6 @@ from verl.utils.checkpoint.adapter import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
-from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.actor.gradual_update import GradualUpdate
 from verl.workers.engine.fsdp import FSDPEngine
@@ -38,20 +41,25 @@ from verl.workers.roles.dealing import (
     row_column,
     update_plan,
 )
+from verl.workers.roles.engine_check import EngineCheck, EngineTerms
 from verl.workers.roles.generating import ROLLOUT_MESH, GeneratingWorker
-from verl.workers.roles.rollout_copy import RolloutCopy, load_copy
+from verl.workers.roles.process_copy import ProcessCopy, use_up
 from verl.workers.roles.utilisation import update_passes, utilisation
+from verl.workers.rollout.factory import adapter_engines, has_own_process, ranks_per_engine
+from verl.workers.rollout.trained import Answer, log_probs_of, scrambled
 from verl.workers.schedule import MicroBatching
 from verl.workers.weight_sync import Published, WeightSender, send_weights
+from verl.workers.weight_sync.sender import NamedTensors
 from verl.workers.weight_sync.tcp import TcpSender
 
 MESH = "actor"
+
+logger = logging.getLogger(__name__)
 
 
 class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerExtension):
     """Actor, rollout and reference policy of one rank; `role` names which of them it plays."""
 
-    rollout_copy: RolloutCopy | None = None
     gradual_update: GradualUpdate | None = None
     """The update whose rows are coming."""
 
@@ -75,8 +83,8 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         sharing = self.fsdp_config.ulysses_sequence_parallel_size
         self.take_part_in(MESH, ranks_per_sequence=sharing)
         if self.is_rollout:
-            engine_size = config.rollout.tensor_model_parallel_size
-            self.take_part_in(ROLLOUT_MESH, ranks_per_sequence=engine_size)
+            size = ranks_per_engine(config.rollout)
+            self.take_part_in(ROLLOUT_MESH, ranks_per_sequence=size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -102,13 +110,11 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
             probe_micro_batch=actor.probe_micro_batch,
             is_exact=config.rollout.exact,
             keeps_start=self.is_ref,
+            is_shared=self.is_rollout and not has_own_process(config.rollout.name),
             sequence_group=self.sequence_group,
         )
         self.flops = FlopsCounter(self.engine.module.config)
-        self.tokenizer = hf_tokenizer(
-            config.model.tokenizer_path or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        self.load_tokenizer()
         self.actor = DataParallelPPOActor(actor, self.engine)
         if self.is_rollout:
             self._start_rollout()
@@ -124,55 +130,106 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     def _start_rollout(self) -> None:
         """On the trained weights where a rank holds them whole, else on a copy of them, into which
         adapters are merged."""
-        config, tp_size = self.config, self.config.rollout.tensor_model_parallel_size
-        is_merged = has_lora(self.engine.module) and config.model.lora.merge
-        if tp_size == 1 and not isinstance(self.engine, FSDPEngine) and not is_merged:
-            if config.rollout.exact:
-                capacity = config.rollout.prompt_length + config.rollout.response_length
-                make_exact(self.engine.module, capacity)
-            self.start_rollout(self.engine.module, lambda: self.engine.policy_version)
+        rollout = self.config.rollout
+        if self._shares_weights():
+            if rollout.exact:
+                make_exact(self.engine.module, rollout.prompt_length + rollout.response_length)
+            self.start_on_module(self.engine.module, lambda: self.engine.policy_version)
             return
-        if config.rollout.exact:
+        if rollout.exact:
             raise ValueError(
                 "rollout.exact is True, but the rollout has weights of its own here: generation "
                 "and training agree bit for bit on shared weights only. Set fsdp_config.sharding="
                 "zero1, rollout.tensor_model_parallel_size=1 and model.lora.merge=False, or "
                 "rollout.exact=False"
             )
-        module = load_copy(config.model, self.fsdp_config, self.device)
-        copy = RolloutCopy(module, bucket_bytes=self.bucket_bytes, is_divided=tp_size > 1)
-        self.start_rollout(module, lambda: copy.version, self.neighbours(tp_size))
-        self.rollout_copy = copy
+        self.start_on_copy()
+        does_probe = rollout.probe and self.module_with_adapter() is None
+        if self._check is not None and does_probe:
+            self._check.probe()  # leaves the trained weights in the engine
         self.update_weights()
 
-    @property
-    def fsdp_config(self) -> FSDPEngineConfig:
-        assert isinstance(self.config.actor, FSDPActorConfig)
-        return self.config.actor.fsdp_config
+    @cached_property
+    def _check(self) -> EngineCheck | None:
+        """Of an engine that computes with code of its own."""
+        if not isinstance(self.rollout_copy, ProcessCopy):
+            return None
+        if self.sequence_group is not None:
+            logger.warning(
+                "ranks divide sequences (ulysses_sequence_parallel_size) and cannot each score the "
+                "answers of an engine of theirs: the rollout engine is neither probed nor watched"
+            )
+            return None
+        terms = self.engine_terms()
+        return EngineCheck(self.config.rollout, self.engine, self.rollout_copy, terms)
+
+    def module_with_adapter(self) -> PreTrainedModel | None:
+        config, module = self.config, self.engine.module
+        takes_adapters = config.rollout.name in adapter_engines
+        is_sent_alone = takes_adapters and has_lora(module) and not config.model.lora.merge
+        return module if is_sent_alone else None
+
+    def _shares_weights(self) -> bool:
+        """Whether the engine generates with the very weights that are trained."""
+        config, is_divided = self.config, isinstance(self.engine, FSDPEngine)
+        is_merged = has_lora(self.engine.module) and config.model.lora.merge
+        is_alone = config.rollout.tensor_model_parallel_size == 1 and not is_divided
+        return is_alone and not is_merged and not has_own_process(config.rollout.name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self) -> None:
         """Let the rollout see the trained weights; `update_actor` and `load_checkpoint` do so."""
-        if self.rollout_copy is not None:
-            self.rollout_copy.renew(self.rollout, self.engine)
+        self._follow_update()
+
+    def _follow_update(self) -> dict[str, float]:
+        """The same, and what there is to report of it."""
+        if self.rollout_copy is None:
+            return {}
+        self.rollout_copy.renew(self.engine)
+        return {} if self._check is None else self._check.after_update()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, addresses: Sequence[tuple[str, int]], token: str) -> Published | None:
+    def send_weights(
+        self, addresses: Sequence[tuple[str, int]], token: str, is_scrambled: bool = False
+    ) -> Published | None:
         """Send the trained weights to rollout ranks elsewhere, of which each rank serves its share.
 
-        What they hold afterwards; None from a rank that had none to serve.
+        What they hold afterwards; None from a rank that had none to serve. A probe asks for
+        scrambled ones.
         """
         weights = self.engine.get_per_tensor_param()
+        if is_scrambled:
+            weights = ((name, scrambled(name, weight)) for name, weight in weights)
         share = addresses[self.rank :: self.world_size]
-        if not share:
-            for _ in weights:  # whole tensors may be put together from all ranks
-                pass
-            return None
-        channel = TcpSender(share, token, timeout_seconds=self.config.nccl_timeout)
+        try:
+            return self._send_to(share, token, weights) if share else None
+        finally:
+            use_up(weights)
+
+    def _send_to(
+        self, addresses: Sequence[tuple[str, int]], token: str, weights: NamedTensors
+    ) -> Published:
+        channel = TcpSender(addresses, token, timeout_seconds=self.config.nccl_timeout)
         try:
             return send_weights(self._sender, weights, self.engine.policy_version, channel)
         finally:
             channel.close()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def engine_terms(self) -> EngineTerms:
+        """What a rollout engine is compared by with this policy."""
+        dtype, device = self.trained_dtype, self.device
+        return EngineTerms.of(self.config, self.engine.module, dtype=dtype, device=device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def trained_version(self) -> int:
+        """How many updates the trained weights have seen."""
+        return self.engine.policy_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def score_answers(self, answers: Sequence[Answer], temperature: float) -> list[Tensor]:
+        """What training gives for the tokens of answers by an engine elsewhere."""
+        return log_probs_of(self.engine, answers, temperature=temperature)
 
     @cached_property
     def _sender(self) -> WeightSender:
@@ -184,6 +241,8 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     ) -> None:
         """Continue from a folder that the caller has verified."""
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        if self.rollout_copy is not None:
+            self.rollout_copy.withdraw()  # other weights may have the same number
         self.update_weights()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -263,7 +322,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
             old_policy_version=data.meta_info.get("old_policy_version"),
             plan=update_plan(data),
         )
-        self.update_weights()
+        metrics.update(self._follow_update())
         seconds = time.perf_counter() - start
         passes = update_passes(config.actor.ppo_epochs, self.engine.module)
         metrics.update(utilisation("actor", self.flops, data, seconds, passes=passes))

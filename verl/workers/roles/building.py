@@ -43,6 +43,7 @@ def build_engine(
     probe_micro_batch: bool = False,
     is_exact: bool = False,
     keeps_start: bool = False,
+    is_shared: bool = False,
     group: dist.ProcessGroup | None = None,
     sequence_group: dist.ProcessGroup | None = None,
 ) -> OneDeviceEngine:
@@ -51,11 +52,10 @@ def build_engine(
     `group` has the ranks that share the model, None is all; `sequence_group` those that divide the
     tokens of the same rows. A rank that is alone has everything; several divide what
     `fsdp_config.sharding` says. With LoRA, `keeps_start` keeps the adapter that training starts
-    from, for the reference.
+    from, for the reference. `is_shared` says that a rollout engine uses the weights in place.
     """
     import_external_libs(model.external_lib)
     is_frozen = optimizer is None
-    is_shared = not is_frozen and not is_value_model  # with the built-in rollout engine
     build_model = ModelBuilder(
         model=model,
         path=path,
@@ -173,7 +173,7 @@ def with_whole_weights(
     """What can be done about weights that a rank holds whole."""
     if engine.param_offload and is_shared:
         raise ValueError(
-            "actor.fsdp_config.param_offload is on, but the built-in rollout engine generates with "
+            "actor.fsdp_config.param_offload is on, but the rollout engine generates with "
             "the actor's own weights, which must stay on the device; set "
             "actor.fsdp_config.optimizer_offload=True, which frees more (12 of 14 bytes per "
             "weight in 16-bit formats), or on several ranks actor.fsdp_config.sharding=full"

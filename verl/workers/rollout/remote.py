@@ -6,7 +6,8 @@
 
 The driver keeps what was asked and who waits for it; the engine's process keeps the sequences
 (`visits`). One visit at a time: the first who waits starts the exchange, which goes on as long as
-somebody waits. Nobody waits for the exchange itself; a visit that fails is told to all who wait.
+somebody waits. Nobody waits for the exchange itself; a visit that fails is told to all who wait. An
+engine that its rank has lost is `EngineLostError` here too: it may be asked again after a restart.
 """
 
 import asyncio
@@ -16,8 +17,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from verl.single_controller.base.failures import WorkerError
 from verl.single_controller.base.worker_group import WorkerGroup
-from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
+from verl.workers.rollout.base import EngineLostError, GenerationRequest, Rollout, TokenOutput
 from verl.workers.rollout.visits import Visit, VisitReport
 
 VISIT_SECONDS = 900.0
@@ -29,7 +31,7 @@ PAUSE_SECONDS = 0.001
 class RemoteRollout(Rollout):
     """The engine of `ranks`, which hold one model together and get the same visits.
 
-    The workers offer `rollout_visit`, `rollout_version`, `rollout_sleep` and `rollout_wake_up`.
+    The workers offer `rollout_visit`, `rollout_version` and the like (`GeneratingWorker`).
     """
 
     def __init__(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
@@ -48,6 +50,13 @@ class RemoteRollout(Rollout):
     @property
     def policy_version(self) -> int:
         return self._call("rollout_version")
+
+    @property
+    def num_restarts(self) -> int:
+        return self._call("rollout_restarts")
+
+    def is_alive(self) -> bool:
+        return self._call("rollout_is_alive")
 
     async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
         loop = asyncio.get_running_loop()
@@ -156,13 +165,21 @@ class RemoteRollout(Rollout):
 
     def _call(self, method: str, *args: Any) -> Any:
         with self._one_call:
-            return self._group.execute_ranks(self.ranks, method, *args)[0]
+            try:
+                return self._group.execute_ranks(self.ranks, method, *args)[0]
+            except WorkerError as error:
+                if isinstance(error.__cause__, EngineLostError):
+                    raise EngineLostError(str(error.__cause__)) from error
+                raise
 
 
-def remote_rollouts(group: WorkerGroup, ranks_per_engine: int) -> list[RemoteRollout]:
-    """One per engine: consecutive ranks hold one model together."""
-    engines = range(group.world_size // ranks_per_engine)
-    return [
-        RemoteRollout(group, range(engine * ranks_per_engine, (engine + 1) * ranks_per_engine))
-        for engine in engines
-    ]
+def remote_rollouts(
+    group: WorkerGroup, ranks_per_engine: int, *, first_rank_leads: bool = False
+) -> list[RemoteRollout]:
+    """One per engine: consecutive ranks hold one model together.
+
+    All of them are called, or only the first where that one leads the engine.
+    """
+    called = 1 if first_rank_leads else ranks_per_engine
+    starts = range(0, group.world_size - ranks_per_engine + 1, ranks_per_engine)
+    return [RemoteRollout(group, range(start, start + called)) for start in starts]

@@ -1,0 +1,74 @@
+"""From `rollout.name` to the process that serves it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_tokenizer import save_tiny_model
+from verl.config.rollout import RolloutConfig
+from verl.config.serving import CheckpointEngineConfig, ServerConfig
+from verl.workers.rollout.factory import (
+    engine_spec,
+    has_own_process,
+    process_engines,
+    process_spec,
+    ranks_per_engine,
+)
+from verl.workers.rollout.process.client import EngineSpec
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def rollout(name, **options):
+    return RolloutConfig(name=name, prompt_length=6, response_length=8, **options)
+
+
+@pytest.mark.parametrize("name", ["native_process", "vllm", "sglang"])
+def test_every_engine_gets_the_interpreter_the_devices_and_the_patience_of_the_options(
+    name, model_path
+):
+    options = rollout(
+        name,
+        python="~/envs/engine/bin/python",
+        server=ServerConfig(max_start_wait_time=77.0),
+        checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=3),
+    )
+    spec = engine_spec(
+        options, model_path, device="cpu", has_weights=False, visible_devices=("2", "5")
+    )
+    assert spec.python == str(Path.home() / "envs/engine/bin/python")
+    assert spec.environment["CUDA_VISIBLE_DEVICES"] == "2,5"
+    assert (spec.start_seconds, spec.bucket_bytes, spec.has_weights) == (77.0, 3 << 20, False)
+
+
+def test_some_engines_run_in_the_workers_process_and_unknown_ones_nowhere():
+    assert [has_own_process(name) for name in ("native", "hf", "vllm")] == [False, False, True]
+    with pytest.raises(ValueError, match=r"rollout\.name is 'trtllm'; known: hf, native, "):
+        has_own_process("trtllm")
+
+
+def test_ranks_have_an_engine_in_common_where_it_is_divided():
+    size = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}
+    assert ranks_per_engine(rollout("vllm", **size)) == 6
+    assert ranks_per_engine(rollout("native", **size)) == 2, "it has no pipeline"
+
+
+def test_the_built_in_engine_in_a_process_has_one_device(model_path):
+    options = rollout("native_process", tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match=r"rollout\.name=native divides the model"):
+        engine_spec(options, model_path, device="cpu", has_weights=True)
+
+
+def test_an_engine_of_ones_own_is_one_function(model_path):
+    @process_engines.register("engine_of_this_test")
+    def mine(order):
+        return process_spec(order, build="mine:build", options={"seed": order.seed})
+
+    options = rollout("engine_of_this_test")
+    spec = engine_spec(options, model_path, device="cpu", has_weights=True, seed=9)
+    assert isinstance(spec, EngineSpec)
+    assert (spec.build, spec.options, spec.has_weights) == ("mine:build", {"seed": 9}, True)
+    assert has_own_process("engine_of_this_test")

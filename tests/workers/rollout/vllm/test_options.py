@@ -1,0 +1,120 @@
+"""What our options become in vLLM's words. No vLLM is needed for that."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import tiny_config
+from tests.tiny_tokenizer import tiny_tokenizer
+from verl.config.rollout import RolloutConfig
+from verl.workers.rollout.vllm_rollout.arguments import refuse_unknown
+from verl.workers.rollout.vllm_rollout.options import vllm_environment, vllm_options
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_config("qwen2").save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    return path
+
+
+def options(folder: Path, device: str = "cuda", **changes: Any) -> dict[str, Any]:
+    config = RolloutConfig(name="vllm", **changes)
+    return vllm_options(config, str(folder), device=device, seed=5)
+
+
+def test_lengths_limits_and_parallelism_reach_vllm_under_its_names(folder):
+    arguments = options(
+        folder,
+        prompt_length=100,
+        response_length=28,
+        max_num_seqs=12,
+        tensor_model_parallel_size=2,
+        gpu_memory_utilization=0.4,
+        cudagraph_capture_sizes=[1, 2],
+    )["arguments"]
+    assert arguments["model"] == str(folder)
+    assert arguments["max_model_len"] == 128
+    assert arguments["max_num_seqs"] == 12
+    assert arguments["tensor_parallel_size"] == 2
+    assert arguments["gpu_memory_utilization"] == 0.4
+    assert arguments["cudagraph_capture_sizes"] == [1, 2]
+    assert arguments["seed"] == 5
+    assert arguments["dtype"] == "bfloat16"
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+
+
+def test_options_are_plain_json(folder):
+    made = options(folder, engine_kwargs={"vllm": {"block_size": 32}})
+    assert json.loads(json.dumps(made)) == made
+
+
+def test_a_cpu_computes_in_what_is_trained_in_and_takes_a_fixed_cache(folder):
+    arguments = options(folder, device="cpu")["arguments"]
+    assert arguments["dtype"] == "float32"
+    assert arguments["kv_cache_memory_bytes"] == 1 << 30
+    assert "gpu_memory_utilization" not in arguments
+    assert "enable_sleep_mode" not in arguments
+    assert vllm_environment("cpu")["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_FP16"
+    assert "ONEDNN_MAX_CPU_ISA" not in vllm_environment("cuda")
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "fp8"}, {"quantization": "fp8"}])
+def test_fp8_quantizes_and_computes_in_bfloat16(folder, changes):
+    arguments = options(folder, **changes)["arguments"]
+    assert arguments["quantization"] == "fp8"
+    assert arguments["dtype"] == "bfloat16"
+
+
+def test_weights_come_from_disk_only_where_none_will_be_sent(folder):
+    config = RolloutConfig(name="vllm")
+    waits = vllm_options(config, str(folder), device="cpu")
+    reads = vllm_options(config, str(folder), device="cpu", has_weights=True)
+    assert waits["arguments"]["load_format"] == "dummy"
+    assert reads["arguments"]["load_format"] == "auto"
+
+
+def test_every_stated_end_token_ends_a_response(folder):
+    assert options(folder)["end_tokens"] == [2, 7]
+
+
+def test_an_adapter_is_announced_with_its_rank_and_its_base_is_read_from_disk(folder):
+    made = vllm_options(
+        RolloutConfig(name="vllm"), str(folder), device="cpu", adapter={"r": 8, "lora_alpha": 16}
+    )
+    assert made["arguments"]["enable_lora"]
+    assert made["arguments"]["max_lora_rank"] == 8
+    assert made["arguments"]["load_format"] == "auto"
+
+
+def test_logits_in_place_of_log_probabilities_are_refused(folder):
+    with pytest.raises(ValueError, match=r"rollout\.logprobs_mode is 'raw_logits'"):
+        options(folder, logprobs_mode="raw_logits")
+
+
+def test_copies_of_the_model_inside_one_engine_are_refused(folder):
+    with pytest.raises(ValueError, match=r"rollout\.data_parallel_size is 2"):
+        options(folder, data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("block_sise", "no argument of this vLLM's EngineArgs; did you mean 'block_size'"),
+        ("model", "follows actor_rollout_ref.model.path"),
+        ("skip_tokenizer_init", "it is always True here"),
+    ],
+)
+def test_arguments_that_cannot_be_passed_on_are_refused_by_name(name, message):
+    with pytest.raises(ValueError, match=f"rollout.engine_kwargs.vllm.{name} .*{message}"):
+        refuse_unknown({name: 1}, known=["block_size", "model"])
+
+
+def test_an_argument_that_vllm_has_is_passed_on(folder):
+    refuse_unknown({"block_size": 32}, known=["block_size"])
+    made = options(folder, engine_kwargs={"vllm": {"block_size": 32, "swap_space": None}})
+    assert made["engine_kwargs"] == {"block_size": 32}

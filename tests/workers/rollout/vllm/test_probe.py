@@ -1,0 +1,42 @@
+"""What the probe finds out about a real vLLM."""
+
+import pytest
+
+from tests.workers.rollout.vllm.helpers import needs_vllm, saved_model, vllm_process
+from verl.models.loading import load_causal_lm
+from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.rollout.canary import METRIC, Canary
+from verl.workers.rollout.probe import SamplingInUse, probe_engine
+from verl.workers.rollout.trained import LocalPolicy
+
+pytestmark = needs_vllm
+
+
+@pytest.mark.parametrize(
+    ("model_type", "has_weights"),
+    [("llama", False), ("qwen2", True)],  # qwen2 has tied embeddings
+)
+def test_vllm_passes_the_probe_and_the_canary(model_type, has_weights, tmp_path):
+    saved_model(tmp_path, model_type)
+    training = OneDeviceEngine(lambda: load_causal_lm(str(tmp_path)))
+    training.initialize()
+    engine = vllm_process(
+        tmp_path, has_weights=has_weights, prompt_length=160, response_length=32, dtype="float32"
+    )
+    facts = engine.start()
+    try:
+        policy = LocalPolicy(training, engine.update_weights)
+        vocabulary = training.module.config.vocab_size
+        findings = probe_engine(
+            engine,
+            policy,
+            facts,
+            vocabulary=vocabulary,
+            tolerance=0.01,
+            sampling=SamplingInUse(),
+        )
+        assert findings[-1].answer == "they did"
+        canary = Canary(vocabulary=vocabulary, max_model_len=facts.max_model_len, tolerance=0.01)
+        assert canary.check(engine, policy)[METRIC] < 1e-3
+    finally:
+        engine.close()

@@ -1,0 +1,255 @@
+"""From `rollout.name` to an engine.
+
+There are two kinds. `module_engines` run in the worker's process on a Hugging Face module, which
+may be the very one that is trained (`native`, `hf`). `process_engines` run in a process of their
+own, perhaps with another Python, and weights are sent to them (`vllm`, `sglang`, and
+`native_process`, the built-in engine). Both are registries; a name of your own is one function:
+
+    @process_engines.register("mine")
+    def my_engine(order: EngineOrder) -> EngineSpec:
+        return process_spec(order, build="my_package.engine:build", options={...})
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.config.rollout import RolloutConfig
+from verl.utils.device import get_visible_devices_keyword
+from verl.utils.registry import Registry
+from verl.workers.rollout.base import Rollout
+from verl.workers.rollout.hf_rollout import HFRollout
+from verl.workers.rollout.native.end_tokens import end_tokens
+from verl.workers.rollout.native.engine import NativeEngine
+from verl.workers.rollout.native.memory import cache_budget
+from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.process.client import EngineSpec
+from verl.workers.rollout.process.native import BUILD as BUILD_NATIVE
+from verl.workers.rollout.process.native import native_options
+from verl.workers.rollout.sglang_rollout.options import sglang_options
+from verl.workers.rollout.vllm_rollout.options import vllm_environment, vllm_options
+
+STEPS_PER_VISIT, STEPS_PER_VISIT_ON_CPU = 8, 4
+"""Tokens per sequence between two looks of the host; a device beside it waits meanwhile."""
+
+SEEDS_PER_ENGINE = 1 << 32
+"""The built-in engine counts fresh seeds up; no two engines take the same."""
+
+SILENCE_SECONDS = 30.0
+"""A process beats from a thread of its own, also during long steps; silence is no load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleOrder:
+    """An engine in this process, over `module`, whose weights have seen `version()` updates.
+
+    The ranks of `tp_group` divide the module, which must then be the engine's own.
+    """
+
+    module: PreTrainedModel
+    rollout: RolloutConfig
+    tokenizer: PreTrainedTokenizerBase
+    version: Callable[[], int]
+    seed: int = 0
+    """Another for each engine of a run: what is drawn for requests without a seed depends on it."""
+
+    tp_group: ProcessGroup | None = None
+
+    @property
+    def end_tokens(self) -> list[int]:
+        return end_tokens(self.module, self.tokenizer)
+
+    def decode_text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOrder:
+    """An engine in a process of its own."""
+
+    rollout: RolloutConfig
+    model_path: str
+    """A folder of this machine."""
+
+    device: str
+    """`cpu`, `cuda`, ..."""
+
+    dtype: str = "float32"
+    """Number format of the weights that are sent, as torch spells it."""
+
+    seed: int = 0
+    """Another for each engine of a run: what is drawn for requests without a seed depends on it."""
+
+    trust_remote_code: bool = False
+    tokenizer_path: str | None = None
+    """None takes the model's."""
+
+    override_config: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model's configuration to change; only the built-in engine takes them."""
+
+    visible_devices: tuple[str, ...] = ()
+    """Those the process may use, by the names that the driver's variable takes; none said: all."""
+
+    has_weights: bool = False
+    """Serve what is on disk from the start, instead of waiting for weights that are sent."""
+
+    adapter: Mapping[str, Any] | None = None
+    """peft's configuration of a LoRA adapter, if updates bring its tensors alone."""
+
+    def options(self, make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """What an engine's own function makes of it: plain values for the engine's process."""
+        return make(
+            self.rollout,
+            self.model_path,
+            device=self.device,
+            dtype=self.dtype,
+            seed=self.seed,
+            trust_remote_code=self.trust_remote_code,
+            has_weights=self.has_weights,
+            adapter=None if self.adapter is None else dict(self.adapter),
+        )
+
+
+def native(order: ModuleOrder) -> Rollout:
+    return NativeEngine(
+        order.module,
+        native_limits(order.rollout, next(order.module.parameters()).device),
+        eos_token_ids=order.end_tokens,
+        version=order.version,
+        decode_text=order.decode_text,
+        seed=order.seed * SEEDS_PER_ENGINE,
+        tp_group=order.tp_group,
+    )
+
+
+def native_limits(rollout: RolloutConfig, device: torch.device) -> EngineLimits:
+    return EngineLimits(
+        max_num_seqs=rollout.max_num_seqs,
+        max_prompt_tokens=rollout.prompt_length,
+        max_response_tokens=rollout.response_length,
+        max_prefill_tokens=rollout.max_num_batched_tokens,
+        max_cache_bytes=cache_budget(device, rollout.gpu_memory_utilization),
+        steps_per_visit=STEPS_PER_VISIT_ON_CPU if device.type == "cpu" else STEPS_PER_VISIT,
+    )
+
+
+def hf(order: ModuleOrder) -> Rollout:
+    pad_token_id = order.tokenizer.pad_token_id
+    assert isinstance(pad_token_id, int)
+    return HFRollout(
+        order.module,
+        max_num_seqs=order.rollout.max_num_seqs,
+        max_prompt_tokens=order.rollout.prompt_length,
+        max_response_tokens=order.rollout.response_length,
+        eos_token_ids=order.end_tokens,
+        pad_token_id=pad_token_id,
+        version=order.version,
+        decode_text=order.decode_text,
+        seed=order.seed * SEEDS_PER_ENGINE,
+    )
+
+
+def native_process(order: EngineOrder) -> EngineSpec:
+    """The built-in engine, apart from the trainer."""
+    size = order.rollout.tensor_model_parallel_size
+    if size > 1:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size is {size}, but rollout.name=native_process has "
+            "one device; rollout.name=native divides the model among ranks"
+        )
+    options = native_options(
+        order.model_path,
+        native_limits(order.rollout, torch.device(order.device)),
+        device=order.device,
+        dtype=order.dtype,
+        seed=order.seed * SEEDS_PER_ENGINE,
+        tokenizer_path=order.tokenizer_path,
+        trust_remote_code=order.trust_remote_code,
+        override_config=order.override_config,
+    )
+    return process_spec(order, build=BUILD_NATIVE, options=options)
+
+
+def vllm(order: EngineOrder) -> EngineSpec:
+    return process_spec(
+        order,
+        build="verl.workers.rollout.vllm_rollout.hosted:build",
+        options=order.options(vllm_options),
+        environment=vllm_environment(order.device),
+    )
+
+
+def sglang(order: EngineOrder) -> EngineSpec:
+    return process_spec(
+        order,
+        build="verl.workers.rollout.sglang_rollout.hosted:build",
+        options=order.options(sglang_options),
+    )
+
+
+def process_spec(
+    order: EngineOrder,
+    *,
+    build: str,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+) -> EngineSpec:
+    """What all engines with a process of their own have in common."""
+    rollout, variables = order.rollout, dict(environment or {})
+    if order.visible_devices:
+        variables[get_visible_devices_keyword()] = ",".join(order.visible_devices)
+    return EngineSpec(
+        build=build,
+        options=options,
+        python=None if rollout.python is None else str(Path(rollout.python).expanduser()),
+        environment=variables,
+        has_weights=order.has_weights,
+        bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
+        start_seconds=rollout.server.max_start_wait_time,
+        answer_seconds=SILENCE_SECONDS,
+    )
+
+
+module_engines = Registry[Callable[[ModuleOrder], Rollout]]("rollout engine", native=native, hf=hf)
+process_engines = Registry[Callable[[EngineOrder], EngineSpec]](
+    "rollout engine", native_process=native_process, vllm=vllm, sglang=sglang
+)
+
+adapter_engines = {"sglang", "vllm"}
+"""Those of them that heed `EngineOrder.adapter`; others are sent weights with adapters merged."""
+
+
+def has_own_process(name: str) -> bool:
+    """Whether the engine of that `rollout.name` runs apart from the worker; refuses unknown
+    names."""
+    if name in module_engines:
+        return False
+    if name not in process_engines:
+        known = ", ".join(sorted([*module_engines, *process_engines]))
+        raise ValueError(
+            f"rollout.name is {name!r}; known: {known}. A name of your own is registered in "
+            "verl.workers.rollout.factory.process_engines by a module in "
+            "actor_rollout_ref.model.external_lib"
+        )
+    return True
+
+
+def ranks_per_engine(rollout: RolloutConfig) -> int:
+    """Consecutive ranks whose devices one engine has."""
+    size = rollout.tensor_model_parallel_size
+    return size * rollout.pipeline_model_parallel_size if has_own_process(rollout.name) else size
+
+
+def engine_spec(
+    rollout: RolloutConfig, model_path: str, *, device: str, has_weights: bool, **options: Any
+) -> EngineSpec:
+    """The process that `rollout.name` asks for; `options` are further fields of `EngineOrder`."""
+    order = EngineOrder(
+        rollout=rollout, model_path=model_path, device=device, has_weights=has_weights, **options
+    )
+    return process_engines[rollout.name](order)

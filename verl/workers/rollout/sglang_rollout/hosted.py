@@ -1,0 +1,185 @@
+"""SGLang as a `HostedEngine`: its server is our child, and this speaks its native endpoints.
+
+    host loop --> SGLangEngine --HTTP on loopback--> sglang.launch_server --> its ranks
+                    streams     /generate, /abort_request
+                    weights     files in memory, /update_weights_from_disk, /load_lora_adapter
+                    memory      /release_memory_occupation, /resume_memory_occupation, /flush_cache
+
+A server that dies, stays silent, or answers what this protocol does not expect ends the engine's
+process: whoever waits hears of it, and the next process holds no weights until some are sent.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from random import Random
+from typing import Any
+
+from torch import Tensor
+
+from verl.utils.environment import set_variable, variable
+from verl.workers.rollout.adapter_names import without_adapters
+from verl.workers.rollout.base import GenerationRequest, TokenDelta
+from verl.workers.rollout.native.requests import EngineLimits, refuse_what_cannot_run
+from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
+from verl.workers.rollout.sglang_rollout.adapter import ServedAdapter
+from verl.workers.rollout.sglang_rollout.arguments import (
+    FIXED,
+    refuse_what_the_server_did_not_take,
+    server_arguments,
+)
+from verl.workers.rollout.sglang_rollout.http_client import ServerRefusedError
+from verl.workers.rollout.sglang_rollout.sampling import generate_body
+from verl.workers.rollout.sglang_rollout.server import Server
+from verl.workers.rollout.sglang_rollout.streams import Streams
+from verl.workers.rollout.sglang_rollout.weight_folder import weight_folder
+
+UPDATE_SECONDS = 600.0
+SETTLE_SECONDS = 30.0
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+def build(options: Mapping[str, Any]) -> "SGLangEngine":
+    """Called in the engine's process with what `sglang_options` made."""
+    for name, value in options["environment"].items():
+        set_variable(name, value)
+    arguments = server_arguments(options["arguments"], options["engine_kwargs"])
+    server = Server(options["command"], arguments, options["server"])
+    server.wait_until_ready(options["server"]["max_start_wait_time"])
+    in_effect = server.client.call("/server_info")
+    refuse_what_the_server_did_not_take(options["engine_kwargs"], in_effect)
+    return SGLangEngine(server, in_effect, options)
+
+
+class SGLangEngine(HostedEngine):
+    """Over a running server; `in_effect` is what that says of itself."""
+
+    def __init__(
+        self, server: Server, in_effect: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        self._server = server
+        self._client = server.client
+        self._in_effect = in_effect
+        self._options = options
+        self._streams = Streams(
+            server,
+            max_connections=options["server"]["max_connections"],
+            max_silence_seconds=options["server"]["timeout"],
+        )
+        prompt_length = min(options["prompt_length"], options["max_model_len"] - 1)
+        self._limits = EngineLimits(
+            max_prompt_tokens=prompt_length,
+            max_response_tokens=options["max_model_len"] - prompt_length,
+        )
+        self._adapter = (
+            ServedAdapter(self._client, options["adapter"]) if options["adapter"] else None
+        )
+        self._fresh_seeds = Random(options["seed"])
+        self._num_updates = int(FIXED["weight_version"])
+        self._released: set[str] = set()
+
+    def facts(self) -> EngineFacts:
+        is_raw = variable("SGLANG_RETURN_ORIGINAL_LOGPROB").lower() in ("1", "true")
+        return EngineFacts(
+            name="sglang",
+            version=self._in_effect["version"],
+            log_probs="raw" if is_raw else "tempered",
+            can_sleep=self._in_effect["enable_memory_saver"],
+            max_model_len=self._options["max_model_len"],
+        )
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def submit(self, number: int, request: GenerationRequest) -> None:
+        # The server must never see what it cannot run: a token beyond the vocabulary ends it.
+        refuse_what_cannot_run(
+            request, self._limits, self._options["vocabulary"], can_decode_text=True
+        )
+        room = self._options["max_model_len"] - len(request.prompt_ids)
+        body = generate_body(
+            number,
+            request,
+            max_tokens=min(request.params.max_tokens, room),
+            end_tokens=self._options["end_tokens"],
+            fresh_seeds=self._fresh_seeds,
+            adapter=None if self._adapter is None else self._adapter.name(),
+        )
+        self._streams.start(number, body, request.params, lambda ids: self._decode_text(ids))
+
+    def abort(self, number: int) -> None:
+        self._streams.abort(number)
+
+    def has_work(self) -> bool:
+        return self._streams.is_waited_for()
+
+    def step(self) -> Sequence[tuple[int, TokenDelta]]:
+        return self._streams.take(str(self._num_updates))
+
+    @cached_property
+    def _decode_text(self) -> Callable[[list[int]], str]:
+        """Loaded for the first request that a text may end; most runs have none."""
+        from transformers import AutoTokenizer  # noqa: PLC0415
+
+        arguments = self._options["arguments"]
+        tokenizer = AutoTokenizer.from_pretrained(
+            arguments["model_path"], trust_remote_code=arguments["trust_remote_code"]
+        )
+        return lambda ids: str(tokenizer.decode(ids))
+
+    # ---- weights and memory ------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._streams.settle(SETTLE_SECONDS)  # the host ends all requests before an update
+        if self._adapter is None:
+            self._load_base(weights)
+        else:
+            self._adapter.replace(weights)
+        if self._released == {KV_CACHE} and self._options["multi_stage_wake_up"]:
+            self._resume([KV_CACHE])  # the second stage of a wake-up
+        self.forget_cache()
+
+    def _load_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._num_updates += 1  # also if it fails: what the server then holds has no name
+        with weight_folder(without_adapters(weights)) as folder:
+            update = {
+                "model_path": str(folder),
+                "load_format": "safetensors",
+                "weight_version": str(self._num_updates),
+                "flush_cache": KV_CACHE not in self._released,
+            }
+            try:
+                self._client.call("/update_weights_from_disk", update, seconds=UPDATE_SECONDS)
+            except ServerRefusedError as refusal:
+                raise ValueError(
+                    f"SGLang did not take the weights, and what it holds now is unknown until it "
+                    f"has taken all of them: {refusal}"
+                ) from refusal
+
+    def forget_cache(self) -> None:
+        """SGLang clears its cache only when nothing runs, not even what was just aborted."""
+        if KV_CACHE not in self._released:  # else it went with the memory
+            self._streams.settle(SETTLE_SECONDS)
+            path = f"/flush_cache?timeout={SETTLE_SECONDS:g}"
+            self._client.call(path, {}, seconds=UPDATE_SECONDS)
+
+    def sleep(self, level: int) -> None:
+        wanted = [KV_CACHE] if level == 1 else [KV_CACHE, WEIGHTS]
+        tags = [tag for tag in wanted if tag not in self._released]
+        if tags:
+            self.forget_cache()
+            self._client.call("/release_memory_occupation", {"tags": tags}, seconds=UPDATE_SECONDS)
+            self._released.update(tags)
+
+    def wake_up(self) -> None:
+        if WEIGHTS in self._released and self._options["multi_stage_wake_up"]:
+            self._resume([WEIGHTS])  # keys and values follow when new weights have come
+        else:
+            self._resume(sorted(self._released))
+
+    def _resume(self, tags: Sequence[str]) -> None:
+        if tags:
+            body = {"tags": list(tags)}
+            self._client.call("/resume_memory_occupation", body, seconds=UPDATE_SECONDS)
+            self._released.difference_update(tags)
+
+    def close(self) -> None:
+        self._server.close()

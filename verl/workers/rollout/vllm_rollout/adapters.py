@@ -1,0 +1,52 @@
+"""A LoRA adapter that is replaced by every update, while the base weights stay as they are.
+
+vLLM reads adapters from folders in peft's format. An update's tensors are written to a fresh
+folder and loaded from there under a new number; the old adapter is removed before anything is
+generated again, so no request can meet it.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from vllm.lora.request import LoRARequest
+
+from verl.workers.rollout.adapter_names import in_peft_format
+
+
+class AdapterFolder:
+    """The adapter in use, and where it is on disk. `config` is peft's `adapter_config.json`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = dict(config)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._in_use: Any = None
+        self._num_updates = 0
+
+    def request(self) -> Any:
+        """What a request must carry to be answered with the adapter."""
+        if self._in_use is None:
+            raise ValueError("no adapter has been sent to this engine yet; send one first")
+        return self._in_use
+
+    def replace(self, weights: Iterable[tuple[str, Tensor]], engine: Any) -> None:
+        """Use these tensors from now on; until all of them are loaded there is no adapter."""
+        before, self._in_use = self._in_use, None
+        if before is not None:
+            engine.remove_lora(before.lora_int_id)
+        self._num_updates += 1
+        folder = tempfile.TemporaryDirectory(prefix="verl-adapter-")
+        tensors = {
+            name: tensor.detach().cpu().contiguous().clone()  # a bucket's memory is used again
+            for name, tensor in in_peft_format(weights)
+        }
+        save_file(tensors, Path(folder.name) / "adapter_model.safetensors")
+        (Path(folder.name) / "adapter_config.json").write_text(json.dumps(self._config))
+        request = LoRARequest(f"policy-{self._num_updates}", self._num_updates, folder.name)
+        if not engine.add_lora(request):
+            raise RuntimeError(f"vLLM did not take the adapter of {len(tensors)} tensors")
+        self._folder, self._in_use = folder, request

@@ -1,0 +1,219 @@
+"""vLLM as a `HostedEngine`: stepped in this process, token ids in, ids and log-probabilities out.
+
+A request for n samples becomes n requests of vLLM, each with its own seed; its prefix cache
+computes their prompt once. vLLM is given no tokenizer. The few requests that end at a text are
+watched here, by the rule that the built-in engine has. With several devices vLLM starts workers of
+its own; `worker_extension` brings weights into each of them.
+
+This runs in vLLM's environment: it must not import what only the trainer has.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import vllm
+from torch import Tensor
+from transformers import AutoTokenizer
+from vllm import EngineArgs, LLMEngine
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+
+from verl.workers.rollout.adapter_names import without_adapters
+from verl.workers.rollout.base import GenerationRequest, TokenDelta
+from verl.workers.rollout.native.requests import EngineLimits, refuse_what_cannot_run
+from verl.workers.rollout.native.stop_text import tokens_until_stop
+from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
+from verl.workers.rollout.vllm_rollout.adapters import AdapterFolder
+from verl.workers.rollout.vllm_rollout.arguments import merged_arguments
+from verl.workers.rollout.vllm_rollout.published_names import published_form
+from verl.workers.rollout.vllm_rollout.sampling import sampling_of_samples
+
+PART_BYTES = 64 << 20
+"""Weights that travel to vLLM's workers at a time, where there are several."""
+
+UPDATE_SECONDS = 600.0
+STEPS_AHEAD = 4
+"""On a GPU vLLM schedules a step or two before it has seen the tokens of the last."""
+
+LOG_PROBS = {"processed_logprobs": "processed", "raw_logprobs": "raw"}
+
+
+@dataclass
+class RunningSample:
+    """One sample of a request, which is a request of its own to vLLM."""
+
+    number: int
+    index: int
+    stop: tuple[str, ...]
+    token_ids: list[int] = field(default_factory=list)
+    """What it has so far; kept only where a text may end it."""
+
+
+class VLLMEngine(HostedEngine):
+    """Over vLLM's `LLMEngine`; `options` are what `vllm_options` made."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        known = [argument.name for argument in fields(EngineArgs)]
+        arguments = merged_arguments(options["arguments"], options["engine_kwargs"], known)
+        self._engine = engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._end_tokens = list(options["end_tokens"])
+        room = engine.model_config.max_model_len - options["prompt_length"]
+        self._limits = EngineLimits(
+            max_prompt_tokens=options["prompt_length"], max_response_tokens=max(1, room)
+        )
+        self._adapter = AdapterFolder(options["adapter"]) if options["adapter"] else None
+        self._samples: dict[str, RunningSample] = {}
+        self._aborted: list[tuple[int, TokenDelta]] = []
+
+    def facts(self) -> EngineFacts:
+        return EngineFacts(
+            name="vllm",
+            version=vllm.__version__,
+            log_probs=LOG_PROBS[self._engine.model_config.logprobs_mode],
+            can_sleep=self._engine.model_config.enable_sleep_mode,
+            max_model_len=self._engine.model_config.max_model_len,
+        )
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def submit(self, number: int, request: GenerationRequest) -> None:
+        vocabulary = self._engine.model_config.get_vocab_size()
+        refuse_what_cannot_run(request, self._limits, vocabulary, can_decode_text=True)
+        lora = None if self._adapter is None else self._adapter.request()
+        prompt = [int(token) for token in request.prompt_ids]
+        try:
+            for index, sampling in enumerate(sampling_of_samples(request, self._end_tokens)):
+                name = f"{number}.{index}"
+                self._engine.add_request(name, tokens_input(prompt), sampling, lora_request=lora)
+                self._samples[name] = RunningSample(number, index, request.params.stop)
+        except VLLMClientError as refusal:
+            raise ValueError(f"request {request.request_id}: vLLM says: {refusal}") from refusal
+
+    def abort(self, number: int) -> None:
+        for name, sample in list(self._samples.items()):
+            if sample.number == number:
+                self._engine.abort_request([name])
+                del self._samples[name]
+                self._aborted.append((number, last_delta(sample.index, "abort")))
+
+    def has_work(self) -> bool:
+        return bool(self._samples or self._aborted)
+
+    def step(self) -> Sequence[tuple[int, TokenDelta]]:
+        deltas, self._aborted = self._aborted, []
+        if self._samples:
+            for output in self._engine.step():
+                if output.request_id in self._samples:  # else it was aborted
+                    deltas.append(self._delta(output))
+        return deltas
+
+    def _delta(self, output: Any) -> tuple[int, TokenDelta]:
+        sample, new = self._samples[output.request_id], output.outputs[0]
+        token_ids, stop_reason = list(new.token_ids), new.finish_reason or ""
+        if sample.stop:
+            sample.token_ids += token_ids
+            end = tokens_until_stop(
+                sample.token_ids, len(token_ids), sample.stop, self._decode_text
+            )
+            if end is not None:
+                del token_ids[len(token_ids) - (len(sample.token_ids) - end) :]
+                if not stop_reason:
+                    self._engine.abort_request([output.request_id])
+                stop_reason = "stop"
+        if stop_reason:
+            del self._samples[output.request_id]
+        log_probs = [new.logprobs[place][token].logprob for place, token in enumerate(token_ids)]
+        delta = TokenDelta(
+            sample=sample.index,
+            token_ids=tuple(token_ids),
+            log_probs=tuple(log_probs),
+            policy_versions=(),
+            stop_reason=stop_reason,
+        )
+        return sample.number, delta
+
+    @cached_property
+    def _decode_text(self) -> Callable[[list[int]], str]:
+        """Loaded for the first request that a text may end; most runs have none."""
+        model = self._engine.model_config
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.tokenizer, trust_remote_code=model.trust_remote_code
+        )
+        return lambda ids: str(tokenizer.decode(ids))
+
+    # ---- weights and memory ------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        assert not self._samples  # the host ends all requests before an update
+        if self._adapter is None:
+            self._load_base(weights)
+        else:
+            self._adapter.replace(weights, self._engine)
+        self.forget_cache()
+
+    def _load_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._call_workers("begin_weights")
+        try:
+            for part in self._parts(self._published(without_adapters(weights))):
+                self._call_workers("take_weights", part)
+        finally:
+            # Also after a failure: layers left open would add the next update to this one.
+            unloaded = self._call_workers("end_weights")
+        absent = sorted({name for names in unloaded for name in names})
+        if absent:
+            raise ValueError(
+                f"the update left {len(absent)} parameters of vLLM's model as they were, or did "
+                f"not fill them: {', '.join(absent[:5])}; send every weight of the model under "
+                "its Hugging Face name"
+            )
+
+    def _parts(
+        self, weights: Iterator[tuple[str, Tensor]]
+    ) -> Iterator[Iterable[tuple[str, Tensor]]]:
+        if self._engine.vllm_config.parallel_config.world_size == 1:
+            yield weights  # the worker is in this process and takes them one by one
+            return
+        part, num_bytes = [], 0
+        for name, tensor in weights:
+            part.append((name, tensor.cpu()))
+            num_bytes += tensor.nbytes
+            if num_bytes >= PART_BYTES:
+                yield part
+                part, num_bytes = [], 0
+        yield part
+
+    @cached_property
+    def _published(self) -> Callable[..., Iterator[tuple[str, Tensor]]]:
+        model = self._engine.model_config
+        return published_form(model.model, trust_remote_code=model.trust_remote_code)
+
+    def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        return self._engine.collective_rpc(method, timeout=UPDATE_SECONDS, args=arguments)
+
+    def forget_cache(self) -> None:
+        for _ in range(STEPS_AHEAD):
+            if self._engine.reset_prefix_cache():
+                return
+            self._engine.step()  # what it had scheduled ahead for requests that have ended
+        raise RuntimeError(
+            "vLLM holds keys and values although no request runs, and could not clear its prefix "
+            "cache; what it generates next might mix old and new weights"
+        )
+
+    def sleep(self, level: int) -> None:
+        self.forget_cache()
+        self._engine.sleep(level=level)
+
+    def wake_up(self) -> None:
+        self._engine.wake_up()
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def last_delta(sample: int, stop_reason: str) -> TokenDelta:
+    return TokenDelta(
+        sample=sample, token_ids=(), log_probs=(), policy_versions=(), stop_reason=stop_reason
+    )
