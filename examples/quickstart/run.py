@@ -26,6 +26,7 @@ HERE = Path(os.path.relpath(Path(__file__).parent))
 ACCURACY = "val-core/multiplication/reward/mean@1"
 WORKED_OUT = "val-aux/multiplication/worked_out/mean@1"
 DEADLINE_SECONDS = 3600
+USUAL_FOLDER = Path("runs/quickstart")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +234,7 @@ def transcripts(folder: Path, steps: list[int], count: int = 3) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--out", type=Path, default=USUAL_FOLDER)
     for name, default in vars(Recipe()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     arguments = vars(parser.parse_args())
@@ -266,7 +267,13 @@ def report(results: dict[str, Any], folder: Path, model: str, seconds: float) ->
         f"worked out {first['worked_out']:.0%} -> {last['worked_out']:.0%}, in {seconds:.0f} s"
         f"\ncurve   {picture}\nnumbers {folder / 'results.json'}\nmodel   {model}"
         f"\nask it  python examples/quickstart/ask.py {model} '5071*4'"
+        f"\nchat    {serve_command(folder, model)}   (in the browser)"
     )
+
+
+def serve_command(folder: Path, model: str) -> str:
+    """`make serve` finds the model of a run in the usual folder by itself."""
+    return "make serve" if folder == USUAL_FOLDER else f"make serve MODEL={shlex.quote(model)}"
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_a_failure_waits_only_a_moment_for_the_silent():
     start = time.monotonic()
     with pytest.raises(WorkerError, match="no answer yet from ranks 1, 2"):
         group.execute_all_sync("f")
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 2.9
 
 
 def test_silence_ends_at_the_deadline_and_is_described():

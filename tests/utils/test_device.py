@@ -195,6 +195,7 @@ FOR_ONE_KIND_ONLY = (
     "utils/profiler/tools.py",  # Nsight, the history of CUDA's allocator
     "workers/rollout/native/kernel_batch.py",  # decoding through kernels and CUDA graphs
     "workers/rollout/native/step_graphs.py",
+    "workers/weight_sync/cuda_ipc.py",
 )
 
 

@@ -9,6 +9,7 @@ read the logits in the dtype they have; elsewhere plain torch works on an fp32 c
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from verl.models.exact import ROWS, exact_capacity, exact_linear
 from verl.models.kernels.availability import can_run_triton
+from verl.utils.device import memory_info
 
 WORKSPACE_ELEMENTS = 1 << 26
 """Logits that plain torch may hold at once: 256 MiB in fp32, and as much for each step of the
@@ -228,11 +230,12 @@ def _logits_gradient(
     return (grad * (head.scale / temperature)).to(logits.dtype)
 
 
+@cache  # the driver takes its time to answer
 def kept_bytes(device: torch.device) -> int:
     """Logits of a pass that may wait for its backward pass; none where they are copied anyway."""
     if device.type != "cuda" or not can_run_triton(device):
         return 0
-    return torch.cuda.get_device_properties(device).total_memory // KEPT_SHARE
+    return memory_info(device)[1] // KEPT_SHARE
 
 
 def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:

@@ -320,12 +320,16 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(payload):x}\r\n".encode() + payload + b"\r\n")
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 1024  # the default refuses connections that come at the same time
+
+
 def main() -> None:
     arguments = parse()
     Handler.api_key = json.loads(Path(arguments.config).read_text())["api-key"]
     print("a line that the server writes", file=sys.stderr)
     Handler.engine = Engine(arguments)
-    ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
+    Server((arguments.host, arguments.port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

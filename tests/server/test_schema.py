@@ -1,0 +1,83 @@
+"""The published schema is kept: what it allows is served, what it forbids is refused."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from schemathesis import engine as schema_tester
+
+from tests.server.clients import call
+from tests.server.conftest import OPTIONS
+from tests.server.engines import MODEL, TOKEN, ScriptedRollout, byte_tokenizer, saying
+from verl.server import RunningServer, serve
+
+TEXT = 'héllo 😀 <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def talking() -> Iterator[RunningServer]:
+    engine = ScriptedRollout(saying(TEXT), per_delta=1000)
+    # Whatever the schema allows must fit into the model.
+    options = dataclasses.replace(OPTIONS, max_model_len=1 << 16)
+    with serve([engine], byte_tokenizer(), options) as server:
+        yield server
+        assert not engine.running
+        assert server.service.admission.num_running == 0
+
+
+def faults_and_cases(server: RunningServer, max_examples: int) -> tuple[list[str], int]:
+    """What schemathesis finds with its boundary cases and so many random ones for each route."""
+    settings = {
+        "headers": {"Authorization": f"Bearer {TOKEN}"},
+        "generation": {"max-examples": max_examples, "deterministic": True, "database": "none"},
+        "phases": {"stateful": {"enabled": False}},
+        "request-timeout": 20.0,
+    }
+    config = schemathesis.Config.from_dict(settings)
+    address = f"{server.url}/openapi.json"
+    schema = schemathesis.openapi.from_url(
+        address, config=config, headers=settings["headers"], wait_for_schema=5
+    )
+    faults, num_cases = [], 0
+    for event in schema_tester.from_schema(schema).execute():
+        if isinstance(event, schema_tester.events.ScenarioFinished):
+            num_cases += len(event.recorder.cases)
+            for checks in event.recorder.checks.values():
+                faults += [fault_text(check) for check in checks if check.failure_info]
+        elif isinstance(
+            event, schema_tester.events.NonFatalError | schema_tester.events.FatalError
+        ):
+            faults.append(str(event))
+    return faults, num_cases
+
+
+def fault_text(check: Any) -> str:
+    found = check.failure_info
+    return f"{check.name}: {found.failure.message}; {found.code_sample}"
+
+
+@pytest.mark.timeout(300)
+def test_a_few_hundred_requests_find_no_violation(talking):
+    faults, num_cases = faults_and_cases(talking, max_examples=12)
+    assert not faults, "\n\n".join(faults)
+    assert num_cases > 400
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_thousand_requests_find_no_violation(talking):
+    faults, num_cases = faults_and_cases(talking, max_examples=11_000)
+    assert not faults, "\n\n".join(faults[:20])
+    assert num_cases >= 20_000
+
+
+def test_the_schema_says_what_this_server_takes(talking):
+    schema = json.loads(call(talking, "/openapi.json")[2])
+    fields = schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["model"]["enum"] == [MODEL]
+    assert '"maximum": 260' in json.dumps(fields["prompt"])
+    assert schema["paths"]["/livez"]["get"]["security"] == []
+    assert schema["paths"]["/v1/completions"]["post"]["security"] == [{"token": []}]

@@ -1,0 +1,169 @@
+"""`/v1/chat/completions`: a conversation goes on, with tool calls where tools are offered."""
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.responses import Response
+
+from verl.server.answers import (
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    FinishReason,
+    ToolCall,
+    ToolCallDelta,
+)
+from verl.server.events import EventStream
+from verl.server.samples import Piece, Sample
+from verl.server.schemas import ChatRequest
+from verl.server.service import Job, Service
+from verl.server.tool_calls import FoundCall, ToolCallReader
+from verl.workers.rollout.base import TokenDelta
+
+
+async def converse(service: Service, request: ChatRequest) -> Response:
+    """Answer a request, in events or as a whole."""
+    service.check(request)
+    limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
+    job = Job(
+        kind="chatcmpl",
+        request=request,
+        prompts=[await service.encoder.conversation(request)],
+        max_tokens=min(limits, default=None),
+    )
+    answer = ChatAnswer(service, request, job)
+    if request.stream:
+        return EventStream(answer.events())
+    return Response((await answer.whole()).model_dump_json(), media_type="application/json")
+
+
+class ChatAnswer:
+    """The choices of one request."""
+
+    def __init__(self, service: Service, request: ChatRequest, job: Job) -> None:
+        self._service = service
+        self._request = request
+        self._job = job
+        self._samples = [Sample(service.encoder, request.stops) for _ in range(request.n)]
+        self._turns = [Turn(has_tools=bool(request.offered_tools)) for _ in range(request.n)]
+        self._num_generated = 0
+
+    async def whole(self) -> ChatCompletion:
+        choices: list[ChatChoice] = []
+        async with self._service.admission.place(), self._service.run(self._job) as run:
+            while (news := await run.next()) is not None:
+                choices.append(self._choice(news[1]))
+        choices.sort(key=lambda choice: choice.index)
+        return ChatCompletion(
+            id=self._job.id,
+            created=self._job.created,
+            model=self._service.options.model,
+            choices=choices,
+            usage=self._job.usage(self._num_generated),
+            prompt_token_ids=self._job.prompts[0] if self._request.return_token_ids else None,
+        )
+
+    async def events(self) -> AsyncIterator[ChatChunk]:
+        has_begun: set[int] = set()
+        async with self._service.admission.place(), self._service.run(self._job) as run:
+            while (news := await run.next()) is not None:
+                delta = news[1]
+                chunk = self._chunk(
+                    [self._chunk_choice(delta, is_first=delta.sample not in has_begun)]
+                )
+                if self._request.return_token_ids and not has_begun:
+                    chunk.prompt_token_ids = self._job.prompts[0]
+                has_begun.add(delta.sample)
+                yield chunk
+        if self._request.reports_usage:
+            last = self._chunk([])
+            last.usage = self._job.usage(self._num_generated)
+            yield last
+
+    def _choice(self, delta: TokenDelta) -> ChatChoice:
+        piece, found = self._read(delta)
+        turn = self._turns[delta.sample]
+        text = "".join(part for part in found if isinstance(part, str))
+        calls = [part for part in found if isinstance(part, FoundCall)]
+        message = ChatMessage(content=text)
+        if calls:
+            message.content = text if text.strip() else None
+            message.tool_calls = [tool_call(call) for call in calls]
+        choice = ChatChoice(
+            index=delta.sample, message=message, finish_reason=turn.finish_reason(piece) or "abort"
+        )
+        self._add_tokens(choice, delta.sample, piece)
+        return choice
+
+    def _chunk_choice(self, delta: TokenDelta, *, is_first: bool) -> ChatChunkChoice:
+        turn = self._turns[delta.sample]
+        num_calls = turn.num_calls
+        piece, found = self._read(delta)
+        text = "".join(part for part in found if isinstance(part, str))
+        calls = [part for part in found if isinstance(part, FoundCall)]
+        content = ChatDelta(content=text or None)
+        if is_first:
+            content = ChatDelta(role="assistant", content=text)
+        if calls:
+            content.tool_calls = [
+                ToolCallDelta(index=num_calls + place, **tool_call(call).model_dump())
+                for place, call in enumerate(calls)
+            ]
+        choice = ChatChunkChoice(
+            index=delta.sample, delta=content, finish_reason=turn.finish_reason(piece)
+        )
+        self._add_tokens(choice, delta.sample, piece)
+        return choice
+
+    def _read(self, delta: TokenDelta) -> tuple[Piece, list[str | FoundCall]]:
+        piece = self._samples[delta.sample].add(delta)
+        self._num_generated += len(piece.token_ids)
+        return piece, self._turns[delta.sample].read(piece)
+
+    def _add_tokens(self, choice: ChatChoice | ChatChunkChoice, index: int, piece: Piece) -> None:
+        if self._request.logprobs:
+            choice.logprobs = self._samples[index].chat_logprobs(piece)
+        if self._request.return_token_ids:
+            choice.token_ids = list(piece.token_ids)
+
+    def _chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatChunk:
+        return ChatChunk(
+            id=self._job.id,
+            created=self._job.created,
+            model=self._service.options.model,
+            choices=list(choices),
+        )
+
+
+class Turn:
+    """What the assistant says and calls in one sample."""
+
+    def __init__(self, *, has_tools: bool) -> None:
+        self._reader = ToolCallReader() if has_tools else None
+        self.num_calls = 0
+
+    def read(self, piece: Piece) -> list[str | FoundCall]:
+        if self._reader is None:
+            return [piece.text]
+        found = self._reader.add(piece.text)
+        if piece.finish_reason is not None:
+            found.append(self._reader.finish())
+        self.num_calls += sum(isinstance(part, FoundCall) for part in found)
+        return found
+
+    def finish_reason(self, piece: Piece) -> FinishReason | None:
+        """A turn that ended by itself and called a tool waits for the tool."""
+        return (
+            "tool_calls"
+            if piece.finish_reason == "stop" and self.num_calls
+            else piece.finish_reason
+        )
+
+
+def tool_call(call: FoundCall) -> ToolCall:
+    function = CalledFunction(name=call.name, arguments=call.arguments)
+    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=function)

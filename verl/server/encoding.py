@@ -1,0 +1,147 @@
+"""From what a client wrote to token ids, and back to the text of single tokens.
+
+Tokenizing a long text takes seconds, and a tokenizer must not be asked by two threads at once: so
+one thread does it, with a tokenizer of its own, while the event loop decodes with the other.
+"""
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic_core import from_json
+from transformers import PreTrainedTokenizerBase
+
+from verl.server.errors import ApiError
+from verl.server.schemas import (
+    AssistantMessage,
+    ChatRequest,
+    CompletionRequest,
+    MadeCall,
+    Message,
+    TextPart,
+    Tool,
+)
+from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt
+from verl.utils.dataset.tables import DataError
+
+
+class Encoder:
+    """Prompts of requests as token ids; `vocabulary` is the number of ids the model knows."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_model_len: int, vocabulary: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._own = copy.deepcopy(tokenizer)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self.max_model_len = max_model_len
+        self.vocabulary = vocabulary
+
+    async def prompts(self, request: CompletionRequest) -> list[list[int]]:
+        """The ids of each prompt of a request for completions."""
+        given = request.prompt
+        if isinstance(given, str) or isinstance(given[0], int):
+            given = [given]
+        return [await self._ids(prompt, f"prompt.{n}") for n, prompt in enumerate(given)]
+
+    async def conversation(self, request: ChatRequest) -> list[int]:
+        """The ids of a conversation as the chat template writes it."""
+        messages = [template_message(message) for message in request.messages]
+        tools = [template_tool(tool) for tool in request.offered_tools]
+        if self._tokenizer.chat_template is None:
+            raise ApiError(
+                400, "the model has no chat template; use /v1/completions", code="no_chat"
+            )
+        return self._fitting(await self._encode(messages, tools, "messages"), "messages")
+
+    def check_ids(self, token_ids: Sequence[int], place: str) -> None:
+        if max(token_ids, default=0) >= self.vocabulary:
+            message = f"{place}: token ids must be below {self.vocabulary}"
+            raise ApiError(400, message, param=place, code="invalid_value")
+
+    def decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, control tokens included."""
+        text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _ids(self, prompt: Any, place: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self._fitting(await self._encode(prompt, [], place), place)
+        self.check_ids(prompt, place)
+        return self._fitting(list(prompt), place)
+
+    async def _encode(
+        self, prompt: Prompt, tools: Sequence[dict[str, Any]], place: str
+    ) -> list[int]:
+        def encode() -> list[int]:
+            return encode_prompt(prompt, self._own, max_tokens=self.max_model_len, tools=tools)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+        except PromptTooLong as error:
+            raise self._too_long(place) from error
+        except (TemplateError, TypeError, DataError) as error:
+            # Templates raise these for what they do not take; their texts are the model author's.
+            message = "the model's chat template does not take these messages"
+            raise ApiError(400, message, param=place, code="template_refused") from error
+
+    def _fitting(self, ids: list[int], place: str) -> list[int]:
+        if not ids:
+            raise ApiError(400, f"{place} has no tokens", param=place, code="empty_prompt")
+        if len(ids) >= self.max_model_len:
+            raise self._too_long(place)
+        return ids
+
+    def _too_long(self, place: str) -> ApiError:
+        return ApiError(
+            400,
+            f"{place} is too long: prompt and response have room for {self.max_model_len} tokens",
+            param=place,
+            code="context_length_exceeded",
+        )
+
+
+# ---- messages as chat templates expect them ------------------------------------------------------
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    if isinstance(message, AssistantMessage) and message.tool_calls:
+        plain["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    return plain
+
+
+def template_tool(tool: Tool) -> dict[str, Any]:
+    return tool.model_dump(exclude_none=True)
+
+
+def _text(content: str | list[TextPart] | None) -> str:
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _template_call(call: MadeCall) -> dict[str, Any]:
+    """Templates write arguments as JSON themselves, so they need the object and not its text."""
+    arguments: Any = call.function.arguments
+    try:
+        arguments = from_json(arguments)
+    except ValueError:  # not JSON: the template gets the text that the client sent
+        arguments = call.function.arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

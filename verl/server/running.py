@@ -1,0 +1,140 @@
+"""A server in a thread of its own.
+
+    serve() --> thread: uvicorn's event loop --> port and token are known --> serve() returns
+    stop()  --> no new requests; those under way get a few seconds; the thread ends
+
+Engines are neither started nor closed here: whoever made them does that.
+"""
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from urllib.parse import quote
+
+import uvicorn
+from transformers import PreTrainedTokenizerBase
+
+from verl.server.app import build_app
+from verl.server.options import ServerOptions
+from verl.server.protocol import punctual
+from verl.server.service import Service
+from verl.utils.environment import server_token
+from verl.workers.rollout.base import StreamingRollout
+
+START_SECONDS = 30.0
+STOP_SECONDS = 10.0
+MAX_HEADER_BYTES = 64 << 10
+BACKLOG = 1024
+
+
+class RunningServer:
+    """A server that answers until `stop`."""
+
+    def __init__(
+        self, service: Service, server: uvicorn.Server, listener: socket.socket, token: str
+    ):
+        self.service = service
+        self.token = token
+        self._server = server
+        self._listener = listener
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+
+    @property
+    def port(self) -> int:
+        return self._listener.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        host = self.service.options.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def page_url(self) -> str:
+        """Of the chat page, with the token behind `#`, which browsers keep to themselves. It is as
+        secret as the token."""
+        return f"{self.url}/#token={quote(self.token, safe='')}"
+
+    def start(self) -> None:
+        self._thread.start()
+        pause = threading.Event()
+        for _ in range(int(START_SECONDS / 0.02)):
+            if self._server.started or self._has_ended.is_set():
+                break
+            pause.wait(0.02)
+        if not self._server.started:
+            raise RuntimeError("the server did not start; its log says why")
+
+    def stop(self) -> None:
+        """End; requests that are still running then are cut off."""
+        self._server.should_exit = True
+        self._thread.join(timeout=2 * STOP_SECONDS)
+        if self._thread.is_alive():
+            raise RuntimeError("the server did not end in time")
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the server has ended within this time."""
+        return self._has_ended.wait(seconds)
+
+    def __enter__(self) -> "RunningServer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._server.serve(sockets=[self._listener]))
+        finally:
+            self._listener.close()
+            self._has_ended.set()
+
+
+def serve(
+    rollouts: Sequence[StreamingRollout],
+    tokenizer: PreTrainedTokenizerBase,
+    options: ServerOptions,
+) -> RunningServer:
+    """Serve a model from engines that hold it. Without a token in the options or in
+    `VERL_SERVER_TOKEN` one is made; `RunningServer.token` tells it."""
+    token = options.token or server_token() or secrets.token_urlsafe(32)
+    service = Service(rollouts, tokenizer, options)
+    config = uvicorn.Config(
+        build_app(service, token),
+        http=punctual(options.receipt_seconds, options.max_connections),
+        ws="none",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=options.keep_alive_seconds,  # pyright: ignore[reportArgumentType]
+        timeout_graceful_shutdown=int(STOP_SECONDS),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        backlog=BACKLOG,
+    )
+    server = RunningServer(service, uvicorn.Server(config), listening_socket(options), token)
+    server.start()
+    return server
+
+
+def listening_socket(options: ServerOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"cannot listen on {options.host} port {options.port}: {error.strerror}; choose "
+            "another port, or 0 for a free one"
+        ) from error
+    return listener

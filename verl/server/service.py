@@ -1,0 +1,113 @@
+"""What the routes share: the engines, the tokenizer, the places, and how a request becomes a run.
+
+A route gives prompts and a request and gets back deltas; what it makes of them is its own affair.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.server.admission import Admission
+from verl.server.answers import Usage
+from verl.server.encoding import Encoder
+from verl.server.errors import ApiError
+from verl.server.metrics import ServerMetrics
+from verl.server.options import ServerOptions
+from verl.server.pool import EnginePool
+from verl.server.runs import Run
+from verl.server.schemas import SamplingRequest
+from verl.workers.rollout.base import GenerationRequest, SamplingParams, StreamingRollout
+
+
+class Service:
+    """One model, served; it belongs to the event loop on which it is used."""
+
+    def __init__(
+        self,
+        rollouts: Sequence[StreamingRollout],
+        tokenizer: PreTrainedTokenizerBase,
+        options: ServerOptions,
+    ) -> None:
+        self.options = options
+        self.metrics = ServerMetrics()
+        self.encoder = Encoder(
+            tokenizer, options.max_model_len, options.vocabulary or len(tokenizer)
+        )
+        self.pool = EnginePool(rollouts, self.metrics, options.max_restarts)
+        self.admission = Admission(options.max_running, options.max_waiting, self.metrics)
+        self.created = int(time.time())
+
+    def close(self) -> None:
+        self.pool.close()
+        self.encoder.close()
+
+    def check(self, request: SamplingRequest) -> None:
+        """Refuse what only this server, with this model, cannot do."""
+        if request.model != self.options.model:
+            message = "there is no such model; /v1/models says which is served"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        self.encoder.check_ids(request.stop_token_ids or (), "stop_token_ids")
+
+    def run(self, job: "Job") -> Run:
+        """The job on the engines; nothing is done before it is entered."""
+        self.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
+        return Run(
+            self.pool,
+            [self._generation(job, number) for number in range(len(job.prompts))],
+            is_streamed=job.request.stream,
+            seconds=self.options.request_seconds,
+            key=job.request.prompt_cache_key,
+        )
+
+    def _generation(self, job: "Job", number: int) -> GenerationRequest:
+        request, prompt = job.request, job.prompts[number]
+        room = self.options.max_model_len - len(prompt)
+        params = SamplingParams(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=min(request.top_k, self.encoder.vocabulary),
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            max_tokens=min(job.max_tokens or room, room),
+            stop=request.stops,
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            ignore_eos=request.ignore_eos,
+            seed=request.seed,
+        )
+        is_session = request.prompt_cache_key is not None and request.n == 1
+        return GenerationRequest(
+            request_id=f"{job.id}-{number}",
+            prompt_ids=tuple(prompt),
+            params=params,
+            num_samples=request.n,
+            session_ids=(request.prompt_cache_key,) if is_session else None,  # pyright: ignore[reportArgumentType]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A request with its prompts as ids."""
+
+    kind: str
+    request: SamplingRequest
+    prompts: list[list[int]]
+    max_tokens: int | None
+    """Per sample; None as many as there is room for."""
+
+    number: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        return f"{self.kind}-{self.number}"
+
+    def usage(self, num_generated: int) -> Usage:
+        num_prompt = sum(map(len, self.prompts))
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_generated,
+            total_tokens=num_prompt + num_generated,
+        )

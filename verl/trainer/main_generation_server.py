@@ -1,0 +1,65 @@
+"""Serve a model: `python -m verl.trainer.main_generation_server actor_rollout_ref.model.path=...`
+
+The model is served under OpenAI's HTTP API until the program is told to end (Ctrl-C or SIGTERM).
+With `data.output_path=...` the prompts of `data.train_files` are sent to the server instead, and
+the program ends when the file with their responses is written.
+"""
+
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from verl.config import command
+from verl.config.base import ReadLog
+from verl.config.effects import report_unread
+from verl.config.faults import ConfigError
+from verl.config.load import Loaded, load_config
+from verl.config.ppo import PPOConfig
+from verl.trainer.serving.checks import serving_faults
+from verl.utils.exit_codes import EndsTheRun
+from verl.utils.import_utils import lazy_attribute, require
+
+CONFIG_NAME = "ppo_trainer"
+CONFIG_DIR = Path(__file__).parent / "config"
+
+# What loads torch is imported when engines start, not when a mistake is reported.
+_LAZY = {"serve_model": "verl.trainer.serving.run:serve_model"}
+
+
+def main(config: DictConfig | None = None) -> None:
+    """The command; with a configuration, run that one instead of the command line's."""
+    if config is not None:
+        run(load_config(config, PPOConfig, keeps_unknown=True))
+    else:
+        command.run(from_hydra, CONFIG_NAME, CONFIG_DIR)
+
+
+@hydra.main(config_path="config", config_name=CONFIG_NAME, version_base=None)
+def from_hydra(config: DictConfig) -> None:
+    try:
+        run(load_config(config, PPOConfig, overrides=command.task_overrides()))
+    except ConfigError as error:
+        command.refuse(str(error))
+    except EndsTheRun as error:
+        command.refuse(str(error), error.exit_code)
+
+
+def run(loaded: Loaded) -> None:
+    """Say what was translated, refuse what is wrong, then serve."""
+    command.say(loaded.notices)
+    config: PPOConfig = loaded.config
+    faults = [*loaded.faults, *serving_faults(config)]
+    if faults:
+        raise ConfigError(faults)
+    require("fastapi", extra="server")
+    log = ReadLog()
+    log.attach(config)
+    dtype = "actor_rollout_ref.rollout.dtype"
+    has_dtype = dtype in loaded.user_set
+    lazy_attribute(__name__, _LAZY, "serve_model")(config, is_dtype_chosen=has_dtype)
+    command.say(report_unread(config, loaded.user_set, log))
+
+
+if __name__ == "__main__":
+    main()
