@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -25,9 +26,11 @@ from verl.config.convert import unknown_text
 from verl.config.faults import ConfigError, Fault
 from verl.config.keys import Keys
 from verl.config.legacy import is_old, renamed
+from verl.config.load import Loaded, load_config
 from verl.config.roots import ROOTS
 from verl.config.variants import family
 from verl.utils.environment import set_variable
+from verl.utils.exit_codes import EndsTheRun
 
 FLAGS_WITH_VALUE = {
     "--config-path": "path",
@@ -205,6 +208,18 @@ def hydra_message(error: BaseException) -> list[str]:
 def say(notices: Iterable[str]) -> None:
     for notice in notices:
         sys.stderr.write(f"note: {notice}\n")
+
+
+def load_and_run(
+    config: DictConfig, schema: type[BaseConfig], task: Callable[[Loaded], None]
+) -> None:
+    """Give `task` what Hydra composed. What it refuses ends the process with a message."""
+    try:
+        task(load_config(config, schema, overrides=task_overrides()))
+    except ConfigError as error:
+        refuse(str(error))
+    except EndsTheRun as error:
+        refuse(str(error), error.exit_code)
 
 
 def refuse(message: str, exit_code: int = MISTAKE) -> NoReturn:

@@ -20,7 +20,7 @@ from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError, Fault
 from verl.config.load import Loaded, load_config
 from verl.config.validate import validate
-from verl.utils.exit_codes import EndsTheRun, WentWrong
+from verl.utils.exit_codes import WentWrong
 from verl.utils.import_utils import is_ray_available, lazy_attribute
 
 CONFIG_NAME = "evaluation"
@@ -47,12 +47,7 @@ def main(config: DictConfig | None = None) -> None:
 
 @hydra.main(config_path="config", config_name=CONFIG_NAME, version_base=None)
 def from_hydra(config: DictConfig) -> None:
-    try:
-        run(load_config(config, EvaluationConfig, overrides=command.task_overrides()))
-    except ConfigError as error:
-        command.refuse(str(error))
-    except EndsTheRun as error:
-        command.refuse(str(error), error.exit_code)
+    command.load_and_run(config, EvaluationConfig, run)
 
 
 def run(loaded: Loaded) -> None:

@@ -21,7 +21,6 @@ from verl.config.load import Loaded, load_config
 from verl.config.validate import validate
 from verl.trainer.generation.checks import generation_faults
 from verl.trainer.generation.report import Start, plan_lines
-from verl.utils.exit_codes import EndsTheRun
 from verl.utils.import_utils import lazy_attribute
 
 CONFIG_NAME = "generation"
@@ -44,12 +43,7 @@ def main(config: DictConfig | None = None) -> None:
 
 @hydra.main(config_path="config", config_name=CONFIG_NAME, version_base=None)
 def from_hydra(config: DictConfig) -> None:
-    try:
-        run(load_config(config, GenerationConfig, overrides=command.task_overrides()))
-    except ConfigError as error:
-        command.refuse(str(error))
-    except EndsTheRun as error:
-        command.refuse(str(error), error.exit_code)
+    command.load_and_run(config, GenerationConfig, run)
 
 
 def run(loaded: Loaded) -> None:

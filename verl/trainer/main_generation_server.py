@@ -17,7 +17,6 @@ from verl.config.faults import ConfigError
 from verl.config.load import Loaded, load_config
 from verl.config.ppo import PPOConfig
 from verl.trainer.serving.checks import serving_faults
-from verl.utils.exit_codes import EndsTheRun
 from verl.utils.import_utils import lazy_attribute, require
 
 CONFIG_NAME = "ppo_trainer"
@@ -37,12 +36,7 @@ def main(config: DictConfig | None = None) -> None:
 
 @hydra.main(config_path="config", config_name=CONFIG_NAME, version_base=None)
 def from_hydra(config: DictConfig) -> None:
-    try:
-        run(load_config(config, PPOConfig, overrides=command.task_overrides()))
-    except ConfigError as error:
-        command.refuse(str(error))
-    except EndsTheRun as error:
-        command.refuse(str(error), error.exit_code)
+    command.load_and_run(config, PPOConfig, run)
 
 
 def run(loaded: Loaded) -> None:

@@ -19,7 +19,6 @@ from verl.config.ppo import PPOConfig
 from verl.config.validate import validate
 from verl.trainer.plan.placement import controller
 from verl.trainer.plan.render import make_plan, print_plan
-from verl.utils.exit_codes import EndsTheRun
 from verl.utils.import_utils import lazy_attribute
 
 CONFIG_NAME = "ppo_trainer"
@@ -49,12 +48,7 @@ def main(config: DictConfig | None = None) -> None:
 
 @hydra.main(config_path="config", config_name=CONFIG_NAME, version_base=None)
 def from_hydra(config: DictConfig) -> None:
-    try:
-        run(load_config(config, PPOConfig, overrides=command.task_overrides()))
-    except ConfigError as error:
-        command.refuse(str(error))
-    except EndsTheRun as error:
-        command.refuse(str(error), error.exit_code)
+    command.load_and_run(config, PPOConfig, run)
 
 
 def run_ppo(config: DictConfig | PPOConfig, task_runner_class: type[Any] | None = None) -> None:

@@ -14,7 +14,6 @@ from tests.trainer.generation.cases import (
     generated,
     responses_of,
     rows,
-    saved_model,
     written,
 )
 from verl.config.faults import ConfigError
@@ -27,11 +26,6 @@ from verl.utils.device import STAND_INS
 
 NUM_ROWS = 20
 DEADLINE_SECONDS = 100
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from tests.trainer.generation.cases import (
     generated,
     responses_of,
     rows,
-    saved_model,
     written,
 )
 from verl.config.generation import GenerationConfig
@@ -21,11 +20,6 @@ from verl.trainer.generation.sharing import Engine, GenerationFailed
 pytestmark = pytest.mark.slow
 
 NUM_ROWS = 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

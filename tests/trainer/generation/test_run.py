@@ -28,11 +28,6 @@ NUM_ROWS = 8
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return saved_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return written(tmp_path_factory.mktemp("prompts") / "prompts.parquet", rows(NUM_ROWS))
 
