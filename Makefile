@@ -88,8 +88,8 @@ bench-gpu: $(STAMP)  ## Measure on a GPU, beside TRL (ten minutes); tables go to
 bench: $(STAMP)  ## Measure; results go to benchmarks/results
 	$(BIN)/python benchmarks/protocol.py
 	$(BIN)/python benchmarks/controller.py
-	$(BIN)/python benchmarks/rollout.py
-	$(BIN)/python -m benchmarks.rollout_engines
+	$(BIN)/python benchmarks/rollout_workloads.py
+	$(BIN)/python -m benchmarks.rollout
 	$(BIN)/python benchmarks/dataset.py
 	$(BIN)/python benchmarks/graders.py
 	$(BIN)/python benchmarks/reward_overlap.py

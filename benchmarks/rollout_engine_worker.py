@@ -1,4 +1,4 @@
-"""Holds one rollout engine for `rollout_engines.py` and answers one line of JSON with another.
+"""Holds one rollout engine for `rollout.py` and answers one line of JSON with another.
 
 {"requests": 16}    generate for so many at once
 {"update": true}    send all weights anew, where the engine has its own
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.rollout import SHAPE
+from benchmarks.rollout_workloads import SHAPE
 from verl.config.rollout import RolloutConfig
 from verl.models.loading import load_causal_lm
 from verl.utils.tokenizer import hf_tokenizer

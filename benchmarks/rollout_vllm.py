@@ -1,4 +1,4 @@
-"""vLLM's side of `rollout.py`: runs in an environment that has vLLM and nothing of ours.
+"""vLLM's side of `rollout_workloads.py`: runs in an environment that has vLLM and nothing of ours.
 
 Loads the model in the folder it is given, then answers each line of work on its input with a line
 `RESULT {...}`. Needs no tokenizer: ids in, ids out.
