@@ -179,3 +179,20 @@ def test_the_command_serves_until_it_is_told_to_end(model_folder, prompt_file):
         program.kill()
         program.wait(timeout=10)
         program.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"path": "/nowhere/model"}}, r"model\.path is .*nowhere.*does not exist"),
+        ({"rollout": {"name": "vllm"}}, r"vllm is not installed; use .*rollout\.name=native"),
+        ({"rollout": {"python": "/nowhere/python"}}, r"rollout\.python is .*does not exist"),
+    ],
+)
+def test_what_is_not_here_is_named_before_anything_starts(
+    model_folder, prompt_file, tmp_path, change, message
+):
+    config = config_for(model_folder, prompt_file, tmp_path / "out.parquet")
+    config = OmegaConf.merge(config, {"actor_rollout_ref": change})
+    with pytest.raises(ConfigError, match=message):
+        main(config)

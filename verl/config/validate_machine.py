@@ -31,14 +31,21 @@ def file_faults(config: Any) -> Iterator[Fault]:
     for key, value in named_files(config):
         for name in value if isinstance(value, list) else [value]:
             if is_local(name) and not Path(name).expanduser().exists():
-                hint = nearest_path(Path(name).expanduser().absolute())
-                text = f"{key} is {shown(name)}, which does not exist; {hint}"
-                yield Fault(text, (key,), is_about_machine=True)
+                yield absent(key, name)
     for key, name in named_models(config):
-        if looks_local(name) and not Path(name).expanduser().exists():
-            hint = nearest_path(Path(name).expanduser().absolute())
-            text = f"{key} is {shown(name)}, which does not exist; {hint}"
-            yield Fault(text, (key,), is_about_machine=True)
+        yield from model_faults(key, name)
+
+
+def model_faults(key: str, name: str) -> Iterator[Fault]:
+    """A model that is named by its folder must be there; a hub is asked when it is loaded."""
+    if looks_local(name) and not Path(name).expanduser().exists():
+        yield absent(key, name)
+
+
+def absent(key: str, name: str) -> Fault:
+    hint = nearest_path(Path(name).expanduser().absolute())
+    text = f"{key} is {shown(name)}, which does not exist; {hint}"
+    return Fault(text, (key,), is_about_machine=True)
 
 
 def named_files(config: Any) -> Iterator[tuple[str, Any]]:

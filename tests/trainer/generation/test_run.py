@@ -131,12 +131,16 @@ def test_a_run_that_failed_goes_on_behind_its_last_batch(model, source, expected
 
 
 class Interrupted(Flawed):
-    """Ctrl-C is pressed while the second batch is at work."""
+    """Ctrl-C is pressed while the second batch is at work, which lasts until the run closes it."""
+
+    starts = None
 
     def generate_batch(self, requests):
         if self.num_calls == 1:
             _thread.interrupt_main()
-            time.sleep(1)
+            deadline = time.monotonic() + 60
+            while not self.starts.num_closed and time.monotonic() < deadline:
+                time.sleep(0.05)
             raise EngineLostError("closed")
         return super().generate_batch(requests)
 
@@ -144,6 +148,7 @@ class Interrupted(Flawed):
 def test_ctrl_c_ends_the_run_and_says_how_to_go_on(model, source, expected, tmp_path):
     config = config_of(model, source, tmp_path / "out.parquet")
     interrupted = Starts(Interrupted(None, ()))
+    interrupted.rollouts[0].starts = interrupted
     with pytest.raises(Stopped, match=r"finished batches are in .*, and the same command goes on"):
         generate(config, interrupted)
     assert (interrupted.num_closed, interrupted.num_restarts) == (1, 0)

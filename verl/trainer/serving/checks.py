@@ -5,11 +5,14 @@ from pathlib import Path
 
 from verl.config.faults import Fault
 from verl.config.ppo import PPOConfig
+from verl.config.validate_machine import engine_package_faults, model_faults
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def serving_faults(config: PPOConfig) -> Iterator[Fault]:
+    yield from model_faults("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
+    yield from engine_package_faults(config)
     yield from place_faults(config)
     if config.data.output_path is not None:
         yield from output_faults(config, config.data.output_path)

@@ -10,7 +10,14 @@ from typing import Any
 
 from verl.config.rollout import RolloutConfig
 from verl.config.serving import ServerConfig
-from verl.workers.rollout.vllm_rollout.options import end_tokens, load_format
+from verl.workers.rollout.engine_options import (
+    CPU_VARIABLES,
+    end_tokens,
+    load_format,
+    number_formats,
+    own_arguments,
+    refuse_copies,
+)
 
 SERVER = ("-m", "sglang.launch_server")
 
@@ -58,7 +65,7 @@ def sglang_options(
     return {
         "command": list(SERVER),
         "arguments": arguments,
-        "engine_kwargs": own_arguments(rollout),
+        "engine_kwargs": own_arguments(rollout, "sglang"),
         "environment": environment(device, max_model_len, model),
         "server": server_settings(rollout.server),
         "multi_stage_wake_up": rollout.multi_stage_wake_up,
@@ -105,12 +112,7 @@ def server_settings(server: ServerConfig) -> dict[str, Any]:
 
 def refuse_what_sglang_cannot(rollout: RolloutConfig) -> None:
     """What the user asked for and would silently not get."""
-    if rollout.data_parallel_size > 1:
-        raise ValueError(
-            f"rollout.data_parallel_size is {rollout.data_parallel_size}, but one engine holds one "
-            "copy of the model; more copies are more engines: set it to 1 and let "
-            "rollout.tensor_model_parallel_size divide the devices among engines"
-        )
+    refuse_copies(rollout)
     for name, reason, is_set in (
         (
             "mtp.enable_rollout",
@@ -132,17 +134,6 @@ def refuse_what_sglang_cannot(rollout: RolloutConfig) -> None:
             raise ValueError(
                 f"rollout.{name} has no effect with rollout.name=sglang: {reason}; remove it"
             )
-
-
-def number_formats(rollout: RolloutConfig, device: str, dtype: str) -> dict[str, Any]:
-    """On a CPU the engine computes in the format that is trained in: most have no fast bf16."""
-    computes_in = "bfloat16" if rollout.dtype == "fp8" else rollout.dtype
-    formats: dict[str, Any] = {"dtype": dtype if device == "cpu" else computes_in}
-    if rollout.dtype == "fp8":
-        formats["quantization"] = "fp8"
-    elif rollout.quantization is not None:
-        formats["quantization"] = rollout.quantization
-    return formats
 
 
 def platform(rollout: RolloutConfig, device: str, max_model_len: int) -> dict[str, Any]:
@@ -175,12 +166,6 @@ def lora_arguments(adapter: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def own_arguments(rollout: RolloutConfig) -> dict[str, Any]:
-    """`engine_kwargs.sglang` as the user wrote it; null leaves a value as it is."""
-    stated = {"sglang": None, **rollout.engine_kwargs}["sglang"] or {}
-    return {name: value for name, value in stated.items() if value is not None}
-
-
 def environment(device: str, max_model_len: int, model: dict[str, Any]) -> dict[str, str]:
     """Variables of the server's process."""
     variables: dict[str, str] = {}
@@ -189,7 +174,5 @@ def environment(device: str, max_model_len: int, model: dict[str, Any]) -> dict[
         # Only the positions that SGLang never fills lie beyond what the model was made for.
         variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if device == "cpu":
-        variables["SGLANG_USE_CPU_ENGINE"] = "1"
-        # AMX that is advertised but cannot run dies with SIGILL.
-        variables["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+        variables |= {"SGLANG_USE_CPU_ENGINE": "1", **CPU_VARIABLES}
     return variables

@@ -4,12 +4,18 @@ This is the trainer's side: nothing here imports vLLM, and what comes out is JSO
 engine may run under another Python. What vLLM itself thinks of a value, it says there.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from verl.config.rollout import RolloutConfig
-from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout.engine_options import (
+    CPU_VARIABLES,
+    end_tokens,
+    load_format,
+    number_formats,
+    own_arguments,
+    refuse_copies,
+)
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """vLLM would take a share of the whole machine's memory; `engine_kwargs.vllm` may say more."""
@@ -58,11 +64,13 @@ def vllm_options(
         arguments["cudagraph_capture_sizes"] = list(rollout.cudagraph_capture_sizes)
     if rollout.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": rollout.limit_images}
+    if rollout.quantization_config_file is not None:
+        arguments["hf_overrides"] = {"quantization_config_file": rollout.quantization_config_file}
     if adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter["r"]}
     return {
         "arguments": arguments,
-        "engine_kwargs": own_arguments(rollout),
+        "engine_kwargs": own_arguments(rollout, "vllm"),
         "compiles": device != "cpu" or not rollout.enforce_eager,
         "prompt_length": rollout.prompt_length,
         "end_tokens": end_tokens(Path(model_path), trust_remote_code),
@@ -74,44 +82,19 @@ def vllm_environment(device: str) -> dict[str, str]:
     """Variables that must be set before the engine's process imports anything."""
     variables = {"VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
-        # AMX that is advertised but cannot run dies with SIGILL.
-        variables["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+        variables |= CPU_VARIABLES
         # The trainer uses the same cores, and vLLM's workers outnumber the memory nodes.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return variables
 
 
 def refuse_what_vllm_cannot(rollout: RolloutConfig) -> None:
-    if rollout.data_parallel_size > 1:
-        raise ValueError(
-            f"rollout.data_parallel_size is {rollout.data_parallel_size}, but one engine holds one "
-            "copy of the model; more copies are more engines: set it to 1 and let "
-            "rollout.tensor_model_parallel_size divide the devices among engines"
-        )
+    refuse_copies(rollout)
     if rollout.logprobs_mode not in LOG_PROB_MODES:
         raise ValueError(
             f"rollout.logprobs_mode is {rollout.logprobs_mode!r}, which returns logits where "
             f"training needs log-probabilities; it must be one of {', '.join(LOG_PROB_MODES)}"
         )
-
-
-def load_format(rollout: RolloutConfig, reads_disk: bool) -> str:
-    """`dummy` waits for weights that are sent; where none will be, they come from disk."""
-    return "auto" if reads_disk and rollout.load_format == "dummy" else rollout.load_format
-
-
-def number_formats(rollout: RolloutConfig, device: str, dtype: str) -> dict[str, Any]:
-    """On a CPU the engine computes in the format that is trained in: most have no fast bf16."""
-    is_fp8 = rollout.dtype == "fp8" or rollout.quantization == "fp8"
-    computes_in = "bfloat16" if rollout.dtype == "fp8" else rollout.dtype
-    formats: dict[str, Any] = {"dtype": dtype if device == "cpu" else computes_in}
-    if is_fp8:
-        formats["quantization"] = "fp8"
-    elif rollout.quantization is not None:
-        formats["quantization"] = rollout.quantization
-    if rollout.quantization_config_file is not None:
-        formats["hf_overrides"] = {"quantization_config_file": rollout.quantization_config_file}
-    return formats
 
 
 def memory(rollout: RolloutConfig, device: str) -> dict[str, Any]:
@@ -121,29 +104,3 @@ def memory(rollout: RolloutConfig, device: str) -> dict[str, Any]:
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enable_sleep_mode": rollout.enable_sleep_mode,
     }
-
-
-def own_arguments(rollout: RolloutConfig) -> dict[str, Any]:
-    """`engine_kwargs.vllm` as the user wrote it; null leaves a value as it is."""
-    stated = {"vllm": None, **rollout.engine_kwargs}["vllm"] or {}
-    return {name: value for name, value in stated.items() if value is not None}
-
-
-def end_tokens(folder: Path, trust_remote_code: bool) -> list[int]:
-    """Every token that ends a response: the model's, its generation config's, the tokenizer's."""
-    ids = set[int]()
-    for file in ("config.json", "generation_config.json"):
-        if (folder / file).is_file():
-            stated = json.loads((folder / file).read_text())
-            stated |= stated.get("text_config", {})  # where the language model is one of several
-            ids.update(as_ids(stated.get("eos_token_id")))
-    tokenizer = hf_tokenizer(folder, trust_remote_code=trust_remote_code)
-    ids.update(as_ids(tokenizer.eos_token_id))
-    return sorted(ids)
-
-
-def as_ids(stated: Any) -> list[int]:
-    """What a file says of end tokens: nothing, one, or several."""
-    if stated is None:
-        return []
-    return [stated] if isinstance(stated, int) else list(stated)
