@@ -196,3 +196,10 @@ def test_what_is_not_here_is_named_before_anything_starts(
     config = OmegaConf.merge(config, {"actor_rollout_ref": change})
     with pytest.raises(ConfigError, match=message):
         main(config)
+
+
+def test_a_model_without_a_tokenizer_is_named(prompt_file, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match=r"model\.path is .*empty.*no tokenizer is found"):
+        main(config_for(empty, prompt_file, tmp_path / "out.parquet"))

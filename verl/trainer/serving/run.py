@@ -39,7 +39,14 @@ def serve_model(config: PPOConfig, *, is_dtype_chosen: bool) -> None:
     model = config.actor_rollout_ref.model
     import_external_libs(model.external_lib)
     path = copy_to_local(model.path, use_shm=model.use_shm)
-    tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    try:
+        tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        text = (
+            f"actor_rollout_ref.model.path is {model.path!r}, where no tokenizer is found; name a "
+            f"folder that has one. {error}"
+        )
+        raise ConfigError([Fault(text, ("actor_rollout_ref.model.path",))]) from error
     set_chat_template(tokenizer, config.data.chat_template)
     output = config.data.output_path
     prompts = [] if output is None else prompt_ids(config, tokenizer)  # before anything starts
