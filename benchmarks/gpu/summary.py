@@ -158,8 +158,7 @@ def steps(runs: list[Run], trl_runs: list[Run]) -> str:
         found = run["median_seconds"]
         cells = [f"{found['step']:.2f}", f"{found['generate']:.2f}", "", f"{found['reward']:.2f}"]
         rest = ["", f"{found['update']:.2f} with optimizer", "", f"{run['peak_gib']:.0f}", ""]
-        name = f"TRL {run['environment']['versions']['trl']}"
-        rows.append([run["shape"], size(run), name, *cells, *rest, str(len(run["samples"]))])
+        rows.append([run["shape"], size(run), trl(run), *cells, *rest, str(len(run["samples"]))])
     names = ["forward and backward" if name == "forward_backward" else name for name in PHASES]
     head = ["shape", WORK, "variant", *(name.replace("_", " ") for name in names)]
     head += ["GiB", "of the peak", "samples"]
@@ -180,8 +179,17 @@ def beside_trl(runs: list[Run], trl_runs: list[Run]) -> str:
             if same and "base" in run["variants"]:
                 ours = run["variants"]["base"]["median_seconds"]["step"]
                 ratio = other["median_seconds"]["step"] / ours
-                lines.append(f"\nThe {run['shape']} step is {ratio:.1f} times as fast as TRL's.\n")
+                lines.append(
+                    f"\nThe {run['shape']} step is {ratio:.1f} times as fast as {trl(other)}.\n"
+                )
     return "".join(lines)
+
+
+def trl(run: Run) -> str:
+    """What ran: its version, and the allocator's options if there were any."""
+    found = run["environment"]
+    options = f" with `{found['allocator']}`" if found["allocator"] else " as it comes"
+    return f"TRL {found['versions']['trl']}{options}"
 
 
 def exactness(runs: list[Run]) -> str:

@@ -11,6 +11,7 @@ WHERE = {
     "device": "NVIDIA H200",
     "date": "2026-01-02 03:04:05",
     "versions": {"torch": "2.11.0", "trl": "1.16.0"},
+    "allocator": "",
 }
 
 
@@ -37,13 +38,15 @@ def trl_step(seconds: float, **changes) -> dict:
 
 def test_the_step_is_compared_with_the_same_work_in_trl(tmp_path):
     write(tmp_path, "grpo_step", our_step(7.0))
-    write(tmp_path, "trl_step", trl_step(21.0))
+    growing = {"environment": WHERE | {"allocator": "grows"}}
+    write(tmp_path, "trl_step", trl_step(21.0), trl_step(14.0, **growing))
     text = summarise(tmp_path)
     assert (
         "| 0.5B | 128 x 8 x 512, 256 | base | 7.00 | 2.50 | 0.10 | 0.20 |  | 4.00 | 0.05 |" in text
     )
-    assert "| TRL 1.16.0 | 21.00 | 15.60 |" in text
-    assert "The 0.5B step is 3.0 times as fast as TRL's." in text
+    assert "| TRL 1.16.0 as it comes | 21.00 | 15.60 |" in text
+    assert "The 0.5B step is 3.0 times as fast as TRL 1.16.0 as it comes." in text
+    assert "The 0.5B step is 2.0 times as fast as TRL 1.16.0 with `grows`." in text
 
 
 def test_other_work_is_not_compared(tmp_path):

@@ -405,8 +405,10 @@ def with_rows_on_host(data: TensorDict) -> TensorDict:
     """The same batch with what packing reads in CPU memory.
 
     On a device every pass would wait for the one before it, only to learn the lengths of its rows.
+    A batch that has a device of its own would send them back there.
     """
-    return data.copy().update({name: data[name].cpu() for name in ROW_COLUMNS})
+    on_host: Any = {name: data[name].cpu() for name in ROW_COLUMNS}
+    return data.copy().clear_device_().update(on_host)
 
 
 def take_rows(data: TensorDict, rows: list[int]) -> TensorDict:
