@@ -144,7 +144,7 @@ def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
     """The same on `device`. A copy to a GPU starts from pinned memory, so the host goes on."""
     is_copied_to_gpu = device.type == "cuda" and tensor.device.type == "cpu"
     if is_copied_to_gpu:
-        tensor = tensor.pin_memory()
+        tensor = tensor.contiguous().pin_memory()  # rows that share memory cannot be pinned
     return tensor.to(device, non_blocking=is_copied_to_gpu)
 
 
