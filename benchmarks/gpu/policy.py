@@ -7,7 +7,8 @@ compare within groups, make one optimizer step on all rows. What ends up in `Pha
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ class Policy:
         with phases.phase("rows"):
             rows = as_rows(batch, outputs).to(self.device)
         with phases.phase("reward"):
-            rows["advantages"] = self._advantages(rows, work)
+            rows["advantages"] = self._advantages(rows, outputs)
         sample: dict[str, Any] = {}
         if with_old_log_probs:
             with phases.phase("old_log_probs"):
@@ -116,11 +117,11 @@ class Policy:
         sample["metrics"] = {name: float(value) for name, value in metrics.items()}
         return sample | self._measured(phases)
 
-    def _advantages(self, rows: TensorDict, work: Workload) -> torch.Tensor:
-        texts = self.tokenizer.decode_batch(rows["responses"].tolist())
+    def _advantages(self, rows: TensorDict, outputs: list[list[TokenOutput]]) -> torch.Tensor:
+        texts = self.tokenizer.decode_batch([o.token_ids for group in outputs for o in group])
         rewards = torch.zeros_like(rows["old_log_probs"])
         rewards[:, -1] = torch.tensor([reward(text) for text in texts], device=self.device)
-        groups = np.arange(work.sequences) // work.samples
+        groups = np.repeat(np.arange(len(outputs)), len(outputs[0]))
         advantages, _ = compute_grpo_outcome_advantage(rewards, rows["response_mask"], groups)
         assert bool(advantages.any()), "equal rewards: nothing to learn, nothing to measure"
         return advantages
@@ -155,13 +156,18 @@ class Policy:
 
 def as_rows(batch: list[GenerationRequest], outputs: list[list[TokenOutput]]) -> TensorDict:
     """The columns that an update reads; all lengths are equal, so there is no padding."""
-    prompts = np.array([list(request.prompt_ids) for request in batch])
-    responses = np.array([output.token_ids for group in outputs for output in group])
-    whole = prompts.repeat(batch[0].num_samples, 0)
-    rows = unpadded_rows(torch.from_numpy(whole), torch.from_numpy(responses))
-    log_probs = [output.log_probs for group in outputs for output in group]
-    rows["old_log_probs"] = torch.from_numpy(np.array(log_probs, dtype=np.float32))
+    flat = [output for group in outputs for output in group]
+    prompts = as_tensor([request.prompt_ids for request in batch], np.int64)
+    responses = as_tensor([output.token_ids for output in flat], np.int64)
+    rows = unpadded_rows(prompts.repeat_interleave(batch[0].num_samples, 0), responses)
+    rows["old_log_probs"] = as_tensor([output.log_probs for output in flat], np.float32)
     return rows
+
+
+def as_tensor(lists: Sequence[Sequence[float]], dtype: type[np.generic]) -> torch.Tensor:
+    """Lists of one length, (number of lists, length)."""
+    numbers = np.fromiter(chain.from_iterable(lists), dtype, len(lists) * len(lists[0]))
+    return torch.from_numpy(numbers).view(len(lists), -1)
 
 
 def unpadded_rows(prompts: torch.Tensor, responses: torch.Tensor) -> TensorDict:
