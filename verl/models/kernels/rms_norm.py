@@ -3,9 +3,12 @@
     y = weight * round(x r)        r = 1 / sqrt(mean(x^2) + eps)        as most models do it
     y = round((1 + weight) x r)    with `is_offset`, as Gemma does
 
+`add_rms_norm` also makes x = round(residual + delta) on the way, and adds the gradients for x.
+
 Statistics and products are in fp32 and are rounded where transformers rounds. A program takes a
 tile of rows whose size depends on the width alone, so a row's numbers do not depend on how many
-rows there are.
+rows there are. A sum is rounded before it is normed, so its norm has the bits it would have had
+if the sum had been made elsewhere.
 """
 
 # Types know neither `kernel[grid](...)` nor `once_differentiable`.
@@ -27,12 +30,31 @@ MAX_PARTIAL_SUMS = 528
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_offset: bool = False) -> Tensor:
     """Normalise the last dimension of `x`; `weight` is (width,)."""
+    _check_weight(x, weight)
+    return _RmsNorm.apply(x, weight, eps, is_offset)  # pyright: ignore[reportReturnType]
+
+
+def add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, is_offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    """residual + delta, and `rms_norm` of it; the bits of one after the other."""
+    _check_weight(residual, weight)
+    if residual.shape != delta.shape or residual.dtype != delta.dtype:
+        raise ValueError(
+            f"residual is {residual.dtype} {tuple(residual.shape)} and delta is {delta.dtype} "
+            f"{tuple(delta.shape)}; they must be alike: add them in torch and use rms_norm"
+        )
+    return _AddRmsNorm.apply(  # pyright: ignore[reportReturnType]
+        residual, delta, weight, eps, is_offset
+    )
+
+
+def _check_weight(x: Tensor, weight: Tensor) -> None:
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"weight is {tuple(weight.shape)} and x is {tuple(x.shape)}; "
             "there must be one weight for each element of the last dimension"
         )
-    return _RmsNorm.apply(x, weight, eps, is_offset)  # pyright: ignore[reportReturnType]
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_offset: bool = False) -> Tensor:
@@ -43,39 +65,95 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_offset: bool
     return weight * normed.to(x.dtype)
 
 
+def reference_add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, is_offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch."""
+    total = residual + delta
+    return total, reference_rms_norm(total, weight, eps, is_offset=is_offset)
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, is_offset: bool) -> Tensor:
-        rows = x.contiguous().view(-1, x.shape[-1])
-        dtype = x.dtype if is_offset else torch.promote_types(x.dtype, weight.dtype)
-        y = torch.empty_like(rows, dtype=dtype)
-        options = _options(rows.shape[1], is_offset)
-        if len(rows):
-            _norm_forward[(triton.cdiv(len(rows), options["TILE"]),)](
-                rows, weight.contiguous(), y, len(rows), eps, **options
-            )
-        ctx.save_for_backward(rows, weight)
-        ctx.eps, ctx.is_offset, ctx.shape = eps, is_offset, x.shape
-        return y.view(x.shape)
+        x, y = _forward(x, None, weight, eps, is_offset)
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.is_offset = eps, is_offset
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight = ctx.saved_tensors
-        options = _options(rows.shape[1], ctx.is_offset)
-        num_elements = options["TILE"] * options["BLOCK"]
-        options["num_warps"] = max(2, num_elements // BACKWARD_ELEMENTS_PER_WARP)
-        num_tiles = triton.cdiv(len(rows), options["TILE"])
-        tiles_each = max(1, triton.cdiv(num_tiles, MAX_PARTIAL_SUMS))
-        num_programs = triton.cdiv(num_tiles, tiles_each)
-        grad_x = torch.empty_like(rows)
-        partial = rows.new_empty((num_programs, rows.shape[1]), dtype=torch.float32)
-        if num_programs:
-            _norm_backward[(num_programs,)](
-                gradients[0].contiguous(), rows, weight.contiguous(), grad_x, partial,
-                len(rows), tiles_each, ctx.eps, **options,
-            )  # fmt: skip
-        return grad_x.view(ctx.shape), partial.sum(0).to(weight.dtype), None, None
+        grad_x, grad_weight = _backward(
+            gradients[0], None, *ctx.saved_tensors, ctx.eps, ctx.is_offset
+        )
+        return grad_x, grad_weight, None, None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, is_offset: bool
+    ) -> tuple[Tensor, Tensor]:
+        total, y = _forward(residual, delta, weight, eps, is_offset)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.is_offset = eps, is_offset
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, grad_y = gradients
+        grad_weight = None
+        if grad_y is not None:
+            grad, grad_weight = _backward(grad_y, grad, *ctx.saved_tensors, ctx.eps, ctx.is_offset)
+        return grad, grad, grad_weight, None, None
+
+
+def _forward(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, is_offset: bool
+) -> tuple[Tensor, Tensor]:
+    """x + delta (x itself where there is none) and its norm."""
+    x = x.contiguous()
+    total = x if delta is None else torch.empty_like(x)
+    dtype = x.dtype if is_offset else torch.promote_types(x.dtype, weight.dtype)
+    y = torch.empty_like(x, dtype=dtype)
+    num_rows = x.numel() // len(weight)
+    options = _options(len(weight), is_offset)
+    if num_rows:
+        _norm_forward[(triton.cdiv(num_rows, options["TILE"]),)](
+            x, x if delta is None else delta.contiguous(), weight.contiguous(), total, y,
+            num_rows, eps, IS_SUM=delta is not None, **options,
+        )  # fmt: skip
+    return total, y
+
+
+def _backward(
+    grad_y: Tensor,
+    grad_total: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    is_offset: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients for x, `grad_total` from its other uses added, and for the weight."""
+    options = _options(len(weight), is_offset)
+    num_elements = options["TILE"] * options["BLOCK"]
+    options["num_warps"] = max(2, num_elements // BACKWARD_ELEMENTS_PER_WARP)
+    num_rows = x.numel() // len(weight)
+    num_tiles = triton.cdiv(num_rows, options["TILE"])
+    tiles_each = max(1, triton.cdiv(num_tiles, MAX_PARTIAL_SUMS))
+    num_programs = triton.cdiv(num_tiles, tiles_each)
+    grad_x = torch.empty_like(x)
+    partial = x.new_empty((num_programs, len(weight)), dtype=torch.float32)
+    if num_programs:
+        _norm_backward[(num_programs,)](
+            grad_y.contiguous(), grad_x if grad_total is None else grad_total.contiguous(),
+            x, weight.contiguous(), grad_x, partial, num_rows, tiles_each, eps,
+            HAS_TOTAL=grad_total is not None, **options,
+        )  # fmt: skip
+    return grad_x, partial.sum(0).to(weight.dtype)
 
 
 def _options(width: int, is_offset: bool) -> dict[str, Any]:
@@ -99,14 +177,20 @@ def _normed(x, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def _norm_forward(
-    x, weight, y, num_rows, eps,
+    x, delta, weight, total, y, num_rows, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, IS_OFFSET: tl.constexpr,
+    IS_SUM: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
     places = rows[:, None] * WIDTH + columns[None, :]
     x_tile = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+    if IS_SUM:
+        x_tile += tl.load(delta + places, mask=mask, other=0.0).to(tl.float32)
+        rounded = x_tile.to(total.dtype.element_ty)
+        tl.store(total + places, rounded, mask=mask)
+        x_tile = rounded.to(tl.float32)
     w = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     normed, _ = _normed(x_tile, eps, WIDTH)
     if IS_OFFSET:
@@ -118,8 +202,9 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    grad_y, x, weight, grad_x, partial, num_rows, tiles_each, eps,
+    grad_y, grad_total, x, weight, grad_x, partial, num_rows, tiles_each, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, IS_OFFSET: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -138,6 +223,8 @@ def _norm_backward(
         grad_normed = grad * w[None, :]
         along = tl.sum(grad_normed * normed, 1) / WIDTH
         result = (grad_normed - normed * along[:, None]) * inverse[:, None]
+        if HAS_TOTAL:
+            result += tl.load(grad_total + places, mask=mask, other=0.0).to(tl.float32)
         tl.store(grad_x + places, result.to(grad_x.dtype.element_ty), mask=mask)
         if not IS_OFFSET:
             normed = normed.to(x.dtype.element_ty).to(tl.float32)
