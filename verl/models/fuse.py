@@ -5,7 +5,8 @@ GPU they cost a pass over memory per line. Here a module instance gets another `
 parameters, its place in the model and its gradients stay. Nothing is trusted by name: each kind of
 module is run beside its fused form on random input, forward and backward, and left alone when
 they differ by more than rounding. On tensors a kernel cannot take, the module's own code runs.
-Projections of one input become one product, which needs no comparison (`joined_linears`).
+Projections of one input become one product, which needs no comparison (`joined_linears`). Norms are
+joined with the sums in front of them (`fused_norms`).
 
 The rotary function belongs to the architecture's Python module, so it is wrapped there, once. The
 wrapper acts only inside attention modules that were fused: other models of the architecture in
@@ -15,15 +16,15 @@ this process go on with the original.
 import functools
 import logging
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from verl.models.fused_forward import FusedForward, choose, compare, difference, random_inputs
+from verl.models.fused_norms import FusedLayer, FusedNorm, has_hooks, link_layers
 from verl.models.joined_linears import JoinedLinears, can_join
 from verl.models.kernels.availability import can_run_triton
 
@@ -31,11 +32,6 @@ logger = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-MAX_DIFFERENCE = 3e-5
-"""Of the largest element, in fp32; exact and approximate gelu are ten times further apart."""
-
-PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-"""What a module's own code raises when it does not take the usual arguments."""
 
 _is_inside_fused_attention: ContextVar[bool] = ContextVar("fused_attention")
 
@@ -47,10 +43,19 @@ def fuse_model(model: nn.Module) -> list[str]:
     """
     if not can_run_triton(next(model.parameters()).device):
         return []
+    fused = _fuse_modules(model, fused_forwards)
+    fused += _fuse_modules(model, fused_layers)  # which look at the norms inside
+    link_layers(model)
+    return fused
+
+
+def _fuse_modules(
+    model: nn.Module, options_for: Callable[[nn.Module], list[FusedForward]]
+) -> list[str]:
     verdicts: dict[Hashable, int | str] = {}
     fused, left = dict[str, None](), dict[str, str]()
     for module in list(model.modules()):
-        options = [] if isinstance(module.forward, FusedForward) else fused_forwards(module)
+        options = [] if isinstance(module.forward, FusedForward) else options_for(module)
         if not options:
             continue
         kind = (type(module), options[0].kind())
@@ -67,34 +72,6 @@ def fuse_model(model: nn.Module) -> list[str]:
     return list(fused)
 
 
-def choose(options: "list[FusedForward]") -> int | str:
-    """The first option that gives the module's numbers, or why none does."""
-    reasons = [option.mismatch() for option in options]
-    return reasons.index(None) if None in reasons else "; ".join(str(r) for r in reasons)
-
-
-class FusedForward(ABC):
-    """A forward that takes the place of a module's own, which it keeps for what it cannot do."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
-        self.own_forward = module.forward
-
-    def install(self) -> None:
-        self.module.forward = self
-
-    @abstractmethod
-    def kind(self) -> Hashable:
-        """Modules of one class and kind need to be compared once."""
-
-    @abstractmethod
-    def mismatch(self) -> str | None:
-        """How this differs from the module's own forward on random input; None to rounding."""
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
 def fused_forwards(module: nn.Module) -> list[FusedForward]:
     """What the module might be; several where only its numbers can tell."""
     name = type(module).__name__
@@ -108,6 +85,10 @@ def fused_forwards(module: nn.Module) -> list[FusedForward]:
     if name.endswith("Attention") and ROTARY in vars(_python_module(module)):
         return [FusedAttention(module)]
     return []
+
+
+def fused_layers(module: nn.Module) -> list[FusedForward]:
+    return [FusedLayer(module)] if FusedLayer.fits(module) else []
 
 
 class FusedEmbedding(FusedForward):
@@ -140,52 +121,14 @@ class FusedEmbedding(FusedForward):
         def fused(table: Tensor) -> Tensor:
             return self.kernel(ids, table)
 
-        inputs = _random_inputs((len(weight), 5), device=weight.device)
-        return _difference(own, fused, inputs, weight.dtype)
+        inputs = random_inputs((len(weight), 5), device=weight.device)
+        return difference(own, fused, inputs, weight.dtype)
 
     def __call__(self, input: Tensor) -> Tensor:
         weight = self.module.weight
         if can_run_triton(input.device) and type(weight) is nn.Parameter:
             return self.kernel(input, weight)
         return self.own_forward(input)
-
-
-class FusedNorm(FusedForward):
-    """weight * norm(x), or (1 + weight) * norm(x) with `is_offset`."""
-
-    def __init__(self, module: nn.Module, *, is_offset: bool) -> None:
-        from verl.models.kernels.rms_norm import rms_norm  # noqa: PLC0415 - needs triton
-
-        super().__init__(module)
-        self.eps = self._eps(module)[0]
-        self.is_offset = is_offset
-        self.kernel = functools.partial(rms_norm, eps=self.eps, is_offset=is_offset)
-
-    @classmethod
-    def fits(cls, module: nn.Module) -> bool:
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        return weight is not None and weight.dim() == 1 and len(cls._eps(module)) == 1
-
-    @staticmethod
-    def _eps(module: nn.Module) -> list[float]:
-        found = [vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)]
-        return [eps for eps in found if isinstance(eps, float)]
-
-    def kind(self) -> Hashable:
-        return self.module.weight.shape, self.module.weight.dtype, self.eps
-
-    def mismatch(self) -> str | None:
-        def own(x: Tensor, weight: Tensor) -> Tensor:
-            return functional_call(self.module, {"weight": weight}, (x,))
-
-        weight = self.module.weight
-        inputs = _random_inputs((3, len(weight)), (len(weight),), device=weight.device)
-        return _difference(own, self.kernel, inputs, weight.dtype)
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        if can_run_triton(hidden_states.device):
-            return self.kernel(hidden_states, self.module.weight)
-        return self.own_forward(hidden_states)
 
 
 class FusedGate(FusedForward):
@@ -215,13 +158,13 @@ class FusedGate(FusedForward):
         def own_gate(gate: Tensor, up: Tensor) -> Tensor:
             return self.module.act_fn(gate) * up
 
-        inputs = _random_inputs((3, 101), (3, 101), device=weight.device)
-        reason = _difference(own_gate, self.kernel, inputs, torch.float32)
+        inputs = random_inputs((3, 101), (3, 101), device=weight.device)
+        reason = difference(own_gate, self.kernel, inputs, torch.float32)
         if reason is not None:
             return reason
         # Behind two matrix products fp32 may be coarser than fp32 (tf32).
-        inputs = _random_inputs((3, self.module.gate_proj.in_features), device=weight.device)
-        return _compare(self.own_forward, self, inputs, weight.dtype, max_difference=1e-3)
+        inputs = random_inputs((3, self.module.gate_proj.in_features), device=weight.device)
+        return compare(self.own_forward, self, inputs, weight.dtype, max_difference=1e-3)
 
     def install(self) -> None:
         super().install()
@@ -245,8 +188,7 @@ class FusedGate(FusedForward):
 def is_untouched(layer: nn.Module) -> bool:
     """Whether calling it is a product with its weight and nothing else."""
     is_plain = type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer)
-    has_hooks = bool(layer._forward_hooks or layer._forward_pre_hooks)
-    return is_plain and not has_hooks and type(layer.weight) is nn.Parameter
+    return is_plain and not has_hooks(layer) and type(layer.weight) is nn.Parameter
 
 
 class FusedAttention(FusedForward):
@@ -269,9 +211,9 @@ class FusedAttention(FusedForward):
         weight = next(self.module.parameters())
         own = vars(_python_module(self.module))[ROTARY]
         shapes = (1, 4, 5, 16), (1, 2, 5, 16), (1, 5, 16), (1, 5, 16)
-        inputs = _random_inputs(*shapes, device=weight.device)
+        inputs = random_inputs(*shapes, device=weight.device)
         switched = own if isinstance(own, SwitchedRotary) else SwitchedRotary(own)
-        return _difference(switched.own, switched.kernel, inputs, weight.dtype, num_leaves=2)
+        return difference(switched.own, switched.kernel, inputs, weight.dtype, num_leaves=2)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = _is_inside_fused_attention.set(True)
@@ -303,64 +245,3 @@ class SwitchedRotary:
 def _python_module(module: nn.Module) -> Any:
     """Where the names that the module's forward uses are looked up."""
     return sys.modules[type(module).forward.__module__]
-
-
-# ---- comparing -----------------------------------------------------------------------------------
-
-
-def _random_inputs(*shapes: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-
-
-def _difference(
-    own: Callable[..., Any],
-    fused: Callable[..., Any],
-    inputs: list[Tensor],
-    dtype: torch.dtype,
-    num_leaves: int | None = None,
-) -> str | None:
-    """Compare in fp32, where a difference in meaning shows, and in the model's dtype."""
-    for kind in dict.fromkeys((torch.float32, dtype)):
-        reason = _compare(own, fused, inputs, kind, num_leaves=num_leaves)
-        if reason is not None:
-            return reason
-    return None
-
-
-def _compare(
-    own: Callable[..., Any],
-    fused: Callable[..., Any],
-    inputs: list[Tensor],
-    dtype: torch.dtype,
-    *,
-    num_leaves: int | None = None,
-    max_difference: float = MAX_DIFFERENCE,
-) -> str | None:
-    """How outputs and gradients for the first `num_leaves` inputs differ; None if to rounding."""
-    inputs = [x.to(dtype) for x in inputs]
-    try:
-        expected = _outputs_and_gradients(own, inputs, num_leaves)
-    except PROBE_ERRORS as error:
-        return f"it cannot be compared ({error!r})"
-    actual = _outputs_and_gradients(fused, inputs, num_leaves)
-    limit = max(max_difference, 4 * torch.finfo(dtype).eps)
-    for ours, theirs in zip(actual, expected, strict=True):
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            return f"the kernel gives {ours.dtype} {tuple(ours.shape)}"
-        difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
-        if not difference <= limit:
-            return f"the kernel differs by {difference:.1e} of the largest element in {dtype}"
-    return None
-
-
-def _outputs_and_gradients(
-    function: Callable[..., Any], inputs: list[Tensor], num_leaves: int | None
-) -> list[Tensor]:
-    with torch.enable_grad():
-        leaves = [x.clone().requires_grad_() for x in inputs[:num_leaves]]
-        outputs = function(*leaves, *inputs[len(leaves) :])
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        pulls = _random_inputs(*(tuple(x.shape) for x in outputs), device=inputs[0].device)
-        loss = torch.stack([(x * p).sum() for x, p in zip(outputs, pulls, strict=True)]).sum()
-        return [*(x.detach() for x in outputs), *torch.autograd.grad(loss, leaves)]

@@ -17,11 +17,17 @@ from verl.models.head import OutputHead, scaled_logits
 from verl.models.packed import PackedLayout
 
 FUSED = {
-    "llama": ["Embedding", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm"],
-    "qwen2": ["Embedding", "Qwen2Attention", "Qwen2MLP", "Qwen2RMSNorm"],
-    "qwen3": ["Embedding", "Qwen3Attention", "Qwen3MLP", "Qwen3RMSNorm"],
-    "mistral": ["Embedding", "MistralAttention", "MistralMLP", "MistralRMSNorm"],
-    "gemma": ["GemmaAttention", "GemmaMLP", "GemmaRMSNorm"],
+    "llama": ["Embedding", "LlamaAttention", "LlamaDecoderLayer", "LlamaMLP", "LlamaRMSNorm"],
+    "qwen2": ["Embedding", "Qwen2Attention", "Qwen2DecoderLayer", "Qwen2MLP", "Qwen2RMSNorm"],
+    "qwen3": ["Embedding", "Qwen3Attention", "Qwen3DecoderLayer", "Qwen3MLP", "Qwen3RMSNorm"],
+    "mistral": [
+        "Embedding",
+        "MistralAttention",
+        "MistralDecoderLayer",
+        "MistralMLP",
+        "MistralRMSNorm",
+    ],
+    "gemma": ["GemmaAttention", "GemmaDecoderLayer", "GemmaMLP", "GemmaRMSNorm"],
     "gemma2": ["Gemma2Attention", "Gemma2MLP", "Gemma2RMSNorm"],
 }
 

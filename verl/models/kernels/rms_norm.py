@@ -84,9 +84,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = _backward(
-            gradients[0], None, *ctx.saved_tensors, ctx.eps, ctx.is_offset
-        )
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = _backward(gradients[0], None, x, weight, ctx.eps, ctx.is_offset)
         return grad_x, grad_weight, None, None
 
 
@@ -104,10 +103,11 @@ class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
         grad, grad_y = gradients
         grad_weight = None
         if grad_y is not None:
-            grad, grad_weight = _backward(grad_y, grad, *ctx.saved_tensors, ctx.eps, ctx.is_offset)
+            grad, grad_weight = _backward(grad_y, grad, total, weight, ctx.eps, ctx.is_offset)
         return grad, grad, grad_weight, None, None
 
 

@@ -1,0 +1,259 @@
+"""Norms in one kernel, together with the sum in front of them where a decoder layer makes one.
+
+    layer i        total = x + attention(...)      and post_attention_layernorm(total)   one kernel
+                   y = total + mlp(...)            and input_layernorm(y) of layer i + 1  one kernel
+
+A layer of the usual form makes two sums, and a norm follows each: its own, and that of the layer
+behind it (or the model's last). The layer returns the plain sum; what it has normed already waits
+in a `Handover` until that norm is called with this very tensor. Nothing waits longer than one pass
+through the layers, and a norm that finds nothing computes: the bits are the same.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Hashable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from verl.models.fused_forward import PROBE_ERRORS, FusedForward, difference, random_inputs
+from verl.models.kernels.availability import can_run_triton
+
+LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+_handover: "ContextVar[Handover]" = ContextVar("handover")
+"""Set while a `LayerStack` runs."""
+
+
+class FusedNorm(FusedForward):
+    """weight * norm(x), or (1 + weight) * norm(x) with `is_offset`."""
+
+    def __init__(self, module: nn.Module, *, is_offset: bool) -> None:
+        from verl.models.kernels.rms_norm import (  # noqa: PLC0415 - needs triton
+            add_rms_norm,
+            rms_norm,
+        )
+
+        super().__init__(module)
+        self.eps = self._eps(module)[0]
+        self.is_offset = is_offset
+        self.kernel = functools.partial(rms_norm, eps=self.eps, is_offset=is_offset)
+        self.sum_kernel = functools.partial(add_rms_norm, eps=self.eps, is_offset=is_offset)
+
+    @classmethod
+    def fits(cls, module: nn.Module) -> bool:
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        return weight is not None and weight.dim() == 1 and len(cls._eps(module)) == 1
+
+    @staticmethod
+    def _eps(module: nn.Module) -> list[float]:
+        found = [vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)]
+        return [eps for eps in found if isinstance(eps, float)]
+
+    def kind(self) -> Hashable:
+        return self.module.weight.shape, self.module.weight.dtype, self.eps
+
+    def mismatch(self) -> str | None:
+        def own(x: Tensor, weight: Tensor) -> Tensor:
+            return functional_call(self.module, {"weight": weight}, (x,))
+
+        weight = self.module.weight
+        inputs = random_inputs((3, len(weight)), (len(weight),), device=weight.device)
+        return difference(own, self.kernel, inputs, weight.dtype)
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        handover = _handover.get(None)
+        normed = None if handover is None else handover.take(self, hidden_states)
+        if normed is not None:
+            return normed
+        if can_run_triton(hidden_states.device):
+            return self.kernel(hidden_states, self.module.weight)
+        return self.own_forward(hidden_states)
+
+    def of_sum(self, residual: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """residual + delta, and the norm of it."""
+        if residual.shape == delta.shape and residual.dtype == delta.dtype:
+            return self.sum_kernel(residual, delta, self.module.weight)
+        total = residual + delta
+        return total, self.kernel(total, self.module.weight)
+
+
+class FusedLayer(FusedForward):
+    """total = x + attention(norm(x)), then total + mlp(norm(total))."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        parameters = inspect.signature(module.forward).parameters.values()
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.following: tuple[nn.Module, str] | None = None
+        """Whose child of which name norms the layer's sum next."""
+
+    @classmethod
+    def fits(cls, module: nn.Module) -> bool:
+        """Whether it has the usual parts and nothing else, and kernels for both norms."""
+        children = dict(module.named_children())
+        is_usual = isinstance(module, GradientCheckpointingLayer) and "forward" not in vars(module)
+        if not is_usual or children.keys() != LAYER_PARTS or module._parameters or module._buffers:
+            return False
+        norms = children["input_layernorm"], children["post_attention_layernorm"]
+        return all(isinstance(norm.forward, FusedNorm) for norm in norms)
+
+    def kind(self) -> Hashable:
+        norms = self.module.input_layernorm.forward, self.module.post_attention_layernorm.forward
+        numbers = [item for item in vars(self.module).items() if isinstance(item[1], float)]
+        return tuple((norm.kind(), norm.is_offset) for norm in norms), tuple(numbers)
+
+    def mismatch(self) -> str | None:
+        """Compared with stand-ins for attention and MLP, so that their weights hide nothing."""
+        layer = _with_stand_ins(self.module)
+        options = {name: object() for name in (*self.defaults, "layout")}
+        own = functools.partial(layer.forward, **options)
+        fused = functools.partial(FusedLayer(layer), **options)
+        weight = self.module.input_layernorm.weight
+        inputs = random_inputs((1, 5, len(weight)), device=weight.device)
+        try:
+            output = own(inputs[0])
+        except PROBE_ERRORS as error:
+            return f"it cannot be compared ({error!r})"
+        if not isinstance(output, Tensor):
+            return "it gives more than hidden states"
+        if layer.self_attn.options != options:
+            return "attention does not get what the layer gets"
+        return difference(own, fused, inputs, weight.dtype)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.module
+        norm = only_norm(module.post_attention_layernorm)
+        if args or norm is None or not can_run_triton(hidden_states.device):
+            return self.own_forward(hidden_states, *args, **kwargs)
+        normed = module.input_layernorm(hidden_states)
+        attended, _ = module.self_attn(hidden_states=normed, **{**self.defaults, **kwargs})
+        total, normed = norm.of_sum(hidden_states, attended)
+        return self._sum_for_next_norm(total, module.mlp(normed))
+
+    def _sum_for_next_norm(self, residual: Tensor, delta: Tensor) -> Tensor:
+        handover, norm = _handover.get(None), self._next_norm()
+        if handover is None or norm is None:
+            return residual + delta
+        total, normed = norm.of_sum(residual, delta)
+        handover.put(norm, total, normed)
+        return total
+
+    def _next_norm(self) -> FusedNorm | None:
+        """The norm behind the layer, if it may run before whatever else happens in between."""
+        module = self.module
+        # A layer that is computed again, is computed without the one before it.
+        is_recomputed = module.gradient_checkpointing and module.training
+        if self.following is None or is_recomputed or has_hooks(module):
+            return None
+        owner, name = self.following
+        # A hook there may be what brings the weights.
+        return None if has_hooks(owner) else only_norm(owner.get_submodule(name))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def only_norm(module: nn.Module) -> FusedNorm | None:
+    """The module's kernel, if calling the module runs that and nothing else."""
+    forward = module.forward
+    if not isinstance(forward, FusedNorm) or has_hooks(module):
+        return None
+    return forward if type(module.weight) is nn.Parameter else None
+
+
+# ---- from layer to layer -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    norm: FusedNorm
+    total: Tensor
+    normed: Tensor
+    has_gradients: bool
+
+
+class Handover:
+    """One normed tensor on its way from a layer to the norm it was made for."""
+
+    def __init__(self) -> None:
+        self._waiting: _Waiting | None = None
+
+    def put(self, norm: FusedNorm, total: Tensor, normed: Tensor) -> None:
+        self._waiting = _Waiting(norm, total, normed, torch.is_grad_enabled())
+
+    def take(self, norm: FusedNorm, x: Tensor) -> Tensor | None:
+        """What `norm` gives for `x`, if that is what waits; nothing waits afterwards."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None or waiting.norm is not norm or waiting.total is not x:
+            return None
+        return waiting.normed if waiting.has_gradients == torch.is_grad_enabled() else None
+
+
+class LayerStack:
+    """The forward of a module that runs decoder layers; what they hand over ends with it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.own_forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = _handover.set(Handover())
+        try:
+            return self.own_forward(*args, **kwargs)
+        finally:
+            _handover.reset(before)
+
+
+def link_layers(model: nn.Module) -> None:
+    """Tell every fused layer which norm follows it: the next layer's, or that of their owner."""
+    for stack in list(model.modules()):
+        for layers in stack.children():
+            if isinstance(layers, nn.ModuleList) and any(map(is_fused_layer, layers)):
+                _link(stack, list(layers))
+
+
+def is_fused_layer(module: nn.Module) -> bool:
+    return isinstance(module.forward, FusedLayer)
+
+
+def _link(stack: nn.Module, layers: list[nn.Module]) -> None:
+    norms = [name for name, child in stack.named_children() if isinstance(child.forward, FusedNorm)]
+    last = (stack, norms[0]) if len(norms) == 1 else None
+    behind = [(x, "input_layernorm") if is_fused_layer(x) else None for x in layers[1:]]
+    for layer, following in zip(layers, [*behind, last], strict=True):
+        if isinstance(layer.forward, FusedLayer):
+            layer.forward.following = following
+    if not isinstance(stack.forward, LayerStack):
+        stack.forward = LayerStack(stack)
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def _with_stand_ins(layer: Any) -> Any:
+    """The layer with its own norms, and functions without weights between them."""
+    twin = copy.copy(layer)
+    twin._modules = {**layer._modules, "self_attn": _Attention(), "mlp": _MLP()}
+    return twin
+
+
+class _Attention(nn.Module):
+    """Mixes tokens, and remembers what it was given beside them."""
+
+    options: dict[str, object]
+
+    def forward(self, hidden_states: Tensor, **options: object) -> tuple[Tensor, None]:
+        self.options = options
+        return 2 * hidden_states.roll(1, dims=1), None
+
+
+class _MLP(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square()
