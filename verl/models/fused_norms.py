@@ -106,8 +106,9 @@ class FusedLayer(FusedForward):
 
     def kind(self) -> Hashable:
         norms = self.module.input_layernorm.forward, self.module.post_attention_layernorm.forward
-        numbers = [item for item in vars(self.module).items() if isinstance(item[1], float)]
-        return tuple((norm.kind(), norm.is_offset) for norm in norms), tuple(numbers)
+        # Whatever a layer may choose by; its index and sizes are not among them.
+        switches = [x for x in vars(self.module).items() if isinstance(x[1], float | bool | str)]
+        return tuple((norm.kind(), norm.is_offset) for norm in norms), tuple(switches)
 
     def mismatch(self) -> str | None:
         """Compared with stand-ins for attention and MLP, so that their weights hide nothing."""
@@ -148,7 +149,7 @@ class FusedLayer(FusedForward):
     def _next_norm(self) -> FusedNorm | None:
         """The norm behind the layer, if it may run before whatever else happens in between."""
         module = self.module
-        # A layer that is computed again, is computed without the one before it.
+        # A layer that is computed again in the backward pass gets no more than its arguments.
         is_recomputed = module.gradient_checkpointing and module.training
         if self.following is None or is_recomputed or has_hooks(module):
             return None
@@ -158,7 +159,9 @@ class FusedLayer(FusedForward):
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether calling the module, or a backward pass through it, runs more than its forward."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def only_norm(module: nn.Module) -> FusedNorm | None:
@@ -247,7 +250,9 @@ def _with_stand_ins(layer: Any) -> Any:
 class _Attention(nn.Module):
     """Mixes tokens, and remembers what it was given beside them."""
 
-    options: dict[str, object]
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: dict[str, object] = {}
 
     def forward(self, hidden_states: Tensor, **options: object) -> tuple[Tensor, None]:
         self.options = options
