@@ -88,7 +88,7 @@ def assert_same(found, expected):
     assert torch.equal(found[0], expected[0])
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-3, msg=name)
 
 
 @on_each_device
@@ -152,17 +152,26 @@ def test_frozen_weights_and_adapters_get_their_share(device):
 
 
 @on_each_device
-def test_a_hook_is_called_and_its_layer_and_norm_run_by_themselves(device):
+@pytest.mark.parametrize(
+    ("place", "kind", "alone", "summed"),
+    [
+        ("layers.1", "forward_pre_hook", [0, 2, 4], [1, 3]),  # neither into the layer nor out of it
+        ("layers.1.input_layernorm", "forward_hook", [0, 2], [1, 3, 4]),
+        # The layer runs its own code.
+        ("layers.0.post_attention_layernorm", "full_backward_hook", [0, 1, 2], [3, 4]),
+        ("norm", "forward_hook", [0, 4], [1, 2, 3]),
+    ],
+)
+def test_where_a_hook_is_nothing_runs_ahead_of_it(device, place, kind, alone, summed):
     model = fused(device)
     expected = run(without_sums(model))
     seen = []
-    for module in (model.model.layers[1], model.model.layers[0].post_attention_layernorm):
-        module.register_forward_hook(lambda *call: seen.append(call[-1]))
-    alone, summed = count_kernels(stream_norms(model))
+    register = getattr(model.model.get_submodule(place), f"register_{kind}")
+    register(lambda *call: seen.append(len(call)))
+    counts = count_kernels(stream_norms(model))
     assert_same(run(model), expected)
-    assert len(seen) == 2
-    assert alone == [0, 1, 2, 4]
-    assert summed == [3]
+    assert len(seen) == 1
+    assert counts == (alone, summed)
 
 
 class Shard(nn.Parameter):
