@@ -3,25 +3,28 @@
 Rows are kept side by side, but their slots are not: a row that moves keeps its slot, and a column
 of the table says which it is. On CUDA the whole step (embedding, layers, attention, head, sampling,
 bookkeeping) is captured as a graph, once per batch size and `Draw`; a visit replays it several
-times and then reads what came out of the visit before. Graphs remember addresses, so everything
-they touch is allocated once.
+times and then reads what came out of the visit before. So are prefills, up to the hidden states of
+last tokens (`prefill_buckets`). Graphs remember addresses, so everything they touch is allocated
+once.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from verl.models.attention import AttentionLayout
 from verl.models.head import OutputHead, raw_logits
 from verl.models.kernels.filters import Filters, Repetition
 from verl.models.kernels.sampling import draw_tokens
+from verl.utils.device import without_waiting
 from verl.utils.garbage import spare_present_objects
 from verl.workers.rollout.native.kv_cache import KeysAndValues, KVCache
 from verl.workers.rollout.native.lockstep import as_on_first_rank
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
+from verl.workers.rollout.native.prefill_buckets import PrefillBuckets
 from verl.workers.rollout.native.requests import EngineLimits
 from verl.workers.rollout.native.row_table import RowTable
 from verl.workers.rollout.native.running_batch import NewTokens, RunningBatch, needs_of
@@ -30,7 +33,7 @@ from verl.workers.rollout.native.scheduler import Move
 from verl.workers.rollout.native.sequence import Group, Sample
 from verl.workers.rollout.native.slot_layouts import SlotDecodeLayout, SlotPrefillLayout
 from verl.workers.rollout.native.steady_cache import SteadyKVCache
-from verl.workers.rollout.native.step_graphs import StepGraphs
+from verl.workers.rollout.native.step_graphs import StepGraphs, batch_sizes
 
 
 class KernelBatch(RunningBatch):
@@ -44,11 +47,17 @@ class KernelBatch(RunningBatch):
         self._slot_of_prompt = list(range(num_slots))
         self._table.slot.copy_(torch.arange(num_slots))
         self._step = torch.zeros(1, dtype=torch.long, device=runner.device)
-        self._under_way: _Block | None = None
+        self._under_way: list[_Block] = []  # oldest first
+        self._has_entered = False  # whether the newest is a prefill of this visit
         self._is_late = is_cuda
-        self._graphs: StepGraphs[Draw] | None = None
+        self._sizes = batch_sizes(num_slots)
+        self._graphs: StepGraphs | None = None
+        self._buckets: PrefillBuckets | None = None
         if is_cuda:
-            self._graphs = StepGraphs(self._run_step, self._step_state, num_slots)
+            self._graphs = StepGraphs()
+            self._buckets = PrefillBuckets(
+                runner, self.cache, limits.max_prefill_tokens, self._graphs.replay
+            )
             spare_present_objects()
 
     def prefill(
@@ -58,57 +67,79 @@ class KernelBatch(RunningBatch):
         return super().prefill(samples, [self._placed(s) for s in sequences], num_groups)
 
     def decode(self, samples: Sequence[Sample]) -> list[NewTokens]:
-        """Start the next steps of all rows; give back what the steps before them gave.
+        """Start the next steps of all rows; give back what was started before them.
 
         So the device has work while the host reads. Rows that end in between stand still until the
-        host has seen it. The last steps are read as soon as no row can want more.
+        host has seen it. A prefill is read one visit late only where no steps follow it: meanwhile
+        the host prepares the next one. The last steps are read as soon as no row can want more.
         """
-        before, self._under_way = self._under_way, self._start(samples)
-        if self._is_late and self._under_way is not None:
-            return [] if before is None else self._finish(before)
-        news = [] if before is None else self._finish(before)
-        return news + self.flush()
+        has_started = self._start(samples) or self._has_entered
+        self._has_entered = False
+        return self._finish_all_but(1 if self._is_late and has_started else 0)
 
     def flush(self) -> list[NewTokens]:
-        """Wait for the steps that were started, and give back what they gave."""
-        block, self._under_way = self._under_way, None
-        return [] if block is None else self._finish(block)
+        """Wait for all that was started, and give back what it gave."""
+        self._has_entered = False
+        return self._finish_all_but(0)
 
-    def _start(self, samples: Sequence[Sample]) -> "_Block | None":
-        draw, rows = Draw.of(needs_of(samples)), slice(0, len(samples))
+    def _start(self, samples: Sequence[Sample]) -> bool:
+        """Whether there was anything to start."""
+        draw, num_rows = Draw.of(needs_of(samples)), len(samples)
         num_steps = min(self._most_left(samples), self.limits.steps_per_visit)
         if num_steps <= 0:
-            return None
+            return False
         self._step.zero_()
         for _ in range(num_steps):
             if self._graphs is None:
-                self._run_step(len(samples), draw)
+                self._run_step(num_rows, draw)
             else:
-                self._graphs.replay(len(samples), draw)
+                self._replay_step(self._graphs, num_rows, draw)
+        self._send(samples, slice(0, num_rows), num_steps)
+        return True
+
+    def _replay_step(self, graphs: StepGraphs, num_rows: int, draw: "Draw") -> None:
+        size = next(size for size in self._sizes if size >= num_rows)
+        graphs.replay(
+            DecodeKind(size, draw),
+            lambda: self._run_step(size, draw),
+            lambda: self._step_state(draw),
+        )
+
+    def _send(self, samples: Sequence[Sample], rows: slice, num_steps: int) -> None:
+        """Let the tokens of the last steps come to the host."""
         table = self._table[rows]
         columns = (self._tokens[:num_steps, rows].t(), self._log_probs[:num_steps, rows].t())
         # Copies of their own: the next steps write over these.
         copies = [x.clone() for x in (*columns, table.num_tokens, table.is_done)]
-        return _Block.read(list(samples), num_steps, copies)
+        self._under_way.append(_Block.read(list(samples), num_steps, copies))
+
+    def _read(self, samples: Sequence[Sample], rows: slice, num_steps: int) -> list[NewTokens]:
+        self._send(samples, rows, num_steps)
+        self._has_entered = True
+        return [] if self._is_late else self.flush()
 
     def _most_left(self, samples: Sequence[Sample]) -> int:
         """Tokens that some row may still get after the steps that are under way."""
-        block = self._under_way
-        ahead = set() if block is None else {id(sample) for sample in block.samples}
-        num_ahead = 0 if block is None else block.num_steps
+        ahead: Counter[Sample] = Counter()
+        for block in self._under_way:
+            ahead.update(dict.fromkeys(block.samples, block.num_steps))
         return max(
-            sample.group.token_limit - sample.num_tokens - num_ahead * (id(sample) in ahead)
-            for sample in samples
+            sample.group.token_limit - sample.num_tokens - ahead[sample] for sample in samples
         )
 
-    def _finish(self, block: "_Block") -> list[NewTokens]:
-        """What the samples of a block got; those that have ended since get nothing."""
-        return [
-            NewTokens(sample, tokens[:num_new], log_probs[:num_new], is_done)
-            for sample, tokens, log_probs, num_tokens, is_done in block.rows()
-            if not sample.is_finished
-            for num_new in [num_tokens - sample.num_tokens]
-        ]
+    def _finish_all_but(self, num_kept: int) -> list[NewTokens]:
+        """What the samples of the oldest blocks got; those that have ended since get nothing."""
+        num_read = len(self._under_way) - num_kept
+        blocks, self._under_way = self._under_way[:num_read], self._under_way[num_read:]
+        news: list[NewTokens] = []
+        num_given: Counter[Sample] = Counter()
+        for block in blocks:
+            for sample, tokens, log_probs, num_tokens, is_done in block.rows():
+                if not sample.is_finished:
+                    num_new = num_tokens - sample.num_tokens - num_given[sample]
+                    num_given[sample] += num_new
+                    news.append(NewTokens(sample, tokens[:num_new], log_probs[:num_new], is_done))
+        return news
 
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
         """Rows change places, slots and all; the slots themselves stay where they are."""
@@ -119,7 +150,7 @@ class KernelBatch(RunningBatch):
             for rows in (order, self._slot_of_row):
                 rows[move.target], rows[move.source] = rows[move.source], rows[move.target]
             self._seen.move(move)
-        sources = torch.tensor(order, device=self.runner.device)
+        sources = without_waiting(torch.tensor(order), self.runner.device)
         self._table[: len(order)] = self._table[sources]
 
     def move_group(self, move: Move, group: Group) -> None:
@@ -141,8 +172,10 @@ class KernelBatch(RunningBatch):
             slot=table.slot.new_tensor(slots),
         )
 
-    def _prefill_layout(self, sequences: Sequence[PrefillSequence]) -> AttentionLayout:
-        return SlotPrefillLayout(self.cache, sequences)
+    def _prefill_hidden(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
+        if self._buckets is not None and self._buckets.takes(sequences):
+            return self._buckets.last_hidden(sequences)
+        return self.runner.prefill(SlotPrefillLayout(self.cache, sequences), sequences)
 
     @torch.no_grad()
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -208,6 +241,14 @@ class KernelBatch(RunningBatch):
         table = self._table
         seen = [self._seen.rows(slice(None))] if draw.penalty else []
         return [table.newest, table.num_tokens, table.is_done, self._step, *seen]
+
+
+@dataclass(frozen=True)
+class DecodeKind:
+    """What a step consists of: with addresses that never change, all that a graph depends on."""
+
+    num_rows: int
+    draw: "Draw"
 
 
 @dataclass(frozen=True)

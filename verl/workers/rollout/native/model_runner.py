@@ -4,8 +4,10 @@ The module is the trainer's own, or a copy that ranks hold together. What comes 
 that decide the next token, through the same head as in training.
 """
 
+import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from verl.models.forward import hidden_states
 from verl.models.head import OutputHead, scaled_logits
 from verl.workers.rollout.native.decode_attention import DecodeLayout
 from verl.workers.rollout.native.kv_cache import HeadShape, KVCache
+from verl.workers.rollout.native.one_copy import in_one_copy
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.row_table import RowTable
 from verl.workers.rollout.native.sequence import Sample
@@ -51,12 +54,10 @@ class ModelRunner:
         """Grows whenever a weight is written in place, whoever did it; torch counts."""
         return sum(parameter._version for parameter in self.module.parameters())
 
-    @torch.no_grad()
     def head_shapes(self) -> list[HeadShape]:
         """What each layer keeps of a token, found by running one."""
         probe = _ShapeProbe()
-        zero = torch.zeros(1, dtype=torch.long, device=self.device)
-        hidden_states(self.module, zero, zero, probe)
+        self.run_one_token(probe)
         layers = sorted(probe.shapes)
         if layers != list(range(self.module.config.get_text_config().num_hidden_layers)):
             raise ValueError(
@@ -66,15 +67,22 @@ class ModelRunner:
         return [probe.shapes[layer] for layer in layers]
 
     @torch.no_grad()
+    def run_one_token(self, layout: AttentionLayout) -> Tensor:
+        """For a layout that wants to see what layers hand to it; the hidden state, (1, hidden)."""
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        return hidden_states(self.module, zero, zero, layout)
+
     def prefill(self, layout: AttentionLayout, sequences: Sequence[PrefillSequence]) -> Tensor:
         """Bring sequences into the cache; the hidden state of the last token of each."""
-        ids = [token for s in sequences for token in s.token_ids[s.num_known :]]
-        places = [place for s in sequences for place in range(s.num_known, len(s.token_ids))]
-        ends = torch.tensor([s.num_new for s in sequences], device=self.device).cumsum(0)
-        hidden = self._hidden_states(
-            torch.tensor(ids, device=self.device), torch.tensor(places, device=self.device), layout
-        )
-        return hidden[ends - 1]
+        columns = [torch.from_numpy(column) for column in packed_tokens(sequences)]
+        return self.last_hidden(layout, *in_one_copy(columns, self.device))
+
+    @torch.no_grad()
+    def last_hidden(
+        self, layout: AttentionLayout, ids: Tensor, positions: Tensor, last: Tensor
+    ) -> Tensor:
+        """Run tokens end to end; the hidden states of some of them, whose indices are `last`."""
+        return self._hidden_states(ids, positions, layout)[last]
 
     def decode_layout(
         self, cache: KVCache, samples: Sequence[Sample], rows: RowTable, num_steps: int
@@ -113,6 +121,19 @@ class ModelRunner:
         num_rows = len(hidden)
         hidden = F.pad(hidden, (0, 0, 0, -num_rows % ROW_TILE))
         return scaled_logits(hidden, OutputHead.of(self.module), 1.0)[:num_rows]
+
+
+def packed_tokens(
+    sequences: Sequence[PrefillSequence],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids and positions of new tokens end to end, and the index of the last of each sequence."""
+    known = np.array([s.num_known for s in sequences])
+    lengths = np.array([s.num_new for s in sequences])
+    ends = lengths.cumsum()
+    new_ids = (s.token_ids[s.num_known :] if s.num_known else s.token_ids for s in sequences)
+    ids = np.fromiter(itertools.chain.from_iterable(new_ids), dtype=np.int64, count=ends[-1])
+    positions = np.arange(ends[-1]) + (known - ends + lengths).repeat(lengths)
+    return ids, positions, ends - 1
 
 
 def round_up(num_columns: int) -> int:

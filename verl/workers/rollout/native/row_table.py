@@ -6,8 +6,9 @@ in between, `advance` decides on the tensors themselves which rows have come to 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,36 +47,41 @@ class RowTable(Columns):
     settings: RowSettings
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], max_stop_ids: int, device: torch.device) -> "RowTable":
-        """The rows of samples that have just been given their slots."""
+    def of(cls, samples: Sequence[Sample], max_stop_ids: int) -> "RowTable":
+        """The rows of samples that have just been given their slots, in ordinary memory."""
+        groups = list(dict.fromkeys(sample.group for sample in samples))
+        number = {group: i for i, group in enumerate(groups)}
+        owner = np.array([number[sample.group] for sample in samples], dtype=np.int64)
 
         def column(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.long, device=device)
+            return torch.from_numpy(np.array(values, dtype=np.int64))
 
-        groups = [sample.group for sample in samples]
-        stop_ids = [
-            token
-            for group in groups
-            for token in (group.stop_token_ids + (NO_TOKEN,) * max_stop_ids)[:max_stop_ids]
-        ]
+        def of_groups(values: Sequence[int]) -> Tensor:
+            return torch.from_numpy(np.array(values, dtype=np.int64)[owner])
+
+        stop_ids = np.full((len(groups), max_stop_ids), NO_TOKEN, dtype=np.int64)
+        for row, group in zip(stop_ids, groups, strict=True):
+            row[: len(group.stop_token_ids)] = group.stop_token_ids
+        params = [group.request.params for group in groups]
+        settings = RowSettings.of(params, [0] * len(params), torch.device("cpu"))
         return cls(
-            newest=column([0] * len(samples)),
+            newest=torch.zeros(len(samples), dtype=torch.long),
             num_tokens=column([sample.num_tokens for sample in samples]),
-            token_limit=column([group.token_limit for group in groups]),
-            is_done=torch.zeros(len(samples), dtype=torch.bool, device=device),
-            num_shared=column([group.num_shared for group in groups]),
-            prompt_slot=column([group.slot for group in groups]),
+            token_limit=of_groups([group.token_limit for group in groups]),
+            is_done=torch.zeros(len(samples), dtype=torch.bool),
+            num_shared=of_groups([group.num_shared for group in groups]),
+            prompt_slot=of_groups([group.slot for group in groups]),
             slot=column([sample.slot for sample in samples]),
-            num_own_prompt=column([len(g.prompt_ids) - g.num_shared for g in groups]),
-            stop_ids=column(stop_ids).view(len(samples), max_stop_ids),
-            settings=RowSettings.of(
-                [group.request.params for group in groups], [s.seed for s in samples], device
+            num_own_prompt=of_groups([len(g.prompt_ids) - g.num_shared for g in groups]),
+            stop_ids=torch.from_numpy(stop_ids[owner]),
+            settings=replace(
+                settings[torch.from_numpy(owner)], seed=column([s.seed for s in samples])
             ),
         )
 
     @classmethod
     def empty(cls, num_rows: int, max_stop_ids: int, device: torch.device) -> "RowTable":
-        return cls.of([], max_stop_ids, device).zeros(num_rows)
+        return cls.of([], max_stop_ids).to(device).zeros(num_rows)
 
     @property
     def places(self) -> Tensor:

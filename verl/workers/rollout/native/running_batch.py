@@ -9,10 +9,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from verl.models.attention import AttentionLayout
+from verl.utils.device import without_waiting
 from verl.workers.rollout.native.kv_cache import CacheShape, KeysAndValues, KVCache
 from verl.workers.rollout.native.lockstep import as_on_first_rank, smallest_of_all
 from verl.workers.rollout.native.model_runner import ModelRunner
@@ -68,11 +69,11 @@ class RunningBatch:
         """
         rows = slice(samples[0].slot, samples[-1].slot + 1)
         self.cache.reserve(num_groups, rows.stop)
-        self._table[rows] = self._row_table(samples)
+        self._table[rows] = self._row_table(samples).to(self.runner.device)
         self._seen.enter(samples)
-        logits = self._logits(self.runner.prefill(self._prefill_layout(sequences), sequences))
-        source = [index for index, sequence in enumerate(sequences) for _ in sequence.slots]
-        logits = logits[torch.tensor(source, device=logits.device)]
+        logits = self._logits(self._prefill_hidden(sequences))
+        source = np.arange(len(sequences)).repeat([len(sequence.slots) for sequence in sequences])
+        logits = logits[without_waiting(torch.from_numpy(source), logits.device)]
         self._emit(0, rows, self._table[rows], logits, needs_of(samples))
         return self._read(samples, rows, 1)
 
@@ -109,10 +110,13 @@ class RunningBatch:
         return self.cache.read(group.slot, group.num_shared, sample.slot, num_own)
 
     def _row_table(self, samples: Sequence[Sample]) -> RowTable:
-        return RowTable.of(samples, self.limits.max_stop_tokens, self.runner.device)
+        """In ordinary memory."""
+        return RowTable.of(samples, self.limits.max_stop_tokens)
 
-    def _prefill_layout(self, sequences: Sequence[PrefillSequence]) -> AttentionLayout:
-        return PrefillLayout(self.cache, sequences, self.runner.exact_capacity)
+    def _prefill_hidden(self, sequences: Sequence[PrefillSequence]) -> Tensor:
+        """Bring sequences into the cache; the hidden state of the last token of each."""
+        layout = PrefillLayout(self.cache, sequences, self.runner.exact_capacity)
+        return self.runner.prefill(layout, sequences)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """What `_emit` samples from."""
@@ -180,4 +184,5 @@ def cache_size(runner: ModelRunner, limits: EngineLimits) -> tuple[CacheShape, i
 
 
 def needs_of(samples: Sequence[Sample]) -> Needs:
-    return Needs.of([sample.group.request.params for sample in samples])
+    groups = dict.fromkeys(sample.group for sample in samples)
+    return Needs.of([group.request.params for group in groups])

@@ -19,8 +19,8 @@ from verl.models.kernels.packed_attention import (
     packed_attention,
     tokens_per_tile,
 )
-from verl.utils.device import without_waiting
 from verl.workers.rollout.native.kv_cache import KVCache
+from verl.workers.rollout.native.one_copy import in_one_copy
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.row_table import RowTable
 
@@ -64,10 +64,10 @@ class SlotPrefillLayout(AttentionLayout):
     def __init__(self, cache: KVCache, sequences: Sequence[PrefillSequence]) -> None:
         self.cache = cache
         self._known = [sequence.known.layers for sequence in sequences if sequence.num_known]
-        device = cache.shape.device
         self._places = places(sequences)
-        self._shared = _Copies(shared_spans(sequences, self._places), device)
-        self._own = _Copies(own_spans(sequences, self._places), device)
+        spans = (find(sequences, self._places) for find in (shared_spans, own_spans))
+        columns = [torch.from_numpy(copied_tokens(found)) for found in spans]
+        self._shared, self._own = map(SlotCopies, in_one_copy(columns, cache.shape.device))
         self._tiles: dict[int, Tiles] = {}
 
     def attend(
@@ -79,18 +79,8 @@ class SlotPrefillLayout(AttentionLayout):
             every = tuple(torch.cat(pair) for pair in zip(known, every, strict=True))
         self._shared.write(self.cache.prompt[layer], *every)
         self._own.write(self.cache.response[layer], *every)
-        output, _ = packed_attention(
-            query,
-            key,
-            value,
-            self._tiles_for(tokens_per_tile(query, key)),
-            shared=known,
-            scaling=options.scaling,
-            sliding_window=options.sliding_window,
-            softcap=options.softcap,
-            sinks=options.sinks,
-        )
-        return output
+        tiles = self._tiles_for(tokens_per_tile(query, key))
+        return attention_of_tiles(query, key, value, tiles, options, known)
 
     def _joined(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Keys and values of all known tokens end to end."""
@@ -101,16 +91,36 @@ class SlotPrefillLayout(AttentionLayout):
 
     def _tiles_for(self, num_tokens: int) -> Tiles:
         if num_tokens not in self._tiles:
-            sequences = [
-                Continuation(p.first_new, p.num_new, p.first_known, p.num_known)
-                for p in self._places
-            ]
+            sequences = continuations(self._places)
             self._tiles[num_tokens] = Tiles(sequences, num_tokens, self.cache.shape.device)
         return self._tiles[num_tokens]
 
 
+def attention_of_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tiles: Tiles,
+    options: AttentionOptions,
+    known: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """New tokens see those before them, and `known` keys and values where their tile says so."""
+    output, _ = packed_attention(
+        query,
+        key,
+        value,
+        tiles,
+        shared=known,
+        scaling=options.scaling,
+        sliding_window=options.sliding_window,
+        softcap=options.softcap,
+        sinks=options.sinks,
+    )
+    return output
+
+
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a sequence's tokens are: the known ones among all known, the new ones among the new."""
 
     first_known: int
@@ -119,29 +129,25 @@ class _Place:
     num_new: int
 
 
-def places(sequences: Sequence[PrefillSequence]) -> list[_Place]:
+def places(sequences: Sequence[PrefillSequence]) -> list[Place]:
     found, known, new = [], 0, 0
     for sequence in sequences:
-        found.append(_Place(known, sequence.num_known, new, sequence.num_new))
+        found.append(Place(known, sequence.num_known, new, sequence.num_new))
         known += sequence.num_known
         new += sequence.num_new
     return found
 
 
-class _Copies:
+def continuations(where: Sequence[Place]) -> list[Continuation]:
+    return [Continuation(p.first_new, p.num_new, p.first_known, p.num_known) for p in where]
+
+
+class SlotCopies:
     """Token `token[i]` of all, known and new, goes to `position[i]` of `slot[i]`."""
 
-    def __init__(self, spans: Sequence["_Span"], device: torch.device) -> None:
-        counts, tokens, slots, positions = np.array(spans, dtype=np.int64).reshape(-1, 4).T
-        inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-        columns = np.stack(
-            [
-                tokens.repeat(counts) + inside,
-                slots.repeat(counts),
-                positions.repeat(counts) + inside,
-            ]
-        )
-        self.token, self.slot, self.position = without_waiting(torch.from_numpy(columns), device)
+    def __init__(self, columns: Tensor) -> None:
+        """What `copied_tokens` found, on the device."""
+        self.token, self.slot, self.position = columns
 
     def write(self, store: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
         if len(self.token):
@@ -149,11 +155,20 @@ class _Copies:
                 slots[self.slot, :, self.position] = new[self.token]
 
 
+def copied_tokens(spans: Sequence["_Span"]) -> np.ndarray:
+    """Tokens, slots and positions, (3, tokens of all spans)."""
+    counts, tokens, slots, positions = np.array(spans, dtype=np.int64).reshape(-1, 4).T
+    inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+    return np.stack(
+        [tokens.repeat(counts) + inside, slots.repeat(counts), positions.repeat(counts) + inside]
+    )
+
+
 _Span = tuple[int, int, int, int]
 """How many tokens, the first of them among all, the slot, and the position there of the first."""
 
 
-def shared_spans(sequences: Sequence[PrefillSequence], where: Sequence[_Place]) -> list[_Span]:
+def shared_spans(sequences: Sequence[PrefillSequence], where: Sequence[Place]) -> list[_Span]:
     """What prompts share, of each sequence that fills its prompt's slot."""
     total = sum(place.num_known for place in where)
     return [
@@ -164,7 +179,7 @@ def shared_spans(sequences: Sequence[PrefillSequence], where: Sequence[_Place]) 
     ]
 
 
-def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[_Place]) -> list[_Span]:
+def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[Place]) -> list[_Span]:
     """What belongs in the rows' own slots, once for each of them."""
     total = sum(place.num_known for place in where)
     return [
@@ -175,9 +190,10 @@ def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[_Place]) -> 
     ]
 
 
-def _spans(place: _Place, first: int, end: int, slot: int, num_known: int) -> list[_Span]:
+def _spans(place: Place, first: int, end: int, slot: int, num_known: int) -> list[_Span]:
     """The tokens from `first` to `end` of a sequence: known ones, then new ones."""
     middle = min(max(place.num_known, first), end)
     known = (middle - first, place.first_known + first, slot, 0)
     new_first = num_known + place.first_new + middle - place.num_known
-    return [known, (end - middle, new_first, slot, middle - first)]
+    new = (end - middle, new_first, slot, middle - first)
+    return [span for span in (known, new) if span[0]]

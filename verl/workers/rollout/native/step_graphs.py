@@ -1,72 +1,80 @@
-"""A step captured once per batch size and kind: one launch instead of hundreds. CUDA only."""
+"""Work captured once per size and kind: one launch instead of hundreds. CUDA only."""
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable
 
 import torch
 
 from verl.utils.streams import HIGH_PRIORITY
 
 NUM_WARM_UPS = 2
-SMALLEST = 8
+FEWEST_ROWS = 8
+FEWEST_TOKENS = 64
+MANY_TOKENS = 4096
+"""From here on tokens in vain cost more than further graphs."""
 
-Kind = TypeVar("Kind")
 
+class StepGraphs:
+    """Replays work under a key that tells what it consists of; the first time, captures it.
 
-class StepGraphs(Generic[Kind]):
-    """Replays `run(num_rows, kind)` on at least as many rows as asked for.
-
-    `run` may touch only memory that outlives it or is freed inside it, and must do no harm when it
-    runs on rows that nobody uses. `state` are the tensors that such a step changes; capturing
-    leaves them as they were. A kind is hashable, and decides which work a step consists of.
+    The work may touch only memory that outlives it or is freed inside it. All graphs take turns in
+    one piece of memory: what one leaves there is gone after the next.
     """
 
-    def __init__(
-        self,
-        run: Callable[[int, Kind], None],
-        state: Callable[[Kind], list[torch.Tensor]],
-        max_rows: int,
-    ) -> None:
-        self._run = run
-        self._state = state
-        self._sizes = batch_sizes(max_rows)
-        self._graphs: dict[tuple[int, Kind], torch.cuda.CUDAGraph] = {}
+    def __init__(self) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         # Kernels of a graph keep the priority of the stream they were captured on: beside training
         # passes those of a step go first.
         self._stream = torch.cuda.Stream(priority=HIGH_PRIORITY)
 
-    def replay(self, num_rows: int, kind: Kind) -> None:
-        size = next(size for size in self._sizes if size >= num_rows)
-        if (size, kind) not in self._graphs:
-            self._graphs[size, kind] = self._capture(size, kind)
-        self._graphs[size, kind].replay()
+    def replay(
+        self,
+        key: Hashable,
+        run: Callable[[], None],
+        state: Callable[[], list[torch.Tensor]] = list,
+    ) -> None:
+        """`state` are tensors that `run` changes and that it must not change more than once."""
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(run, state())
+        self._graphs[key].replay()
 
     def clear(self) -> None:
         """Forget all graphs: something they remember has moved."""
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()  # the old one went with its last graph
 
-    def _capture(self, size: int, kind: Kind) -> torch.cuda.CUDAGraph:
-        kept = [tensor.clone() for tensor in self._state(kind)]
+    def _capture(self, run: Callable[[], None], state: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
+        kept = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UPS):  # kernels are compiled and libraries set up
-                self._run(size, kind)
+                run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            self._run(size, kind)
-        for tensor, before in zip(self._state(kind), kept, strict=True):
+            run()
+        for tensor, before in zip(state, kept, strict=True):
             tensor.copy_(before)
         return graph
 
 
 def batch_sizes(max_rows: int) -> list[int]:
     """8, 12, 16, 24, 32, 48, ... up to the most rows there are: at most a third runs in vain."""
-    sizes, size = [], SMALLEST
+    sizes, size = [], FEWEST_ROWS
     while size < max_rows:
         sizes += [size, size * 3 // 2]
         size *= 2
     return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def prefill_sizes(max_tokens: int) -> list[int]:
+    """64, 96, 128, 192, ... 4096, 4608, 5120, ... up to `max_tokens`.
+
+    At most a third runs in vain below 4096 tokens, an eighth above; fewer than 64 count as 64.
+    """
+    sizes, size = [], FEWEST_TOKENS
+    while size < max_tokens:
+        sizes += range(size, 2 * size, size // (2 if size < MANY_TOKENS else 8))
+        size *= 2
+    return [size for size in sizes if size < max_tokens] + [max_tokens]

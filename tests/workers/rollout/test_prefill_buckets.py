@@ -1,0 +1,176 @@
+"""Prefills of fixed sizes give what a prefill of just the right size gives."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.models.kernels.devices import INTERPRETED, on_each_device
+from tests.tiny_models import tiny_model
+from tests.workers.rollout.helpers import assert_nothing_is_left
+from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
+from verl.workers.rollout.native.kv_cache import CacheShape, KVCache
+from verl.workers.rollout.native.model_runner import ModelRunner
+from verl.workers.rollout.native.prefill_attention import PrefillSequence
+
+NUM_SLOTS, MAX_TOKENS = 9, 128
+
+
+def sequence(num_tokens, num_shared, prompt_slot, slots):
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.randint(3, 90, (num_tokens,), generator=generator).tolist()
+    return PrefillSequence(
+        token_ids=ids, num_shared=num_shared, prompt_slot=prompt_slot, slots=slots
+    )
+
+
+BATCHES = {
+    "one token": [sequence(1, 1, 4, [2])],
+    "exactly a size": [sequence(60, 60, 1, [5]), sequence(4, 4, 0, [0, 7])],
+    "exactly the largest": [sequence(68, 68, 3, [6]), sequence(60, 60, 8, [1, 2])],
+    "longer than a prompt slot": [sequence(5, 5, 2, [3]), sequence(77, 70, 5, [8, 1, 4])],
+    "samples that ran before": [
+        sequence(12, 9, 6, [0]),
+        sequence(15, 9, None, [2]),
+        sequence(3, 3, 1, [7]),
+    ],
+}
+
+
+def at_once(kind, run):
+    run()
+
+
+def make_buckets(runner, cache, replay=at_once, max_tokens=MAX_TOKENS):
+    from verl.workers.rollout.native.prefill_buckets import PrefillBuckets
+
+    return PrefillBuckets(runner, cache, max_tokens, replay)
+
+
+def empty_cache(runner):
+    cache = KVCache(
+        CacheShape(
+            layers=runner.head_shapes(),
+            max_prompt_tokens=70,
+            max_response_tokens=20,
+            dtype=runner.dtype,
+            device=runner.device,
+        ),
+        NUM_SLOTS,
+    )
+    cache.reserve(NUM_SLOTS, NUM_SLOTS)
+    return cache
+
+
+def contents(cache):
+    return [slots for pair in (*cache.prompt, *cache.response) for slots in pair]
+
+
+def hidden_and_contents(runner, sequences):
+    """As the layout for just these sequences gives them."""
+    from verl.workers.rollout.native.slot_layouts import SlotPrefillLayout
+
+    cache = empty_cache(runner)
+    return runner.prefill(SlotPrefillLayout(cache, sequences), sequences), contents(cache)
+
+
+@on_each_device
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt_oss"])
+def test_hidden_states_and_cache_are_those_of_a_prefill_of_the_right_size(device, architecture):
+    if (device, architecture) == ("cuda", "gpt_oss"):
+        pytest.skip("a tiny head of 8 with sinks is tested through the interpreter")
+    runner = ModelRunner(tiny_model(architecture).to(device))
+    buckets = None
+    for sequences in BATCHES.values():
+        cache = empty_cache(runner)
+        buckets = buckets or make_buckets(runner, cache)
+        buckets.cache = cache
+        assert buckets.takes(sequences)
+        found = buckets.last_hidden(sequences)
+        expected, expected_contents = hidden_and_contents(runner, sequences)
+        pairs = [(found, expected), *zip(contents(cache), expected_contents, strict=True)]
+        for ours, theirs in pairs:
+            if device == "cpu":
+                assert torch.equal(ours, theirs)
+            else:  # products over other numbers of rows are rounded differently
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED)])
+def test_the_first_prefill_takes_the_largest_size_and_later_ones_the_next_larger(device):
+    runner, kinds = ModelRunner(tiny_model("qwen2")), []
+
+    def write_down(kind, run):
+        kinds.append((kind.num_tokens, kind.has_own))
+        run()
+
+    buckets = make_buckets(runner, empty_cache(runner), write_down)
+    for name in ("one token", "exactly a size", "samples that ran before", "exactly the largest"):
+        buckets.last_hidden(BATCHES[name])
+    assert kinds == [(128, False), (64, False), (64, True), (128, False)]
+    # 29 new tokens, but 5 * 26 copies into rows' own slots.
+    many_copies = [sequence(29, 3, 0, [0, 1, 2, 3, 4])]
+    assert not buckets.takes(many_copies)
+    assert not buckets.takes([sequence(129, 70, 0, [0])])
+
+
+LIMITS = EngineLimits(
+    max_num_seqs=6,
+    max_prompt_tokens=6,
+    max_response_tokens=14,
+    max_prefill_tokens=64,
+    steps_per_visit=3,
+)
+
+
+def requests():
+    generator = torch.Generator().manual_seed(3)
+    return [
+        GenerationRequest(
+            request_id=str(i),
+            prompt_ids=torch.randint(3, 50, (2 + 2 * i,), generator=generator).tolist(),
+            params=SamplingParams(max_tokens=1 + 3 * i % 7, seed=i),
+            num_samples=1 + i % 3,
+        )
+        for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED)])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_engine_whose_rows_come_and_go_gives_the_same_tokens(device, is_late):
+    model = tiny_model("qwen2")
+    results = []
+    for uses_buckets in (False, True):
+        engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
+        engine.batch._is_late = uses_buckets and is_late
+        if uses_buckets:
+            engine.batch._buckets = make_buckets(engine.runner, engine.cache, max_tokens=64)
+        groups = engine.generate_batch(requests())
+        assert_nothing_is_left(engine)
+        assert not engine.batch._under_way
+        outputs = [output for group in groups for output in group]
+        results.append([(x.token_ids, x.log_probs, x.stop_reason) for x in outputs])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED)])
+def test_the_next_prefill_is_started_before_the_first_tokens_of_the_last_are_read(device):
+    limits = dataclasses.replace(LIMITS, max_prefill_tokens=4)
+    engine = NativeEngine(tiny_model("qwen2"), limits, eos_token_ids=[])
+    engine.batch._is_late = True
+    params = SamplingParams(max_tokens=1)
+    groups = [
+        engine.submit(GenerationRequest(request_id=name, prompt_ids=[5, 6, 7], params=params))[0]
+        for name in "ab"
+    ]
+    engine.step()
+    assert [group.is_finished for group in groups] == [False, False]
+    assert len(engine.batch._under_way) == 1
+    engine.step()  # b is under way when a is read
+    assert [group.is_finished for group in groups] == [True, False]
+    engine.step()
+    assert [group.is_finished for group in groups] == [True, True]
+    assert not engine.batch._under_way
+    assert_nothing_is_left(engine)

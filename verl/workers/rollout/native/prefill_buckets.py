@@ -1,0 +1,182 @@
+"""Prefills of a few fixed sizes whose inputs have fixed addresses, so that each can be a graph.
+
+    sequences --> one pinned buffer --> one copy --> ids, positions, tiles, copies --> replay
+
+What the sequences leave free does nothing: tokens of id 0 that belong to no sequence, tiles of
+length 0, and copies that write the last key and value to its place once more. A size is made when
+it is first needed. The first prefill of all takes the largest size, whatever it needs: later graphs
+then find room in the memory that this one took.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.models.attention import AttentionLayout, AttentionOptions
+from verl.models.kernels.packed_attention import Tiles, tokens_per_tile
+from verl.workers.rollout.native.kv_cache import KVCache
+from verl.workers.rollout.native.model_runner import ModelRunner, packed_tokens
+from verl.workers.rollout.native.one_copy import Record
+from verl.workers.rollout.native.prefill_attention import PrefillSequence
+from verl.workers.rollout.native.slot_layouts import (
+    SlotCopies,
+    attention_of_tiles,
+    continuations,
+    copied_tokens,
+    own_spans,
+    places,
+    shared_spans,
+)
+from verl.workers.rollout.native.step_graphs import prefill_sizes
+
+
+@dataclass(frozen=True)
+class PrefillKind:
+    """What a prefill consists of: with the cache's addresses, all that a graph depends on."""
+
+    num_tokens: int
+
+    has_own: bool
+    """Whether some tokens belong in the rows' own slots."""
+
+
+Replay = Callable[[PrefillKind, Callable[[], None]], None]
+"""Does the work, now or as it was captured under this key."""
+
+
+class PrefillBuckets:
+    """Runs prefills of up to `max_tokens` new tokens through buffers of the next larger size."""
+
+    def __init__(
+        self, runner: ModelRunner, cache: KVCache, max_tokens: int, replay: Replay
+    ) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.sizes = prefill_sizes(max_tokens)
+        self._replay = replay
+        self._buckets: dict[int, _Bucket] = {}
+        probe = _TileProbe()
+        hidden = runner.run_one_token(probe)
+        self._hidden = hidden.new_zeros(cache.max_slots, hidden.shape[1])
+        self._tile_sizes = sorted(probe.tile_sizes)
+
+    def takes(self, sequences: Sequence[PrefillSequence]) -> bool:
+        """Not known tokens, nor more new ones than the largest size, nor more copies than that."""
+        num_own = sum((len(s.token_ids) - s.num_shared) * len(s.slots) for s in sequences)
+        num_new = sum(s.num_new for s in sequences)
+        has_known = any(s.num_known for s in sequences)
+        return not has_known and max(num_own, num_new) <= self.sizes[-1]
+
+    def last_hidden(self, sequences: Sequence[PrefillSequence]) -> Tensor:
+        """The hidden state of each last token; they stay there until the next call."""
+        where = places(sequences)
+        shared, own = (copied_tokens(find(sequences, where)) for find in (shared_spans, own_spans))
+        tokens = packed_tokens(sequences)
+        bucket = self._bucket(max(len(tokens[0]), own.shape[1]))
+        tiles = [
+            Tiles(continuations(where), size, torch.device("cpu")).columns.numpy()
+            for size in bucket.tile_sizes
+        ]
+        bucket.fill(tokens, (shared, own), tiles)
+        kind = PrefillKind(bucket.num_tokens, has_own=own.shape[1] > 0)
+        self._replay(kind, lambda: self._run(bucket, kind))
+        return self._hidden[: len(sequences)]
+
+    def _run(self, bucket: "_Bucket", kind: PrefillKind) -> None:
+        """Only tensors at fixed addresses decide what happens here."""
+        layout = _BucketLayout(self.cache, bucket, kind)
+        hidden = self.runner.last_hidden(layout, bucket.ids, bucket.positions, bucket.last)
+        self._hidden[: len(hidden)] = hidden
+
+    def _bucket(self, num_tokens: int) -> "_Bucket":
+        size = next(size for size in self.sizes if size >= num_tokens)
+        if not self._buckets:
+            size = self.sizes[-1]
+        if size not in self._buckets:
+            num_sequences = min(size, self.cache.max_slots)
+            self._buckets[size] = _Bucket(size, num_sequences, self._tile_sizes, self.runner.device)
+        return self._buckets[size]
+
+
+class _Bucket:
+    """The inputs of a prefill of one size, at fixed addresses."""
+
+    def __init__(
+        self, num_tokens: int, num_sequences: int, tile_sizes: Sequence[int], device: torch.device
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.tile_sizes = tile_sizes
+        # A sequence has at most one tile that is not full.
+        num_tiles = [-(-num_tokens // size) + num_sequences for size in tile_sizes]
+        unused = [Tiles([], size, device) for size in tile_sizes]
+        shapes = [(num_tokens,), (num_tokens,), (num_sequences,), (3, num_tokens), (3, num_tokens)]
+        fields = [(torch.long, torch.Size(shape)) for shape in shapes]
+        fields += [
+            (torch.int32, torch.Size((len(empty.columns), count)))
+            for empty, count in zip(unused, num_tiles, strict=True)
+        ]
+        self._record = Record(fields)
+        self._buffer = torch.zeros(self._record.num_bytes, dtype=torch.uint8, device=device)
+        views = self._record.views(self._buffer)
+        self.ids, self.positions, self.last = views[:3]
+        self.shared, self.own = SlotCopies(views[3]), SlotCopies(views[4])
+        self.tiles = dict(zip(tile_sizes, unused, strict=True))
+        for tiles, columns in zip(unused, views[5:], strict=True):
+            tiles.columns = columns
+
+    def fill(
+        self,
+        tokens: Sequence[np.ndarray],
+        copies: Sequence[np.ndarray],
+        tiles: Sequence[np.ndarray],
+    ) -> None:
+        """Ids, positions and indices of last tokens; shared and own copies; tiles of each size."""
+        assert copies[0].size, "there is no key to write once more: each prompt fills its slot"
+        buffer = self._record.on_host(self._buffer.device)
+        columns = [*tokens, *copies, *tiles]
+        rests = [
+            0,
+            0,
+            0,
+            *(copy[:, -1:] if copy.size else 0 for copy in copies),
+            *(0 for _ in tiles),
+        ]
+        for view, column, rest in zip(self._record.views(buffer), columns, rests, strict=True):
+            target, count = view.numpy(), column.shape[-1]
+            target[..., :count] = column
+            target[..., count:] = rest
+        self._buffer.copy_(buffer, non_blocking=True)
+
+
+class _BucketLayout(AttentionLayout):
+    """What is in a bucket, end to end; keys and values go to their slots."""
+
+    def __init__(self, cache: KVCache, bucket: _Bucket, kind: PrefillKind) -> None:
+        self.cache = cache
+        self.bucket = bucket
+        self.kind = kind
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        self.bucket.shared.write(self.cache.prompt[layer], key, value)
+        if self.kind.has_own:
+            self.bucket.own.write(self.cache.response[layer], key, value)
+        tiles = self.bucket.tiles[tokens_per_tile(query, key)]
+        return attention_of_tiles(query, key, value, tiles, options)
+
+
+class _TileProbe(AttentionLayout):
+    """Writes down how many tokens a tile has in each layer."""
+
+    def __init__(self) -> None:
+        self.tile_sizes: set[int] = set()
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        self.tile_sizes.add(tokens_per_tile(query, key))
+        return query.new_zeros(*query.shape[:2], value.shape[2])
