@@ -4,15 +4,18 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from tests.models.kernels.devices import INTERPRETED, on_each_device
 from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import assert_nothing_is_left
+from verl.models.loading import random_causal_lm
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 from verl.workers.rollout.native.kv_cache import CacheShape, KVCache
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
+from verl.workers.rollout.native.step_graphs import StepGraphs
 
 NUM_SLOTS, MAX_TOKENS = 9, 128
 
@@ -48,11 +51,11 @@ def make_buckets(runner, cache, replay=at_once, max_tokens=MAX_TOKENS):
     return PrefillBuckets(runner, cache, max_tokens, replay)
 
 
-def empty_cache(runner):
+def empty_cache(runner, max_prompt_tokens=70):
     cache = KVCache(
         CacheShape(
             layers=runner.head_shapes(),
-            max_prompt_tokens=70,
+            max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=20,
             dtype=runner.dtype,
             device=runner.device,
@@ -130,7 +133,7 @@ def requests():
         GenerationRequest(
             request_id=str(i),
             prompt_ids=torch.randint(3, 50, (2 + 2 * i,), generator=generator).tolist(),
-            params=SamplingParams(max_tokens=1 + 3 * i % 7, seed=i),
+            params=SamplingParams(max_tokens=1 + 2 * (i % 3), seed=i),
             num_samples=1 + i % 3,
         )
         for i in range(4)
@@ -138,13 +141,12 @@ def requests():
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED)])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_an_engine_whose_rows_come_and_go_gives_the_same_tokens(device, is_late):
+def test_an_engine_whose_rows_come_and_go_gives_the_same_tokens(device):
     model = tiny_model("qwen2")
     results = []
-    for uses_buckets in (False, True):
+    for uses_buckets, is_late in ((False, False), (True, False), (True, True)):
         engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
-        engine.batch._is_late = uses_buckets and is_late
+        engine.batch._is_late = is_late
         if uses_buckets:
             engine.batch._buckets = make_buckets(engine.runner, engine.cache, max_tokens=64)
         groups = engine.generate_batch(requests())
@@ -152,7 +154,7 @@ def test_an_engine_whose_rows_come_and_go_gives_the_same_tokens(device, is_late)
         assert not engine.batch._under_way
         outputs = [output for group in groups for output in group]
         results.append([(x.token_ids, x.log_probs, x.stop_reason) for x in outputs])
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED)])
@@ -174,3 +176,66 @@ def test_the_next_prefill_is_started_before_the_first_tokens_of_the_last_are_rea
     assert [group.is_finished for group in groups] == [True, True]
     assert not engine.batch._under_way
     assert_nothing_is_left(engine)
+
+
+@pytest.mark.gpu
+def test_replays_of_sizes_in_turn_give_the_bits_of_work_done_at_once():
+    runner, graphs = ModelRunner(tiny_model("gemma2").cuda()), StepGraphs()
+    caches = [empty_cache(runner), empty_cache(runner)]
+    replayed = make_buckets(runner, caches[0], graphs.replay)
+    eager = make_buckets(runner, caches[1])
+    for name in [*BATCHES, *reversed(BATCHES), *BATCHES]:
+        with torch.no_grad():  # as an update between two rollouts does
+            runner.module.model.norm.weight.mul_(1.1)
+        found, expected = (x.last_hidden(BATCHES[name]) for x in (replayed, eager))
+        assert torch.equal(found, expected)
+        for ours, theirs in zip(*map(contents, caches), strict=True):
+            assert torch.equal(ours, theirs)
+    kinds = {(kind.num_tokens, kind.has_own) for kind in graphs._graphs}
+    assert kinds == {(128, False), (64, False), (96, True), (64, True)}
+
+
+@pytest.mark.gpu
+def test_prefill_graphs_stay_valid_when_the_cache_was_given_back_in_between():
+    from verl.workers.rollout.native.prefill_buckets import PrefillKind
+
+    model = tiny_model("llama").cuda()
+    plain = NativeEngine(model, LIMITS, eos_token_ids=[1])
+    plain.batch._buckets = None
+    expected = plain.generate_batch(requests())
+    engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
+    found = [engine.generate_batch(requests())]
+    num_graphs = len(engine.batch._graphs._graphs)
+    assert any(isinstance(kind, PrefillKind) for kind in engine.batch._graphs._graphs)
+    engine.sleep()
+    engine.wake_up()
+    found.append(engine.generate_batch(requests()))
+    assert len(engine.batch._graphs._graphs) == num_graphs
+    for result in found:
+        for ours, theirs in zip(result, expected, strict=True):
+            assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
+
+
+@pytest.mark.gpu
+def test_graphs_of_all_sizes_take_little_more_memory_than_the_largest_pass():
+    config = Qwen2Config(
+        vocab_size=1000, hidden_size=512, intermediate_size=8192, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        runner = ModelRunner(random_causal_lm(config, dtype=torch.bfloat16))
+    graphs, largest = StepGraphs(), 8192
+    cache = empty_cache(runner, max_prompt_tokens=largest)
+    eager = make_buckets(runner, cache, max_tokens=largest)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    eager.last_hidden([sequence(largest, largest, 0, [0])])
+    peak = torch.cuda.max_memory_allocated() - held
+    buckets = make_buckets(runner, cache, graphs.replay, max_tokens=largest)
+    for size in buckets.sizes:
+        buckets.last_hidden([sequence(size, size, 0, [0])])
+    assert len(graphs._graphs) == len(buckets.sizes)
+    segments = torch.cuda.memory_snapshot()
+    pool = sum(s["total_size"] for s in segments if s["segment_pool_id"] == graphs._pool)
+    assert peak > 256 << 20
+    assert 0 < pool <= 1.5 * peak + (64 << 20)

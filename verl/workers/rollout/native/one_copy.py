@@ -33,9 +33,8 @@ class Record:
         ]
 
     def on_host(self, device: torch.device) -> Tensor:
-        """A new buffer from which a copy to `device` does not wait; its contents are undefined."""
-        is_pinned = device.type == "cuda"
-        return torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        """A new buffer whose copy to a GPU does not wait; its contents are undefined."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def in_one_copy(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -44,4 +43,4 @@ def in_one_copy(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]
     buffer = record.on_host(device)
     for view, tensor in zip(record.views(buffer), tensors, strict=True):
         view.copy_(tensor)
-    return record.views(buffer.to(device, non_blocking=True))
+    return record.views(buffer.to(device, non_blocking=device.type == "cuda"))

@@ -32,6 +32,10 @@ from verl.workers.rollout.native.slot_layouts import (
 )
 from verl.workers.rollout.native.step_graphs import prefill_sizes
 
+MOST_TOKENS = 32768
+"""More keep a device busy for longer than the host takes to launch them, and would hold gigabytes
+for their numbers in between."""
+
 
 @dataclass(frozen=True)
 class PrefillKind:
@@ -48,14 +52,17 @@ Replay = Callable[[PrefillKind, Callable[[], None]], None]
 
 
 class PrefillBuckets:
-    """Runs prefills of up to `max_tokens` new tokens through buffers of the next larger size."""
+    """Runs prefills of up to `max_tokens` new tokens through buffers of the next larger size.
+
+    As graphs they hold about as much memory as one pass of the largest size takes.
+    """
 
     def __init__(
         self, runner: ModelRunner, cache: KVCache, max_tokens: int, replay: Replay
     ) -> None:
         self.runner = runner
         self.cache = cache
-        self.sizes = prefill_sizes(max_tokens)
+        self.sizes = prefill_sizes(min(max_tokens, MOST_TOKENS))
         self._replay = replay
         self._buckets: dict[int, _Bucket] = {}
         probe = _TileProbe()

@@ -76,7 +76,7 @@ def build_groups(
     `max_shared` is the length of a prompt slot.
     """
     refuse_what_cannot_run(request, limits, vocabulary, can_decode_text)
-    params, prompt_ids = request.params, [int(token) for token in request.prompt_ids]
+    params, prompt_ids = request.params, list(map(int, request.prompt_ids))
     stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     if len(stop_token_ids) > limits.max_stop_tokens:
         raise ValueError(
@@ -107,7 +107,7 @@ def seeds_of_samples(request: GenerationRequest, seed: int) -> list[int]:
     """From the request's seed, unless each sample has its own."""
     if request.seeds is not None:
         return sample_seeds(request.seeds, [0] * request.num_samples)
-    return sample_seeds([seed] * request.num_samples, range(request.num_samples))
+    return sample_seeds([seed], range(request.num_samples))
 
 
 def refuse_what_cannot_run(

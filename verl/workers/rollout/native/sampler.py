@@ -12,6 +12,7 @@ give the log-sum-exp, the filters are thresholds on them, and their sums give th
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -198,9 +199,9 @@ def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample_seeds(request_seeds: Sequence[int], indices: Sequence[int]) -> list[int]:
-    """A stream of its own for every (seed of a request, index of a sample)."""
-    seeds = torch.tensor([signed(seed) for seed in request_seeds])
-    return scramble(scramble(seeds + GOLDEN) + torch.tensor(indices)).tolist()
+    """A stream of its own for every (seed of a request, index of a sample); one seed serves all."""
+    seeds = np.array([signed(seed) for seed in request_seeds])
+    return scramble(scramble(seeds + GOLDEN) + np.array(indices)).tolist()
 
 
 def signed(number: int) -> int:

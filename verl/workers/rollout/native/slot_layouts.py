@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.models.attention import AttentionLayout, AttentionOptions
+from verl.models.kernels.cache_writes import write_tokens
 from verl.models.kernels.decode_attention import SlotRows, slot_decode_attention
 from verl.models.kernels.packed_attention import (
     Continuation,
@@ -151,8 +152,7 @@ class SlotCopies:
 
     def write(self, store: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
         if len(self.token):
-            for slots, new in zip(store, (key, value), strict=True):
-                slots[self.slot, :, self.position] = new[self.token]
+            write_tokens(store, key, value, self.token, self.slot, self.position)
 
 
 def copied_tokens(spans: Sequence["_Span"]) -> np.ndarray:
