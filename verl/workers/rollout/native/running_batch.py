@@ -69,9 +69,10 @@ class RunningBatch:
         """
         rows = slice(samples[0].slot, samples[-1].slot + 1)
         self.cache.reserve(num_groups, rows.stop)
+        hidden = self._prefill_hidden(sequences)  # first: the device works while the host goes on
         self._table[rows] = self._row_table(samples).to(self.runner.device)
         self._seen.enter(samples)
-        logits = self._logits(self._prefill_hidden(sequences))
+        logits = self._logits(hidden)
         source = np.arange(len(sequences)).repeat([len(sequence.slots) for sequence in sequences])
         logits = logits[without_waiting(torch.from_numpy(source), logits.device)]
         self._emit(0, rows, self._table[rows], logits, needs_of(samples))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from verl.utils.device import without_waiting
 from verl.workers.rollout.native.scheduler import Move
 from verl.workers.rollout.native.sequence import Sample
 
@@ -23,7 +24,7 @@ class SeenTokens:
             if sample.group.request.params.repetition_penalty != 1:
                 row = self._whole()[sample.slot]
                 row.fill_(False)
-                row[torch.tensor(sample.token_ids, device=self._device)] = True
+                row[without_waiting(torch.tensor(sample.token_ids), self._device)] = True
 
     def rows(self, rows: slice) -> Tensor:
         """The part of the table for some rows; it may be written to."""
