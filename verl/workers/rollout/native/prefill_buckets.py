@@ -143,19 +143,20 @@ class _Bucket:
         """Ids, positions and indices of last tokens; shared and own copies; tiles of each size."""
         assert copies[0].size, "there is no key to write once more: each prompt fills its slot"
         buffer = self._record.on_host(self._buffer.device)
-        columns = [*tokens, *copies, *tiles]
-        rests = [
-            0,
-            0,
-            0,
-            *(copy[:, -1:] if copy.size else 0 for copy in copies),
-            *(0 for _ in tiles),
-        ]
-        for view, column, rest in zip(self._record.views(buffer), columns, rests, strict=True):
-            target, count = view.numpy(), column.shape[-1]
-            target[..., :count] = column
-            target[..., count:] = rest
+        views = [view.numpy() for view in self._record.views(buffer)]
+        for view, column in zip(views[:3], tokens, strict=True):
+            _put(view, column, 0)
+        for view, column in zip(views[3:5], copies, strict=True):
+            _put(view, column, column[:, -1:] if column.size else 0)
+        for view, column in zip(views[5:], tiles, strict=True):
+            _put(view, column, 0)
         self._buffer.copy_(buffer, non_blocking=True)
+
+
+def _put(view: np.ndarray, column: np.ndarray, rest: np.ndarray | int) -> None:
+    """`column`, and `rest` in all places behind it."""
+    count = column.shape[-1]
+    view[..., :count], view[..., count:] = column, rest
 
 
 class _BucketLayout(AttentionLayout):
