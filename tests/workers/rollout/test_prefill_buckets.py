@@ -234,7 +234,7 @@ def test_graphs_of_all_sizes_take_little_more_memory_than_the_largest_pass():
     buckets = make_buckets(runner, cache, graphs.replay, max_tokens=largest)
     for size in buckets.sizes:
         buckets.last_hidden([sequence(size, size, 0, [0])])
-    assert len(graphs._graphs) == len(buckets.sizes)
+    assert len(graphs._graphs) == len(buckets.sizes) - 1  # the first prefill took the largest
     segments = torch.cuda.memory_snapshot()
     pool = sum(s["total_size"] for s in segments if s["segment_pool_id"] == graphs._pool)
     assert peak > 256 << 20
