@@ -185,6 +185,7 @@ def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[Place]) -> l
     return [
         span
         for sequence, place in zip(sequences, where, strict=True)
+        if len(sequence.token_ids) > sequence.num_shared
         for slot in sequence.slots
         for span in _spans(place, sequence.num_shared, len(sequence.token_ids), slot, total)
     ]
