@@ -15,6 +15,7 @@ from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 from verl.workers.rollout.native.kv_cache import CacheShape, KVCache
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
+from verl.workers.rollout.native.sessions import KnownTokens
 from verl.workers.rollout.native.step_graphs import StepGraphs
 
 NUM_SLOTS, MAX_TOKENS = 9, 128
@@ -38,6 +39,7 @@ BATCHES = {
         sequence(15, 9, None, [2]),
         sequence(3, 3, 1, [7]),
     ],
+    "a prompt that is there already": [sequence(15, 9, None, [3])],
 }
 
 
@@ -89,7 +91,6 @@ def test_hidden_states_and_cache_are_those_of_a_prefill_of_the_right_size(device
         cache = empty_cache(runner)
         buckets = buckets or make_buckets(runner, cache)
         buckets.cache = cache
-        assert buckets.takes(sequences)
         found = buckets.last_hidden(sequences)
         expected, expected_contents = hidden_and_contents(runner, sequences)
         pairs = [(found, expected), *zip(contents(cache), expected_contents, strict=True)]
@@ -113,9 +114,11 @@ def test_the_first_prefill_takes_the_largest_size_and_later_ones_the_next_larger
         buckets.last_hidden(BATCHES[name])
     assert kinds == [(128, False), (64, False), (64, True), (128, False)]
     # 29 new tokens, but 5 * 26 copies into rows' own slots.
-    many_copies = [sequence(29, 3, 0, [0, 1, 2, 3, 4])]
-    assert not buckets.takes(many_copies)
-    assert not buckets.takes([sequence(129, 70, 0, [0])])
+    assert buckets.last_hidden([sequence(29, 3, 0, [0, 1, 2, 3, 4])]) is None
+    assert buckets.last_hidden([sequence(129, 129, 0, [0])]) is None
+    known = dataclasses.replace(BATCHES["exactly a size"][0], known=KnownTokens([1, 2]))
+    assert buckets.last_hidden([known]) is None
+    assert len(kinds) == 4
 
 
 LIMITS = EngineLimits(

@@ -173,8 +173,9 @@ class KernelBatch(RunningBatch):
         )
 
     def _prefill_hidden(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
-        if self._buckets is not None and self._buckets.takes(sequences):
-            return self._buckets.last_hidden(sequences)
+        hidden = None if self._buckets is None else self._buckets.last_hidden(sequences)
+        if hidden is not None:
+            return hidden
         return self.runner.prefill(SlotPrefillLayout(self.cache, sequences), sequences)
 
     @torch.no_grad()

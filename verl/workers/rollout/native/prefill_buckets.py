@@ -43,8 +43,11 @@ class PrefillKind:
 
     num_tokens: int
 
+    has_shared: bool
+    """Whether some tokens belong in prompt slots."""
+
     has_own: bool
-    """Whether some tokens belong in the rows' own slots."""
+    """Whether some belong in the rows' own slots."""
 
 
 Replay = Callable[[PrefillKind, Callable[[], None]], None]
@@ -70,25 +73,26 @@ class PrefillBuckets:
         self._hidden = hidden.new_zeros(cache.max_slots, hidden.shape[1])
         self._tile_sizes = sorted(probe.tile_sizes)
 
-    def takes(self, sequences: Sequence[PrefillSequence]) -> bool:
-        """Not known tokens, nor more new ones than the largest size, nor more copies than that."""
-        num_own = sum((len(s.token_ids) - s.num_shared) * len(s.slots) for s in sequences)
-        num_new = sum(s.num_new for s in sequences)
-        has_known = any(s.num_known for s in sequences)
-        return not has_known and max(num_own, num_new) <= self.sizes[-1]
+    def last_hidden(self, sequences: Sequence[PrefillSequence]) -> Tensor | None:
+        """The hidden state of each last token, which stays there until the next call.
 
-    def last_hidden(self, sequences: Sequence[PrefillSequence]) -> Tensor:
-        """The hidden state of each last token; they stay there until the next call."""
+        None where tokens are known, or where new tokens or copies are more than the largest size.
+        """
+        if any(sequence.num_known for sequence in sequences):
+            return None
         where = places(sequences)
-        shared, own = (copied_tokens(find(sequences, where)) for find in (shared_spans, own_spans))
+        copies = [copied_tokens(find(sequences, where)) for find in (shared_spans, own_spans)]
         tokens = packed_tokens(sequences)
-        bucket = self._bucket(max(len(tokens[0]), own.shape[1]))
+        num_tokens = max(len(tokens[0]), *(copy.shape[1] for copy in copies))
+        if num_tokens > self.sizes[-1]:
+            return None
+        bucket = self._bucket(num_tokens)
         tiles = [
             Tiles(continuations(where), size, torch.device("cpu")).columns.numpy()
             for size in bucket.tile_sizes
         ]
-        bucket.fill(tokens, (shared, own), tiles)
-        kind = PrefillKind(bucket.num_tokens, has_own=own.shape[1] > 0)
+        bucket.fill(tokens, copies, tiles)
+        kind = PrefillKind(bucket.num_tokens, *(copy.size > 0 for copy in copies))
         self._replay(kind, lambda: self._run(bucket, kind))
         return self._hidden[: len(sequences)]
 
@@ -141,7 +145,6 @@ class _Bucket:
         tiles: Sequence[np.ndarray],
     ) -> None:
         """Ids, positions and indices of last tokens; shared and own copies; tiles of each size."""
-        assert copies[0].size, "there is no key to write once more: each prompt fills its slot"
         buffer = self._record.on_host(self._buffer.device)
         views = [view.numpy() for view in self._record.views(buffer)]
         for view, column in zip(views[:3], tokens, strict=True):
@@ -170,7 +173,8 @@ class _BucketLayout(AttentionLayout):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        self.bucket.shared.write(self.cache.prompt[layer], key, value)
+        if self.kind.has_shared:
+            self.bucket.shared.write(self.cache.prompt[layer], key, value)
         if self.kind.has_own:
             self.bucket.own.write(self.cache.response[layer], key, value)
         tiles = self.bucket.tiles[tokens_per_tile(query, key)]

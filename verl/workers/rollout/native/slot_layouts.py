@@ -185,10 +185,15 @@ def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[Place]) -> l
     return [
         span
         for sequence, place in zip(sequences, where, strict=True)
-        if len(sequence.token_ids) > sequence.num_shared
-        for slot in sequence.slots
-        for span in _spans(place, sequence.num_shared, len(sequence.token_ids), slot, total)
+        for slot, first, end in _slot_pieces(sequence)
+        for span in _spans(place, first, end, slot, total)
     ]
+
+
+def _slot_pieces(sequence: PrefillSequence) -> list[tuple[int, int, int]]:
+    """Each row's slot, and the first and the end of the tokens that belong there."""
+    first, end = sequence.num_shared, len(sequence.token_ids)
+    return [(slot, first, end) for slot in sequence.slots] if first < end else []
 
 
 def _spans(place: Place, first: int, end: int, slot: int, num_known: int) -> list[_Span]:
