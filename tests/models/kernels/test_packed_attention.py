@@ -88,6 +88,45 @@ def test_tokens_see_the_shared_prompt_and_their_own_past(
     assert (log_sum.cpu() - expected_sum).abs().max() <= max(TOLERANCE[dtype], 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.float32, marks=INTERPRETED),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_shared_prompt_in_another_tensor_gives_the_same_bits(device, dtype):
+    from verl.models.kernels.packed_attention import (
+        Continuation,
+        Tiles,
+        packed_attention,
+        tokens_per_tile,
+    )
+
+    query, key, value = (
+        numbers(100, heads, 16, device=device, dtype=dtype, seed=seed)
+        for heads, seed in ((6, 1), (2, 2), (2, 3))
+    )
+    tiles = Tiles([Continuation(70, 30, 0, 70)], tokens_per_tile(query, key), torch.device(device))
+    inside, _ = packed_attention(query, key, value, tiles, scaling=0.25)
+    # More heads than are looked at: other steps from token to token than own keys have.
+    shared = tuple(torch.cat([x[:70], -x[:70]], 1) for x in (key, value))
+    key, value = (torch.cat([torch.full_like(x[:70], torch.nan), x[70:]]) for x in (key, value))
+    apart, _ = packed_attention(query, key, value, tiles, shared=shared, scaling=0.25)
+    assert torch.equal(apart[70:], inside[70:])
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED)])
+def test_pieces_cover_every_token_and_those_with_many_keys_come_first(device):
+    from verl.models.kernels.packed_attention import Continuation, Tiles
+
+    tiles = Tiles([Continuation(0, 5), Continuation(5, 4, 0, 5)], 2, torch.device(device))
+    offset, start, length, _, num_shared = tiles.columns
+    assert (num_shared + offset).tolist() == [7, 5, 4, 2, 0]
+    assert (start + offset).tolist() == [7, 5, 4, 2, 0]
+    assert length.tolist() == [4, 4, 5, 5, 5]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 100])

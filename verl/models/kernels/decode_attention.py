@@ -156,7 +156,7 @@ def _slot_decode(
         )
     top, total, mix = visit(
         top, total, mix, q, tl.zeros([HEADS_PADDED], tl.int32) + position,
-        first, position + 1, num_shared, scale, softcap,
+        first, position + 1, num_shared, None, scale, softcap,
         prompt_keys + prompt_slot * pk_slot + kv_head * pk_head,
         prompt_values + prompt_slot * pv_slot + kv_head * pv_head, pk_token, pv_token,
         own_k, own_v, ok_token, ov_token,

@@ -34,12 +34,15 @@ from verl.utils.device import without_waiting
 ROWS, ROWS_OF_WIDE_HEADS = 128, 64
 """Queries of a program: as many tokens as fit, times the query heads of a KV head."""
 
-WIDE = 64
-"""Heads above this width leave room for fewer queries."""
+NUM_STAGES, NUM_STAGES_OF_WIDE_HEADS = 3, 2
+"""Blocks on their way."""
+
+WIDE = 256
+"""Bytes of a head; wider ones leave room for fewer queries and blocks."""
 
 ROWS_PER_WARP = 16
-NUM_STAGES, NUM_STAGES_OF_WIDE_HEADS = 3, 2
-"""Blocks on their way; those of heads wider than 64 take too much room for more."""
+NARROW, REGISTERS_OF_NARROW_HEADS = 128, 128
+"""Two programs share a multiprocessor if heads have so few bytes and threads so few registers."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,35 @@ class Tiles:
         counts = -(-table[:, 1] // num_tokens)
         sequence = np.arange(len(table)).repeat(counts)
         piece = np.arange(len(sequence)) - (counts.cumsum() - counts)[sequence]
-        columns = np.stack([(piece * num_tokens).astype(np.int32), *table[sequence].T])
+        offset = (piece * num_tokens).astype(np.int32)
+        # Those that see many keys first, so that none of them is left at last.
+        order = np.argsort(-(offset + table[sequence, 3]), kind="stable")
+        columns = np.stack([offset[order], *table[sequence[order]].T])
         self.columns = without_waiting(torch.from_numpy(columns), device)  # (5, pieces)
         self.num_tokens = int(table[:, 1].sum())
 
 
 def tokens_per_tile(query: Tensor, key: Tensor) -> int:
     """Of a program's piece, for queries (N, heads, D) and keys (N, KV heads, D)."""
-    return max(1, _num_rows(query.shape[2]) // (query.shape[1] // key.shape[1]))
+    return max(1, _num_rows(query) // (query.shape[1] // key.shape[1]))
 
 
-def _num_rows(key_dim: int) -> int:
-    return ROWS if key_dim <= WIDE else ROWS_OF_WIDE_HEADS
+def launch_options(query: Tensor, num_rows: int) -> dict[str, int]:
+    """For programs of `num_rows` queries that go over blocks of keys."""
+    width = _width(query)
+    options = {
+        "num_warps": max(1, num_rows // ROWS_PER_WARP),
+        "num_stages": NUM_STAGES if width <= WIDE else NUM_STAGES_OF_WIDE_HEADS,
+    }
+    return options | {"maxnreg": REGISTERS_OF_NARROW_HEADS} if width <= NARROW else options
+
+
+def _num_rows(query: Tensor) -> int:
+    return ROWS if _width(query) <= WIDE else ROWS_OF_WIDE_HEADS
+
+
+def _width(query: Tensor) -> int:
+    return query.shape[-1] * query.element_size()
 
 
 def packed_attention(
@@ -107,7 +127,7 @@ def packed_attention(
         output.zero_()
     log_sum = torch.zeros(num_heads, num_tokens, dtype=torch.float32, device=query.device)
     heads = num_heads // num_kv_heads
-    num_rows = max(_num_rows(key_dim), triton.next_power_of_2(heads))
+    num_rows = max(_num_rows(query), triton.next_power_of_2(heads))
     _packed_attention[(tiles.columns.shape[1], num_kv_heads)](
         query, key, value, shared_key, shared_value, output, log_sum,
         *tiles.columns, query if sinks is None else sinks, scaling, softcap or 0.0, num_tokens,
@@ -124,8 +144,8 @@ def packed_attention(
         WINDOW=sliding_window or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
-        num_warps=num_rows // ROWS_PER_WARP,
-        num_stages=NUM_STAGES if key_dim <= WIDE else NUM_STAGES_OF_WIDE_HEADS,
+        IS_APART=shared is not None,
+        **launch_options(query, num_rows),
         **LAUNCH,
     )  # fmt: skip
     return output, log_sum
@@ -140,7 +160,7 @@ def _packed_attention(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_APART: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     offset, start = tl.load(offsets + tile), tl.load(starts + tile).to(tl.int64)
@@ -160,10 +180,13 @@ def _packed_attention(
     first = offset * 0
     if WINDOW > 0:
         first = tl.maximum(num_shared + offset - WINDOW + 1, 0)
+    jump = None
+    if not IS_APART:
+        jump = (start - shared_start).to(tl.int32) - num_shared
     top, total, mix = nothing_seen(ROWS, VALUE_PADDED)
     top, total, mix = visit(
         top, total, mix, q, num_shared + place,
-        first, num_shared + tl.minimum(offset + TOKENS, length), num_shared, scale, softcap,
+        first, num_shared + tl.minimum(offset + TOKENS, length), num_shared, jump, scale, softcap,
         shared_key + shared_start * sk_token + kv_head * sk_head,
         shared_value + shared_start * sv_token + kv_head * sv_head, sk_token, sv_token,
         key + start * k_token + kv_head * k_head,

@@ -30,19 +30,19 @@ from verl.models.kernels.attention_blocks import (
     SMALLEST_DOT,
     load_block,
 )
-from verl.models.kernels.packed_attention import WIDE, Tiles, tokens_per_tile
+from verl.models.kernels.packed_attention import Tiles, launch_options, tokens_per_tile
 from verl.utils.device import without_waiting
 
 KEYS = 64
 """Keys of a program of the second kernel."""
 
-QUERIES, QUERIES_OF_WIDE_HEADS = 32, 64
-"""Queries that it looks at together: tokens times the query heads of a KV head."""
+QUERIES = 64
+"""Queries that it looks at together: as many tokens as fit, times the query heads of a KV head."""
 
 PROMPT_PIECES = 4
 WIDEST_HEAD = 128
 ROWS_PER_WARP, NUM_WARPS_FOR_KEYS = 16, 4
-NUM_STAGES, NUM_STAGES_FOR_KEYS = 3, 2
+NUM_STAGES, NUM_STAGES_FOR_KEYS = 3, 3
 
 
 @dataclass(frozen=True)
@@ -112,21 +112,20 @@ def packed_attention_backward(
     grad_query, grad_key, grad_value = (
         make(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
-    delta = torch.empty_like(log_sum)
     heads = num_heads // num_kv_heads
+    statistics = log_sum.new_empty(num_kv_heads, num_tokens, heads, 2)
     padded = max(SMALLEST_DOT, triton.next_power_of_2(dim))
     shape = {"HEADS": heads, "DIM": dim, "PADDED": padded}
     tokens = tokens_per_tile(query, key)
     num_rows = max(SMALLEST_DOT, triton.next_power_of_2(tokens * heads))
     _query_gradient[(tiles.columns.shape[1], num_kv_heads)](
-        gradient, query, key, value, output, log_sum, delta, grad_query,
+        gradient, query, key, value, output, log_sum, statistics, grad_query,
         *tiles.columns, scaling, num_tokens,
         *(step for x in (gradient, query, key, value, output) for step in x.stride()[:2]),
         TOKENS=tokens,
         ROWS=num_rows,
         BLOCK=BLOCK,
-        num_warps=max(1, num_rows // ROWS_PER_WARP),
-        num_stages=NUM_STAGES,
+        **launch_options(query, num_rows),
         **shape,
     )  # fmt: skip
     num_prompt_tokens = key_tiles.num_prompt_tokens
@@ -134,12 +133,14 @@ def packed_attention_backward(
         x.new_empty(1 + PROMPT_PIECES, num_prompt_tokens, num_kv_heads, dim, dtype=torch.float32)
         for x in (key, value)
     ]
+    num_queries = max(QUERIES, triton.next_power_of_2(heads))
     _key_gradients[(key_tiles.columns.shape[1], num_kv_heads)](
-        gradient, query, key, value, log_sum, delta, grad_key, grad_value, *parts,
+        gradient, query, key, value, statistics, grad_key, grad_value, *parts,
         *key_tiles.columns, scaling, num_tokens, num_prompt_tokens,
         *(step for x in (gradient, query, key, value) for step in x.stride()[:2]),
         KEYS=KEYS,
-        ROWS=QUERIES if dim <= WIDE else QUERIES_OF_WIDE_HEADS,
+        TOKENS=num_queries // heads,
+        ROWS=num_queries,
         num_warps=NUM_WARPS_FOR_KEYS,
         num_stages=NUM_STAGES_FOR_KEYS,
         **shape,
@@ -152,7 +153,7 @@ def packed_attention_backward(
 
 @triton.jit
 def _query_gradient(
-    gradient, query, key, value, output, log_sums, deltas, grad_query,
+    gradient, query, key, value, output, log_sums, statistics, grad_query,
     offsets, starts, lengths, shared_starts, num_shareds, scale, num_tokens,
     g_token, g_head, q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
@@ -172,40 +173,61 @@ def _query_gradient(
     g = tl.load(gradient + (token * g_token + head * g_head)[:, None] + dim[None, :], mask, 0.0)
     o = tl.load(output + (token * o_token + head * o_head)[:, None] + dim[None, :], mask, 0.0)
     delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
-    tl.store(deltas + head * num_tokens + token, delta, mask=is_query)
     log_sum = tl.load(log_sums + head * num_tokens + token, mask=is_query, other=float("inf"))
     log_sum *= LOG2_E
+    pair = ((kv_head.to(tl.int64) * num_tokens + start + offset) * HEADS + rows) * 2
+    tl.store(statistics + pair, -log_sum, mask=is_query)
+    tl.store(statistics + pair + 1, delta, mask=is_query)
 
     shared_keys = key + shared_start * k_token + kv_head * k_head
     shared_values = value + shared_start * v_token + kv_head * v_head
-    own_keys = key + start * k_token + kv_head * k_head
-    own_values = value + start * v_token + kv_head * v_head
+    jump = (start - shared_start).to(tl.int32) - num_shared
     total = tl.zeros([ROWS, PADDED], tl.float32)
     end = num_shared + tl.minimum(offset + TOKENS, length)
-    for first in range(0, end, BLOCK):
-        tokens = first + tl.arange(0, BLOCK)
-        k = load_block(
-            tokens, end, num_shared, shared_keys, k_token, own_keys, k_token, DIM, PADDED, True
-        )
-        v = load_block(
-            tokens, end, num_shared, shared_values, v_token, own_values, v_token, DIM, PADDED, True
-        )
-        x = tl.dot(q, tl.trans(k), input_precision="ieee")
-        p = tl.exp2(tl.fma(x, scale * LOG2_E, -log_sum[:, None]))
-        p = tl.where(tokens[None, :] <= (num_shared + place)[:, None], p, 0.0)
-        ds = p * (tl.dot(g, tl.trans(v), input_precision="ieee") - delta[:, None])
-        total = tl.dot(ds.to(k.dtype), k, total, input_precision="ieee")
+    factor = scale * LOG2_E
+    # Every query sees the blocks before that of the first one.
+    start_masked = (num_shared + offset + 1) // BLOCK * BLOCK
+    for first in range(0, start_masked, BLOCK):
+        total = _see_keys(
+            total, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump, factor,
+            shared_keys, shared_values, k_token, v_token, DIM, PADDED, BLOCK, False,
+        )  # fmt: skip
+    for first in range(start_masked, end, BLOCK):
+        total = _see_keys(
+            total, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump, factor,
+            shared_keys, shared_values, k_token, v_token, DIM, PADDED, BLOCK, True,
+        )  # fmt: skip
     number = (token * HEADS * tl.num_programs(1) + head) * DIM
     result = (total * scale).to(grad_query.dtype.element_ty)
     tl.store(grad_query + number[:, None] + dim[None, :], result, mask=mask)
 
 
 @triton.jit
+def _see_keys(
+    total, q, g, log_sum, delta, positions, first, end, split, jump, factor,
+    keys, values, k_token, v_token,
+    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of some queries after one more block of keys, still without the scale."""
+    tokens = first + tl.arange(0, BLOCK)
+    k = load_block(tokens, end, split, jump, keys, k_token, keys, k_token, DIM, PADDED, IS_MASKED)
+    v = load_block(
+        tokens, end, split, jump, values, v_token, values, v_token, DIM, PADDED, IS_MASKED
+    )
+    x = tl.dot(q, tl.trans(k), input_precision="ieee")
+    p = tl.exp2(tl.fma(x, factor, -log_sum[:, None]))
+    if IS_MASKED:
+        p = tl.where(tokens[None, :] <= positions[:, None], p, 0.0)
+    ds = p * (tl.dot(g, tl.trans(v), input_precision="ieee") - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, total, input_precision="ieee")
+
+
+@triton.jit
 def _key_gradients(
-    gradient, query, key, value, log_sums, deltas, grad_key, grad_value, key_parts, value_parts,
+    gradient, query, key, value, statistics, grad_key, grad_value, key_parts, value_parts,
     key_starts, key_ends, query_starts, query_ends, places, scale, num_tokens, num_prompt_tokens,
     g_token, g_head, q_token, q_head, k_token, k_head, v_token, v_head,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -219,21 +241,29 @@ def _key_gradients(
     v = tl.load(value + long_tokens * v_token + kv_head * v_head + dim[None, :], mask, 0.0)
     grad_k = tl.zeros([KEYS, PADDED], tl.float32)
     grad_v = tl.zeros([KEYS, PADDED], tl.float32)
-    # Queries behind all of the keys see all of them, so only the first ones need a mask.
-    num_queries = (query_end - query_start) * HEADS
-    num_masked = tl.minimum(tl.maximum(key_end - query_start, 0) * HEADS, num_queries)
-    start_unmasked = (num_masked + ROWS - 1) // ROWS * ROWS
-    for first in range(0, num_masked, ROWS):
+
+    first_query = query_start.to(tl.int64)
+    query += first_query * q_token + kv_head * HEADS * q_head
+    gradient += first_query * g_token + kv_head * HEADS * g_head
+    statistics += (kv_head.to(tl.int64) * num_tokens + first_query) * HEADS * 2
+    # Queries behind all of the keys see all of them: only tiles with others, and one that is not
+    # full, need a mask.
+    num_queries = query_end - query_start
+    num_early = tl.cdiv(tl.minimum(tl.maximum(key_end - query_start, 0), num_queries), TOKENS)
+    num_full, num_tiles = num_queries // TOKENS, tl.cdiv(num_queries, TOKENS)
+    factor = scale * LOG2_E
+    for number in range(num_early, num_full):
         grad_k, grad_v = _see_queries(
-            grad_k, grad_v, k, v, tokens, first, query_start, query_end, kv_head,
-            gradient, query, log_sums, deltas, scale, num_tokens, g_token, g_head, q_token, q_head,
-            HEADS, ROWS, DIM, PADDED, True,
+            grad_k, grad_v, k, v, tokens, number * TOKENS, query_start, num_queries, factor,
+            gradient, query, statistics, g_token, g_head, q_token, q_head,
+            HEADS, TOKENS, ROWS, DIM, PADDED, False,
         )  # fmt: skip
-    for first in range(start_unmasked, num_queries, ROWS):
+    for masked in range(num_early + num_tiles - tl.maximum(num_full, num_early)):
+        number = tl.where(masked < num_early, masked, num_full)
         grad_k, grad_v = _see_queries(
-            grad_k, grad_v, k, v, tokens, first, query_start, query_end, kv_head,
-            gradient, query, log_sums, deltas, scale, num_tokens, g_token, g_head, q_token, q_head,
-            HEADS, ROWS, DIM, PADDED, False,
+            grad_k, grad_v, k, v, tokens, number * TOKENS, query_start, num_queries, factor,
+            gradient, query, statistics, g_token, g_head, q_token, q_head,
+            HEADS, TOKENS, ROWS, DIM, PADDED, True,
         )  # fmt: skip
     grad_k *= scale
     kv_heads = tl.num_programs(1)
@@ -250,27 +280,34 @@ def _key_gradients(
 
 @triton.jit
 def _see_queries(
-    grad_k, grad_v, k, v, tokens, first, query_start, query_end, kv_head,
-    gradient, query, log_sums, deltas, scale, num_tokens, g_token, g_head, q_token, q_head,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    grad_k, grad_v, k, v, tokens, first, query_start, num_queries, factor,
+    gradient, query, statistics, g_token, g_head, q_token, q_head,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys and values after some more queries."""
-    rows, dim = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
-    token, head = query_start + rows // HEADS, kv_head * HEADS + rows % HEADS
-    is_query = token < query_end
-    mask = is_query[:, None] & (dim < DIM)[None, :]
-    long = token.to(tl.int64)
-    q = tl.load(query + (long * q_token + head * q_head)[:, None] + dim[None, :], mask, 0.0)
-    g = tl.load(gradient + (long * g_token + head * g_head)[:, None] + dim[None, :], mask, 0.0)
-    number = head * num_tokens + token
-    # No weight where there is no query.
-    log_sum = tl.load(log_sums + number, mask=is_query, other=float("inf")) * LOG2_E
-    delta = tl.load(deltas + number, mask=is_query, other=0.0)
-    x = tl.dot(k, tl.trans(q), input_precision="ieee")
-    p = tl.exp2(tl.fma(x, scale * LOG2_E, -log_sum[None, :]))
+    """The gradients of a tile of keys and values after the queries of `TOKENS` more tokens.
+
+    Where these are in memory, relative to `first`, is the same for all tiles.
+    """
+    rows, dim = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    is_query = rows < TOKENS * HEADS
     if IS_MASKED:
-        p = tl.where(tokens[:, None] <= token[None, :], p, 0.0)
+        is_query = rows < tl.minimum(num_queries - first, TOKENS) * HEADS
+    mask = is_query[:, None] & (dim < DIM)[None, :]
+    long = tl.cast(first, tl.int64)
+    token, head = rows // HEADS, rows % HEADS
+    q_place = (token * q_token + head * q_head)[:, None] + dim[None, :]
+    g_place = (token * g_token + head * g_head)[:, None] + dim[None, :]
+    # Where there is no query, q, g and delta are 0 and add nothing.
+    q = tl.load(query + long * q_token + q_place, mask, 0.0)
+    g = tl.load(gradient + long * g_token + g_place, mask, 0.0)
+    pairs = long * HEADS * 2 + rows[:, None] * 2 + tl.arange(0, 2)[None, :]
+    minus_log_sum, delta = tl.split(tl.load(statistics + pairs, is_query[:, None], 0.0))
+    x = tl.dot(k, tl.trans(q), input_precision="ieee")
+    p = tl.exp2(tl.fma(x, factor, minus_log_sum[None, :]))
+    if IS_MASKED:  # "key at or before query", without dividing rows by heads
+        first_row = (tokens - query_start - first) * HEADS
+        p = tl.where(first_row[:, None] <= rows[None, :], p, 0.0)
     grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision="ieee")
     ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
     grad_k = tl.dot(ds.to(q.dtype), q, grad_k, input_precision="ieee")

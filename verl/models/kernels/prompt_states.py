@@ -108,7 +108,7 @@ def _prompt_states(
     top, total, mix = nothing_seen(ROWS, VALUE_PADDED)
     top, total, mix = visit(
         top, total, mix, q, tl.zeros([ROWS], tl.int32) + num_seen, num_seen * 0, num_seen, num_seen,
-        scale, softcap,
+        None, scale, softcap,
         prompt_keys, prompt_values, k_token, v_token, prompt_keys, prompt_values, k_token, v_token,
         KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, 0, HAS_SOFTCAP, True,
     )  # fmt: skip
