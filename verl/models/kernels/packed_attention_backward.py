@@ -36,13 +36,15 @@ from verl.utils.device import without_waiting
 KEYS = 64
 """Keys of a program of the second kernel."""
 
-QUERIES = 64
+QUERIES, QUERIES_OF_WIDE_HEADS = 64, 32
 """Queries that it looks at together: as many tokens as fit, times the query heads of a KV head."""
+
+WIDE = 64
+"""Heads above this width leave registers for fewer queries."""
 
 PROMPT_PIECES = 4
 WIDEST_HEAD = 128
-ROWS_PER_WARP, NUM_WARPS_FOR_KEYS = 16, 4
-NUM_STAGES, NUM_STAGES_FOR_KEYS = 3, 3
+NUM_WARPS_FOR_KEYS, NUM_STAGES_FOR_KEYS = 4, 3
 
 
 @dataclass(frozen=True)
@@ -102,23 +104,21 @@ def packed_attention_backward(
     `output` and `log_sum` (heads, N) are those of `packed_attention` for the same `tiles`, without
     window, soft cap and sinks. Tokens of no sequence get zeros.
     """
-    num_tokens, num_heads, dim = query.shape
-    num_kv_heads = key.shape[1]
     tensors = (gradient, query, key, value, output)
     gradient, query, key, value, output = (
         x if x.stride(-1) == 1 else x.contiguous() for x in tensors
     )
-    make = torch.zeros if tiles.num_tokens < num_tokens else torch.empty
-    grad_query, grad_key, grad_value = (
-        make(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
-    )
-    heads = num_heads // num_kv_heads
-    statistics = log_sum.new_empty(num_kv_heads, num_tokens, heads, 2)
+    num_tokens, num_heads, dim = query.shape
+    heads = num_heads // key.shape[1]
     padded = max(SMALLEST_DOT, triton.next_power_of_2(dim))
     shape = {"HEADS": heads, "DIM": dim, "PADDED": padded}
+    make = torch.zeros if tiles.num_tokens < num_tokens else torch.empty
+    grad_query = make(query.shape, dtype=query.dtype, device=query.device)
+    grads = make((2, *key.shape), dtype=key.dtype, device=key.device)  # of key and value
+    statistics = log_sum.new_empty(key.shape[1], num_tokens, heads, 2)
     tokens = tokens_per_tile(query, key)
     num_rows = max(SMALLEST_DOT, triton.next_power_of_2(tokens * heads))
-    _query_gradient[(tiles.columns.shape[1], num_kv_heads)](
+    _query_gradient[(tiles.columns.shape[1], key.shape[1])](
         gradient, query, key, value, output, log_sum, statistics, grad_query,
         *tiles.columns, scaling, num_tokens,
         *(step for x in (gradient, query, key, value, output) for step in x.stride()[:2]),
@@ -128,27 +128,48 @@ def packed_attention_backward(
         **launch_options(query, num_rows),
         **shape,
     )  # fmt: skip
+    _write_key_gradients(
+        grads, gradient, query, key, value, statistics, key_tiles, scaling=scaling, shape=shape
+    )
+    return grad_query, grads[0], grads[1]
+
+
+def _write_key_gradients(
+    grads: Tensor,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    statistics: Tensor,
+    key_tiles: KeyTiles,
+    *,
+    scaling: float,
+    shape: dict[str, int],
+) -> None:
+    """Fill `grads` (2, N, KV heads, D), those of key and value.
+
+    `statistics` (KV heads, N, heads per KV head, 2) hold what a query's weights and their gradients
+    take: the negative log-sum-exp in units of ln 2, and d.
+    """
     num_prompt_tokens = key_tiles.num_prompt_tokens
-    parts = [
-        x.new_empty(1 + PROMPT_PIECES, num_prompt_tokens, num_kv_heads, dim, dtype=torch.float32)
-        for x in (key, value)
-    ]
-    num_queries = max(QUERIES, triton.next_power_of_2(heads))
-    _key_gradients[(key_tiles.columns.shape[1], num_kv_heads)](
-        gradient, query, key, value, statistics, grad_key, grad_value, *parts,
-        *key_tiles.columns, scaling, num_tokens, num_prompt_tokens,
+    parts = grads.new_empty(
+        2, 1 + PROMPT_PIECES, num_prompt_tokens, *key.shape[1:], dtype=torch.float32
+    )
+    queries = QUERIES if key.shape[2] <= WIDE else QUERIES_OF_WIDE_HEADS
+    num_rows = max(queries, triton.next_power_of_2(shape["HEADS"]))
+    _key_gradients[(key_tiles.columns.shape[1], key.shape[1])](
+        gradient, query, key, value, statistics, *grads, *parts,
+        *key_tiles.columns, scaling, len(query), num_prompt_tokens,
         *(step for x in (gradient, query, key, value) for step in x.stride()[:2]),
         KEYS=KEYS,
-        TOKENS=num_queries // heads,
-        ROWS=num_queries,
+        TOKENS=num_rows // shape["HEADS"],
+        ROWS=num_rows,
         num_warps=NUM_WARPS_FOR_KEYS,
         num_stages=NUM_STAGES_FOR_KEYS,
         **shape,
     )  # fmt: skip
     if num_prompt_tokens:
-        for grad, part in zip((grad_key, grad_value), parts, strict=True):
-            grad[:num_prompt_tokens] = part.sum(0)
-    return grad_query, grad_key, grad_value
+        grads[:, :num_prompt_tokens] = parts.sum(1)
 
 
 @triton.jit
@@ -192,7 +213,8 @@ def _query_gradient(
             total, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump, factor,
             shared_keys, shared_values, k_token, v_token, DIM, PADDED, BLOCK, False,
         )  # fmt: skip
-    for first in range(start_masked, end, BLOCK):
+    # Few blocks, and deeper pipelining would take registers from the loop above.
+    for first in tl.range(start_masked, end, BLOCK, num_stages=2):
         total = _see_keys(
             total, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump, factor,
             shared_keys, shared_values, k_token, v_token, DIM, PADDED, BLOCK, True,
