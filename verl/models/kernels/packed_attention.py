@@ -71,11 +71,9 @@ class Tiles:
         ).reshape(-1, 4)
         counts = -(-table[:, 1] // num_tokens)
         sequence = np.arange(len(table)).repeat(counts)
-        piece = np.arange(len(sequence)) - (counts.cumsum() - counts)[sequence]
-        offset = (piece * num_tokens).astype(np.int32)
-        # Those that see many keys first, so that none of them is left at last.
-        order = np.argsort(-(offset + table[sequence, 3]), kind="stable")
-        columns = np.stack([offset[order], *table[sequence[order]].T])
+        # A sequence's last piece sees most keys; it comes first, so that none waits for it at last.
+        piece = counts.cumsum()[sequence] - 1 - np.arange(len(sequence))
+        columns = np.stack([(piece * num_tokens).astype(np.int32), *table[sequence].T])
         self.columns = without_waiting(torch.from_numpy(columns), device)  # (5, pieces)
         self.num_tokens = int(table[:, 1].sum())
 

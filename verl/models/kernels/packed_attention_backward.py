@@ -44,7 +44,8 @@ WIDE = 64
 
 PROMPT_PIECES = 4
 WIDEST_HEAD = 128
-NUM_WARPS_FOR_KEYS, NUM_STAGES_FOR_KEYS = 4, 3
+THREADS_FOR_KEYS, NUM_STAGES_FOR_KEYS = 128, 3
+"""Small programs: with twice the keys and threads only one fits on a multiprocessor, and waits."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def packed_attention_backward(
     make = torch.zeros if tiles.num_tokens < num_tokens else torch.empty
     grad_query = make(query.shape, dtype=query.dtype, device=query.device)
     grads = make((2, *key.shape), dtype=key.dtype, device=key.device)  # of key and value
-    statistics = log_sum.new_empty(key.shape[1], num_tokens, heads, 2)
+    tile = query_tile(heads, dim)
+    statistics = log_sum.new_empty(key.shape[1], num_tokens, heads, tile["NUMBERS"])
     tokens = tokens_per_tile(query, key)
     num_rows = max(SMALLEST_DOT, triton.next_power_of_2(tokens * heads))
     _query_gradient[(tiles.columns.shape[1], key.shape[1])](
@@ -125,13 +127,26 @@ def packed_attention_backward(
         TOKENS=tokens,
         ROWS=num_rows,
         BLOCK=BLOCK,
+        NUMBERS=tile["NUMBERS"],
         **launch_options(query, num_rows),
         **shape,
     )  # fmt: skip
     _write_key_gradients(
-        grads, gradient, query, key, value, statistics, key_tiles, scaling=scaling, shape=shape
-    )
+        grads, gradient, query, key, value, statistics, key_tiles,
+        scaling=scaling, shape=shape | tile,
+    )  # fmt: skip
     return grad_query, grads[0], grads[1]
+
+
+def query_tile(heads: int, dim: int) -> dict[str, int]:
+    """Queries that the second kernel looks at together, of how many tokens, with how many numbers.
+
+    Two numbers are known of each query: its negative log-sum-exp, in units of ln 2, and d. With as
+    many in a tile as there are threads, Triton lets each thread load one; of fewer, each thread
+    loads all that it needs.
+    """
+    rows = max(QUERIES if dim <= WIDE else QUERIES_OF_WIDE_HEADS, triton.next_power_of_2(heads))
+    return {"ROWS": rows, "TOKENS": rows // heads, "NUMBERS": max(2, THREADS_FOR_KEYS // rows)}
 
 
 def _write_key_gradients(
@@ -148,23 +163,19 @@ def _write_key_gradients(
 ) -> None:
     """Fill `grads` (2, N, KV heads, D), those of key and value.
 
-    `statistics` (KV heads, N, heads per KV head, 2) hold what a query's weights and their gradients
-    take: the negative log-sum-exp in units of ln 2, and d.
+    `statistics` (KV heads, N, heads of a KV head, numbers) are those of `_query_gradient`, so that
+    what a tile needs stands side by side; `shape` is what the kernel is compiled for.
     """
     num_prompt_tokens = key_tiles.num_prompt_tokens
     parts = grads.new_empty(
         2, 1 + PROMPT_PIECES, num_prompt_tokens, *key.shape[1:], dtype=torch.float32
     )
-    queries = QUERIES if key.shape[2] <= WIDE else QUERIES_OF_WIDE_HEADS
-    num_rows = max(queries, triton.next_power_of_2(shape["HEADS"]))
     _key_gradients[(key_tiles.columns.shape[1], key.shape[1])](
         gradient, query, key, value, statistics, *grads, *parts,
         *key_tiles.columns, scaling, len(query), num_prompt_tokens,
         *(step for x in (gradient, query, key, value) for step in x.stride()[:2]),
         KEYS=KEYS,
-        TOKENS=num_rows // shape["HEADS"],
-        ROWS=num_rows,
-        num_warps=NUM_WARPS_FOR_KEYS,
+        num_warps=THREADS_FOR_KEYS // 32,
         num_stages=NUM_STAGES_FOR_KEYS,
         **shape,
     )  # fmt: skip
@@ -178,7 +189,7 @@ def _query_gradient(
     offsets, starts, lengths, shared_starts, num_shareds, scale, num_tokens,
     g_token, g_head, q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     offset, start = tl.load(offsets + tile), tl.load(starts + tile).to(tl.int64)
@@ -196,9 +207,9 @@ def _query_gradient(
     delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     log_sum = tl.load(log_sums + head * num_tokens + token, mask=is_query, other=float("inf"))
     log_sum *= LOG2_E
-    pair = ((kv_head.to(tl.int64) * num_tokens + start + offset) * HEADS + rows) * 2
-    tl.store(statistics + pair, -log_sum, mask=is_query)
-    tl.store(statistics + pair + 1, delta, mask=is_query)
+    numbers = ((kv_head.to(tl.int64) * num_tokens + start + offset) * HEADS + rows) * NUMBERS
+    tl.store(statistics + numbers, -log_sum, mask=is_query)
+    tl.store(statistics + numbers + NUMBERS // 2, delta, mask=is_query)
 
     shared_keys = key + shared_start * k_token + kv_head * k_head
     shared_values = value + shared_start * v_token + kv_head * v_head
@@ -250,7 +261,7 @@ def _key_gradients(
     key_starts, key_ends, query_starts, query_ends, places, scale, num_tokens, num_prompt_tokens,
     g_token, g_head, q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    DIM: tl.constexpr, PADDED: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     key_end, query_end = tl.load(key_ends + tile), tl.load(query_ends + tile)
@@ -267,7 +278,7 @@ def _key_gradients(
     first_query = query_start.to(tl.int64)
     query += first_query * q_token + kv_head * HEADS * q_head
     gradient += first_query * g_token + kv_head * HEADS * g_head
-    statistics += (kv_head.to(tl.int64) * num_tokens + first_query) * HEADS * 2
+    statistics += (kv_head.to(tl.int64) * num_tokens + first_query) * HEADS * NUMBERS
     # Queries behind all of the keys see all of them: only tiles with others, and one that is not
     # full, need a mask.
     num_queries = query_end - query_start
@@ -278,14 +289,14 @@ def _key_gradients(
         grad_k, grad_v = _see_queries(
             grad_k, grad_v, k, v, tokens, number * TOKENS, query_start, num_queries, factor,
             gradient, query, statistics, g_token, g_head, q_token, q_head,
-            HEADS, TOKENS, ROWS, DIM, PADDED, False,
+            HEADS, TOKENS, ROWS, DIM, PADDED, NUMBERS, False,
         )  # fmt: skip
     for masked in range(num_early + num_tiles - tl.maximum(num_full, num_early)):
         number = tl.where(masked < num_early, masked, num_full)
         grad_k, grad_v = _see_queries(
             grad_k, grad_v, k, v, tokens, number * TOKENS, query_start, num_queries, factor,
             gradient, query, statistics, g_token, g_head, q_token, q_head,
-            HEADS, TOKENS, ROWS, DIM, PADDED, True,
+            HEADS, TOKENS, ROWS, DIM, PADDED, NUMBERS, True,
         )  # fmt: skip
     grad_k *= scale
     kv_heads = tl.num_programs(1)
@@ -305,7 +316,7 @@ def _see_queries(
     grad_k, grad_v, k, v, tokens, first, query_start, num_queries, factor,
     gradient, query, statistics, g_token, g_head, q_token, q_head,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    DIM: tl.constexpr, PADDED: tl.constexpr, IS_MASKED: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, NUMBERS: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys and values after the queries of `TOKENS` more tokens.
 
@@ -323,14 +334,19 @@ def _see_queries(
     # Where there is no query, q, g and delta are 0 and add nothing.
     q = tl.load(query + long * q_token + q_place, mask, 0.0)
     g = tl.load(gradient + long * g_token + g_place, mask, 0.0)
-    pairs = long * HEADS * 2 + rows[:, None] * 2 + tl.arange(0, 2)[None, :]
-    minus_log_sum, delta = tl.split(tl.load(statistics + pairs, is_query[:, None], 0.0))
+    numbers = rows[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
+    both = tl.load(statistics + long * HEADS * NUMBERS + numbers, is_query[:, None], 0.0)
+    if NUMBERS == 4:
+        both, _ = tl.split(tl.reshape(both, [ROWS, 2, 2]))
+    minus_log_sum, delta = tl.split(both)
     x = tl.dot(k, tl.trans(q), input_precision="ieee")
+    # Two products after each other keep the tensor cores busy for longer.
+    dp = tl.dot(v, tl.trans(g), input_precision="ieee")
     p = tl.exp2(tl.fma(x, factor, minus_log_sum[None, :]))
     if IS_MASKED:  # "key at or before query", without dividing rows by heads
         first_row = (tokens - query_start - first) * HEADS
         p = tl.where(first_row[:, None] <= rows[None, :], p, 0.0)
     grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision="ieee")
-    ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
+    ds = p * (dp - delta[None, :])
     grad_k = tl.dot(ds.to(q.dtype), q, grad_k, input_precision="ieee")
     return grad_k, grad_v
