@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.models.kernels.log_probs import BLOCK, LAUNCH, capped
+from verl.models.kernels.log_probs import BLOCK, LAUNCH, capped, divided, shares
 
 SEARCH_BLOCK = 2048
 """Weights of a row that the search looks at together: eight for each thread, so that what it keeps
@@ -157,20 +157,7 @@ def choice_scores(
         num_read = tl.where(penalty != 1, VOCABULARY, 0)
         is_seen = tl.load(seen + tokens, mask=tokens < num_read, other=0) != 0
         z = tl.where(is_seen, tl.where(z > 0, tl.div_rn(z, penalty), z * penalty), z)
-    if temperature != 1:  # a division takes as long as all else
-        z = tl.div_rn(z, temperature)
-    return tl.where(is_token, z, float("-inf"))
-
-
-@triton.jit
-def shares(tops, totals, num_blocks, BLOCKS_PADDED: tl.constexpr):
-    """The highest score of a row, the tops of its blocks and their sums of weights."""
-    blocks = tl.arange(0, BLOCKS_PADDED)
-    is_block = blocks < num_blocks
-    top = tl.load(tops + blocks, mask=is_block, other=float("-inf"))
-    highest = tl.max(top, 0)
-    own = tl.load(totals + blocks, mask=is_block, other=0.0)
-    return highest, top, own * tl.exp(top - highest)
+    return tl.where(is_token, divided(z, temperature), float("-inf"))
 
 
 # ---- the search ----------------------------------------------------------------------------------

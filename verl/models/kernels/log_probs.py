@@ -6,13 +6,12 @@ for every block,
 
     top = max z        total = sum exp(z - top)        moment = sum exp(z - top) z
 
-and a second merges the blocks of a row in their order. Nothing depends on the other rows. The
-gradient is written over the logits. The matrix product that makes the logits is the caller's.
+and a second merges the blocks of a row. Nothing depends on the other rows. The gradient is written
+over the logits. The matrix product that makes the logits is the caller's.
 
 Whoever needs the same log-sum-exp bit for bit (the sampler) calls `block_statistics`, which is one
-compiled kernel for all callers, and merges with `merge_blocks` in a kernel of its own, launched
-with `LAUNCH`. `row_block_stats` is the same arithmetic for use inside another kernel; the compiler
-then chooses the order of the sum within a block anew, and agreement is to rounding.
+compiled kernel for all callers, so the compiler may choose the order of its sums. `log_sum_exp`
+merges the blocks inside any other kernel: in pairs, an order that no compiler changes.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -23,9 +22,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
+BLOCK = 2048
+BLOCK_WARPS = 2
+"""Few threads that each hold many logits: a block costs reductions, which all of them wait for."""
+
+GRADIENT_BLOCK = 4096
+GRADIENT_WARPS = 8
+
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 """Fused multiply-adds would be the compiler's choice, another one in each kernel."""
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e9)
+"""Scores below it are of no weight; minus infinity could not be multiplied by that."""
+
+NO_WEIGHT = tl.constexpr(-200.0)
+"""As a power of 2 it is 0 in fp32, and unlike minus infinity it can be multiplied by that."""
 
 
 def logits_log_probs(
@@ -68,7 +81,7 @@ def logits_gradient_(
     log_sum: Tensor,
     mean: Tensor,
     grad_log_prob: Tensor,
-    grad_entropy: Tensor,
+    grad_entropy: Tensor | None,
     *,
     temperature: float,
     scale: float,
@@ -79,17 +92,21 @@ def logits_gradient_(
         dz_v = g_log_prob ([v = target] - p_v) + g_entropy p_v (mean - z_v)
 
     `log_sum` and `mean` are those of `logits_log_probs`; the other vectors are (rows,) in fp32.
+    Without `grad_entropy` its term is left out.
     """
     num_rows, vocabulary = logits.shape
-    vectors = [x.contiguous() for x in (targets, log_sum, mean, grad_log_prob, grad_entropy)]
+    has_entropy = grad_entropy is not None
+    pulls = (grad_log_prob, grad_entropy if has_entropy else grad_log_prob)
+    vectors = [x.contiguous() for x in (targets, log_sum, mean, *pulls)]
     if num_rows:
-        _overwrite_with_gradient[(num_rows, triton.cdiv(vocabulary, BLOCK))](
+        _overwrite_with_gradient[(num_rows * triton.cdiv(vocabulary, GRADIENT_BLOCK),)](
             logits, *vectors,
             logits.stride(0), float(temperature), float(scale), float(softcap or 0),
             VOCABULARY=vocabulary,
-            BLOCK=BLOCK,
+            BLOCK=GRADIENT_BLOCK,
             HAS_SOFTCAP=softcap is not None,
-            **LAUNCH,
+            HAS_ENTROPY=has_entropy,
+            num_warps=GRADIENT_WARPS,
         )  # fmt: skip
     return logits
 
@@ -108,13 +125,14 @@ def block_statistics(
     shape = (num_rows, triton.cdiv(vocabulary, BLOCK))
     tops, totals, moments = (logits.new_empty(shape, dtype=torch.float32) for _ in range(3))
     if num_rows:
-        _block_statistics[shape](
+        _block_statistics[(num_rows * shape[1],)](
             logits, temperatures, tops, totals, moments,
             logits.stride(0), float(scale), float(softcap or 0),
             VOCABULARY=vocabulary,
             BLOCK=BLOCK,
+            HAS_SCALE=scale != 1,
             HAS_SOFTCAP=softcap is not None,
-            **LAUNCH,
+            num_warps=BLOCK_WARPS,
         )  # fmt: skip
     return tops, totals, moments
 
@@ -134,7 +152,12 @@ def capped(logit, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 @triton.jit
 def score(logit, temperature, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """softcap(logit * scale) / temperature in fp32."""
-    z = capped(logit, scale, softcap, HAS_SOFTCAP)
+    return divided(capped(logit, scale, softcap, HAS_SOFTCAP), temperature)
+
+
+@triton.jit
+def divided(z, temperature):
+    """z / temperature, rounded to nearest."""
     if temperature != 1:  # a division costs more than the rest together
         z = tl.div_rn(z, temperature)
     return z
@@ -155,37 +178,37 @@ def load_scores(
 
 
 @triton.jit
-def row_block_stats(
-    logits, block, temperature, scale, softcap,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Scores of one block of the row that starts at `logits`, and its top, total and moment.
-
-    A block whose logits are all minus infinity adds nothing.
-    """
-    z = load_scores(logits, block, temperature, scale, softcap, VOCABULARY, BLOCK, HAS_SOFTCAP)
-    top = tl.max(z, 0)
-    weight = tl.exp(z - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight, 0)
-    moment = tl.sum(tl.where(weight == 0, 0.0, weight * z), 0)
-    return z, top, total, moment
-
-
-@triton.jit
-def merge_blocks(tops, totals, moments, num_blocks, BLOCKS_PADDED: tl.constexpr):
-    """Log-sum-exp and mean of a row from its blocks, added up in their order.
+def shares(tops, totals, num_blocks, BLOCKS_PADDED: tl.constexpr):
+    """The highest score of a row, the tops of its blocks and their sums of weights.
 
     The pointers are those of the row's first block; blocks of a row are neighbours.
     """
     blocks = tl.arange(0, BLOCKS_PADDED)
-    top = tl.max(tl.load(tops + blocks, mask=blocks < num_blocks, other=float("-inf")), 0)
-    total = tl.full([], 0.0, tl.float32)
-    moment = tl.full([], 0.0, tl.float32)
-    for block in range(num_blocks):
-        share = tl.exp(tl.load(tops + block) - top)
-        total += tl.load(totals + block) * share
-        moment += tl.load(moments + block) * share
-    return top + tl.log(total), moment / total
+    is_block = blocks < num_blocks
+    top = tl.load(tops + blocks, mask=is_block, other=float("-inf"))
+    highest = tl.max(top, 0)
+    own = tl.load(totals + blocks, mask=is_block, other=0.0)
+    return highest, top, own * tl.exp(top - highest)
+
+
+@triton.jit
+def log_sum_exp(highest, share):
+    """Of a row, from its highest score and the sums of weights of its blocks."""
+    return highest + tl.log(sum_in_pairs(share))
+
+
+@triton.jit
+def sum_in_pairs(x):
+    """Neighbours are added, then neighbours among those sums: the order is part of the program."""
+    for _ in tl.static_range(num_halvings(x.shape[0])):
+        even, odd = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+        x = even + odd
+    return tl.sum(x, 0)
+
+
+@triton.constexpr_function
+def num_halvings(size):
+    return size.bit_length() - 1
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -194,16 +217,30 @@ def merge_blocks(tops, totals, moments, num_blocks, BLOCKS_PADDED: tl.constexpr)
 @triton.jit
 def _block_statistics(
     logits, temperatures, tops, totals, moments, row_step, scale, softcap,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, top, total, moment = row_block_stats(
-        logits + row * row_step, block, tl.load(temperatures + row), scale, softcap,
-        VOCABULARY, BLOCK, HAS_SOFTCAP,
-    )  # fmt: skip
-    place = row * tl.num_programs(1) + block
-    tl.store(tops + place, top)
+    """The temperature divides differences to the top, and of the scores only the top itself.
+
+    So it costs nothing. A block whose logits are all minus infinity adds nothing.
+    """
+    place, row, block = _row_and_block(VOCABULARY, BLOCK)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    is_token = tokens < VOCABULARY
+    x = tl.load(logits + row * row_step + tokens, mask=is_token, other=float("-inf"))
+    x = x.to(tl.float32)
+    if HAS_SCALE or HAS_SOFTCAP:
+        x = tl.where(is_token, capped(x, scale, softcap, HAS_SOFTCAP), float("-inf"))
+    highest = tl.max(x, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    temperature = tl.load(temperatures + row)
+    power = (x - base) * (LOG2_E / temperature)
+    power = tl.maximum(power, NO_WEIGHT, propagate_nan=tl.PropagateNan.ALL)
+    weight = tl.exp2(power)
+    total = tl.sum(weight, 0)
+    tl.store(tops + place, divided(highest, temperature))
     tl.store(totals + place, total)
+    moment = divided(base, temperature) * total + tl.sum(weight * power, 0) * LN_2
     tl.store(moments + place, moment)
 
 
@@ -215,9 +252,11 @@ def _finish_rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = row * num_blocks
-    log_sum, mean = merge_blocks(
-        tops + first, totals + first, moments + first, num_blocks, BLOCKS_PADDED
-    )
+    highest, top, share = shares(tops + first, totals + first, num_blocks, BLOCKS_PADDED)
+    log_sum = log_sum_exp(highest, share)
+    blocks = tl.arange(0, BLOCKS_PADDED)
+    moment = tl.load(moments + first + blocks, mask=blocks < num_blocks, other=0.0)
+    mean = sum_in_pairs(moment * tl.exp(top - highest)) / sum_in_pairs(share)
     target = tl.load(targets + row)
     is_token = (target >= 0) & (target < VOCABULARY)
     logit = tl.load(logits + row * row_step + target, mask=is_token, other=float("nan"))
@@ -231,22 +270,37 @@ def _finish_rows(
 def _overwrite_with_gradient(
     logits, targets, log_sums, means, grad_log_probs, grad_entropies,
     row_step, temperature, scale, softcap,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, row, block = _row_and_block(VOCABULARY, BLOCK)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    places = logits + row * row_step + tokens
-    z = load_scores(
-        logits + row * row_step, block, temperature, scale, softcap,
-        VOCABULARY, BLOCK, HAS_SOFTCAP,
-    )  # fmt: skip
-    grad_log_prob = tl.load(grad_log_probs + row)
-    p = tl.exp(z - tl.load(log_sums + row))
-    pull = tl.load(grad_entropies + row) * (tl.load(means + row) - z) - grad_log_prob
-    grad = tl.where(p == 0, 0.0, p * pull)
-    grad += tl.where(tokens == tl.load(targets + row), grad_log_prob, 0.0)
+    places, is_token = logits + row * row_step + tokens, tokens < VOCABULARY
+    x = tl.load(places, mask=is_token, other=0.0).to(tl.float32)
     if HAS_SOFTCAP:
-        capped = z * temperature / softcap  # the tanh
-        grad *= 1 - capped * capped
-    grad *= scale / temperature
-    tl.store(places, grad.to(logits.dtype.element_ty), mask=tokens < VOCABULARY)
+        x = capped(x, scale, softcap, HAS_SOFTCAP)
+        slope = 1 / temperature  # of z over x
+    else:
+        slope = scale / temperature
+    p = tl.exp2(tl.fma(x, slope * LOG2_E, -tl.load(log_sums + row) * LOG2_E))
+    grad_log_prob = tl.load(grad_log_probs + row)
+    pull = -grad_log_prob
+    if HAS_ENTROPY:
+        z = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL) * slope
+        pull = tl.load(grad_entropies + row) * (tl.load(means + row) - z) - grad_log_prob
+    # Where the target lies in this block, if it does.
+    target = tl.load(targets + row) - block * BLOCK
+    target = tl.where((target >= 0) & (target < BLOCK), target, -1).to(tl.int32)
+    grad = p * pull + tl.where(tl.arange(0, BLOCK) == target, grad_log_prob, 0.0)
+    if HAS_SOFTCAP:
+        tanh = x / softcap
+        grad *= 1 - tanh * tanh
+    tl.store(places, (grad * (scale / temperature)).to(logits.dtype.element_ty), mask=is_token)
+
+
+@triton.jit
+def _row_and_block(VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+    """Which block of all a program has, its row and its place there: neighbours in memory."""
+    program = tl.program_id(0)
+    num_blocks: tl.constexpr = (VOCABULARY + BLOCK - 1) // BLOCK
+    return program.to(tl.int64), (program // num_blocks).to(tl.int64), program % num_blocks

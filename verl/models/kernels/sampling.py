@@ -25,10 +25,16 @@ from verl.models.kernels.filters import (
     choice_scores,
     kept_totals,
     penalised_statistics,
-    shares,
     smallest_weights,
 )
-from verl.models.kernels.log_probs import BLOCK, block_statistics, load_scores, merge_blocks
+from verl.models.kernels.log_probs import (
+    BLOCK,
+    block_statistics,
+    load_scores,
+    log_sum_exp,
+    score,
+    shares,
+)
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -52,9 +58,9 @@ def draw_tokens(
     Scores are softcap(logits * scale) / temperature; greedy rows take the likeliest token. Rows
     whose filters and penalty are off get the token that they get without these arguments.
     """
-    statistics = block_statistics(logits, temperature, scale=scale, softcap=softcap)
+    tops, totals, _ = block_statistics(logits, temperature, scale=scale, softcap=softcap)
+    whole = (tops, totals)
     scores = Scores(logits, temperature, scale, softcap, repetition)
-    tops, totals, _ = statistics
     floors = temperature  # not read where there are no filters
     if repetition is not None:
         tops, totals = penalised_statistics(scores, tops, totals)
@@ -64,7 +70,7 @@ def draw_tokens(
     tokens = torch.empty(scores.num_rows, dtype=torch.long, device=logits.device)
     log_probs = torch.empty(scores.num_rows, dtype=torch.float32, device=logits.device)
     _draw[(scores.num_rows,)](
-        *scores.arguments, is_greedy, seed, token_index, *statistics,
+        *scores.arguments, is_greedy, seed, token_index, *whole,
         tops, totals, floors, tokens, log_probs,
         BLOCK=BLOCK,
         HAS_FILTERS=filters is not None,
@@ -108,16 +114,15 @@ def _locate(weights, uniform, NUM: tl.constexpr):
 @triton.jit
 def _draw(
     logits, seen, temperatures, penalties, row_step, seen_step, scale, softcap, num_blocks,
-    are_greedy, seeds, indices, tops, totals, moments,
+    are_greedy, seeds, indices, tops, totals,
     choice_tops, choice_totals, floors, tokens, log_probs,
     BLOCKS_PADDED: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr, HAS_FILTERS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = row * num_blocks
-    log_sum, _ = merge_blocks(
-        tops + first, totals + first, moments + first, num_blocks, BLOCKS_PADDED
-    )
+    highest, _, share = shares(tops + first, totals + first, num_blocks, BLOCKS_PADDED)
+    log_sum = log_sum_exp(highest, share)
     highest, top, share = shares(
         choice_tops + first, choice_totals + first, num_blocks, BLOCKS_PADDED
     )
@@ -129,16 +134,17 @@ def _draw(
         block, inside = _locate(share.to(tl.float64), uniform, BLOCKS_PADDED)
 
     temperature = tl.load(temperatures + row)
-    z = load_scores(
-        logits + row * row_step, block, temperature, scale, softcap, VOCABULARY, BLOCK, HAS_SOFTCAP
-    )
-    x = z
+    logits += row * row_step
     if HAS_PENALTY:
         x = choice_scores(
-            logits + row * row_step, seen + row * seen_step, block, temperature,
+            logits, seen + row * seen_step, block, temperature,
             tl.load(penalties + row), scale, softcap,
             VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
         )  # fmt: skip
+    else:
+        x = load_scores(
+            logits, block, temperature, scale, softcap, VOCABULARY, BLOCK, HAS_SOFTCAP
+        )
     place = tl.argmax(x, 0)
     if is_greedy == 0:
         weights = tl.exp(x - tl.max(x, 0))
@@ -146,6 +152,6 @@ def _draw(
             weights = tl.where(tl.exp(x - highest) < tl.load(floors + row), 0.0, weights)
         place, inside = _locate(weights.to(tl.float64), inside, BLOCK)
     token = tl.minimum(block * BLOCK + place, VOCABULARY - 1)
-    score = tl.sum(tl.where(tl.arange(0, BLOCK) == token - block * BLOCK, z, 0.0), 0)
+    z = score(tl.load(logits + token), temperature, scale, softcap, HAS_SOFTCAP)
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(log_probs + row, score - log_sum)
+    tl.store(log_probs + row, z - log_sum)
