@@ -11,7 +11,7 @@ from verl.models.head import OutputHead, scores, token_log_probs
 PLAIN = {"temperature": 1.0, "scale": 1.0, "softcap": None}
 SHAPED = {"temperature": 0.7, "scale": 1.3, "softcap": 4.0}
 VOCABULARIES = [11, 4096, 9001]
-"""Less than a block, exactly one, and two with a part of a third."""
+"""Less than a block, some whole ones, and some with a part of another."""
 
 
 def plain_log_probs(logits, targets, *, temperature, scale, softcap):
@@ -115,7 +115,10 @@ def test_block_statistics_are_those_of_each_blocks_scores(device):
 
     logits = wide_logits(2, BLOCK + 5, torch.float32, device)
     temperatures = torch.tensor([0.5, 2.0], device=device)
-    tops, totals, moments = block_statistics(logits, temperatures, scale=1.0, softcap=None)
+    moments = torch.empty(2, 2, device=device)
+    tops, totals = block_statistics(
+        logits, temperatures, scale=1.0, softcap=None, moments=moments
+    )
     for index, block in enumerate([slice(0, BLOCK), slice(BLOCK, None)]):
         z = logits[:, block] / temperatures[:, None]
         top = z.amax(-1)
@@ -123,6 +126,23 @@ def test_block_statistics_are_those_of_each_blocks_scores(device):
         assert torch.equal(tops[:, index], top)
         torch.testing.assert_close(totals[:, index], weight.sum(-1))
         torch.testing.assert_close(moments[:, index], (weight * z).sum(-1), rtol=1e-5, atol=1e-3)
+
+
+@on_each_device
+def test_tops_and_totals_have_the_same_bits_with_moments_and_without(device):
+    from verl.models.kernels.log_probs import BLOCK, block_statistics
+
+    logits = wide_logits(3, 3 * BLOCK - 7, torch.bfloat16, device)
+    logits[1, : BLOCK + 9] = -math.inf  # a block of nothing, and one with a hole
+    temperatures = torch.tensor([1.0, 0.7, 1.3], device=device)
+    moments = torch.empty(3, 3, device=device)
+    settings = {"scale": 1.0, "softcap": None}
+    bare = block_statistics(logits, temperatures, **settings)
+    whole = block_statistics(logits, temperatures, **settings, moments=moments)
+    for ours, theirs in zip(bare, whole, strict=True):
+        assert torch.equal(ours, theirs)
+    assert moments.isfinite().all()
+    assert moments[1, 0] == bare[1][1, 0] == 0
 
 
 @on_each_device

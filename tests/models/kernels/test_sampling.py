@@ -66,3 +66,23 @@ def test_a_token_of_no_weight_is_never_drawn_and_nan_is_seen(device):
     _, log_probs = draw_tokens(logits, *columns)
     assert log_probs[3].isnan()
     assert log_probs[[0, 39]].isfinite().all()
+
+
+@on_each_device
+@pytest.mark.parametrize("options", [{}, {"scale": 0.7, "softcap": 3.0}])
+def test_a_drawn_tokens_log_prob_has_the_bits_that_training_finds(device, options):
+    from verl.models.kernels.log_probs import logits_log_probs
+    from verl.models.kernels.sampling import draw_tokens
+
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(10, 9001, generator=generator)).to(device, torch.bfloat16)
+    temperature = torch.linspace(0.5, 1.5, 11, device=device)[:10]  # one of them is 1
+    settings = settings_of([SamplingParams()] * 10, device)
+    index = torch.arange(10, device=device)
+    tokens, drawn = draw_tokens(
+        logits, temperature, settings.is_greedy, settings.seed, index, **options
+    )
+    scoring = {"scale": 1.0, "softcap": None, **options}
+    trained, _, _ = logits_log_probs(logits, tokens, temperature=temperature, **scoring)
+    assert (temperature == 1).any()
+    assert torch.equal(drawn, trained)

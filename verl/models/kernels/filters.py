@@ -28,7 +28,7 @@ from torch import Tensor
 
 from verl.models.kernels.log_probs import BLOCK, LAUNCH, capped, divided, shares
 
-SEARCH_BLOCK = 2048
+SEARCH_BLOCK, SEARCH_WARPS = 2048, 8
 """Weights of a row that the search looks at together: eight for each thread, so that what it keeps
 of them stays in registers."""
 
@@ -126,7 +126,7 @@ def smallest_weights(
         *scores.arguments, filters.top_k, filters.top_p, filters.min_p, is_greedy,
         tops, totals, floors,
         BLOCK=SEARCH_BLOCK,
-        **scores.options,
+        **scores.options | {"num_warps": SEARCH_WARPS},
     )  # fmt: skip
     return floors
 

@@ -26,8 +26,8 @@ BLOCK = 2048
 BLOCK_WARPS = 2
 """Few threads that each hold many logits: a block costs reductions, which all of them wait for."""
 
-GRADIENT_BLOCK = 4096
-GRADIENT_WARPS = 8
+GRADIENT_BLOCK = 2048
+GRADIENT_WARPS = 4
 
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 """Fused multiply-adds would be the compiler's choice, another one in each kernel."""
@@ -60,12 +60,16 @@ def logits_log_probs(
         temperatures = temperature.contiguous()
     else:
         temperatures = logits.new_full((num_rows,), temperature, dtype=torch.float32)
-    statistics = block_statistics(logits, temperatures, scale=scale, softcap=softcap)
     num_blocks = triton.cdiv(vocabulary, BLOCK)
+    moments = logits.new_empty(num_rows, num_blocks, dtype=torch.float32)
+    tops, totals = block_statistics(
+        logits, temperatures, scale=scale, softcap=softcap, moments=moments
+    )
     log_prob, log_sum, mean = (torch.empty_like(temperatures) for _ in range(3))
     if num_rows:
         _finish_rows[(num_rows,)](
-            logits, temperatures, targets.contiguous(), *statistics, log_prob, log_sum, mean,
+            logits, temperatures, targets.contiguous(), tops, totals, moments,
+            log_prob, log_sum, mean,
             logits.stride(0), float(scale), float(softcap or 0), num_blocks,
             VOCABULARY=vocabulary,
             BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
@@ -81,7 +85,7 @@ def logits_gradient_(
     log_sum: Tensor,
     mean: Tensor,
     grad_log_prob: Tensor,
-    grad_entropy: Tensor | None,
+    grad_entropy: Tensor,
     *,
     temperature: float,
     scale: float,
@@ -92,12 +96,9 @@ def logits_gradient_(
         dz_v = g_log_prob ([v = target] - p_v) + g_entropy p_v (mean - z_v)
 
     `log_sum` and `mean` are those of `logits_log_probs`; the other vectors are (rows,) in fp32.
-    Without `grad_entropy` its term is left out.
     """
     num_rows, vocabulary = logits.shape
-    has_entropy = grad_entropy is not None
-    pulls = (grad_log_prob, grad_entropy if has_entropy else grad_log_prob)
-    vectors = [x.contiguous() for x in (targets, log_sum, mean, *pulls)]
+    vectors = [x.contiguous() for x in (targets, log_sum, mean, grad_log_prob, grad_entropy)]
     if num_rows:
         _overwrite_with_gradient[(num_rows * triton.cdiv(vocabulary, GRADIENT_BLOCK),)](
             logits, *vectors,
@@ -105,16 +106,20 @@ def logits_gradient_(
             VOCABULARY=vocabulary,
             BLOCK=GRADIENT_BLOCK,
             HAS_SOFTCAP=softcap is not None,
-            HAS_ENTROPY=has_entropy,
             num_warps=GRADIENT_WARPS,
         )  # fmt: skip
     return logits
 
 
 def block_statistics(
-    logits: Tensor, temperatures: Tensor, *, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Top, total and moment of every block, each (rows, blocks) in fp32.
+    logits: Tensor,
+    temperatures: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    moments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Top and total of every block, each (rows, blocks) in fp32; `moments`, if given, is filled.
 
     `temperatures` is (rows,) in fp32. The logits' rows are contiguous; for equal bits they must
     also start at equal alignment, as they do in any tensor that was allocated whole.
@@ -123,18 +128,19 @@ def block_statistics(
     if logits.stride(1) != 1:
         raise ValueError(f"logits have strides {logits.stride()}; each row must be contiguous")
     shape = (num_rows, triton.cdiv(vocabulary, BLOCK))
-    tops, totals, moments = (logits.new_empty(shape, dtype=torch.float32) for _ in range(3))
+    tops, totals = (logits.new_empty(shape, dtype=torch.float32) for _ in range(2))
     if num_rows:
         _block_statistics[(num_rows * shape[1],)](
-            logits, temperatures, tops, totals, moments,
+            logits, temperatures, tops, totals, totals if moments is None else moments,
             logits.stride(0), float(scale), float(softcap or 0),
             VOCABULARY=vocabulary,
             BLOCK=BLOCK,
             HAS_SCALE=scale != 1,
             HAS_SOFTCAP=softcap is not None,
+            HAS_MOMENTS=moments is not None,
             num_warps=BLOCK_WARPS,
         )  # fmt: skip
-    return tops, totals, moments
+    return tops, totals
 
 
 # ---- parts that other kernels share --------------------------------------------------------------
@@ -218,7 +224,7 @@ def num_halvings(size):
 def _block_statistics(
     logits, temperatures, tops, totals, moments, row_step, scale, softcap,
     VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENTS: tl.constexpr,
 ):  # fmt: skip
     """The temperature divides differences to the top, and of the scores only the top itself.
 
@@ -235,13 +241,15 @@ def _block_statistics(
     base = tl.where(highest == float("-inf"), 0.0, highest)
     temperature = tl.load(temperatures + row)
     power = (x - base) * (LOG2_E / temperature)
-    power = tl.maximum(power, NO_WEIGHT, propagate_nan=tl.PropagateNan.ALL)
+    if HAS_MOMENTS:
+        power = tl.maximum(power, NO_WEIGHT, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp2(power)
     total = tl.sum(weight, 0)
     tl.store(tops + place, divided(highest, temperature))
     tl.store(totals + place, total)
-    moment = divided(base, temperature) * total + tl.sum(weight * power, 0) * LN_2
-    tl.store(moments + place, moment)
+    if HAS_MOMENTS:
+        moment = divided(base, temperature) * total + tl.sum(weight * power, 0) * LN_2
+        tl.store(moments + place, moment)
 
 
 @triton.jit
@@ -270,24 +278,21 @@ def _finish_rows(
 def _overwrite_with_gradient(
     logits, targets, log_sums, means, grad_log_probs, grad_entropies,
     row_step, temperature, scale, softcap,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     _, row, block = _row_and_block(VOCABULARY, BLOCK)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     places, is_token = logits + row * row_step + tokens, tokens < VOCABULARY
     x = tl.load(places, mask=is_token, other=0.0).to(tl.float32)
+    slope = scale / temperature  # of z over x
+    grad_log_prob = tl.load(grad_log_probs + row) * slope
+    grad_entropy = tl.load(grad_entropies + row) * slope
     if HAS_SOFTCAP:
         x = capped(x, scale, softcap, HAS_SOFTCAP)
-        slope = 1 / temperature  # of z over x
-    else:
-        slope = scale / temperature
+        slope = 1 / temperature
     p = tl.exp2(tl.fma(x, slope * LOG2_E, -tl.load(log_sums + row) * LOG2_E))
-    grad_log_prob = tl.load(grad_log_probs + row)
-    pull = -grad_log_prob
-    if HAS_ENTROPY:
-        z = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL) * slope
-        pull = tl.load(grad_entropies + row) * (tl.load(means + row) - z) - grad_log_prob
+    z = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL) * slope
+    pull = grad_entropy * (tl.load(means + row) - z) - grad_log_prob
     # Where the target lies in this block, if it does.
     target = tl.load(targets + row) - block * BLOCK
     target = tl.where((target >= 0) & (target < BLOCK), target, -1).to(tl.int32)
@@ -295,7 +300,7 @@ def _overwrite_with_gradient(
     if HAS_SOFTCAP:
         tanh = x / softcap
         grad *= 1 - tanh * tanh
-    tl.store(places, (grad * (scale / temperature)).to(logits.dtype.element_ty), mask=is_token)
+    tl.store(places, grad.to(logits.dtype.element_ty), mask=is_token)
 
 
 @triton.jit

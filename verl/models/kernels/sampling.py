@@ -58,8 +58,7 @@ def draw_tokens(
     Scores are softcap(logits * scale) / temperature; greedy rows take the likeliest token. Rows
     whose filters and penalty are off get the token that they get without these arguments.
     """
-    tops, totals, _ = block_statistics(logits, temperature, scale=scale, softcap=softcap)
-    whole = (tops, totals)
+    whole = tops, totals = block_statistics(logits, temperature, scale=scale, softcap=softcap)
     scores = Scores(logits, temperature, scale, softcap, repetition)
     floors = temperature  # not read where there are no filters
     if repetition is not None:

@@ -17,6 +17,7 @@ import torch
 
 from verl.models.head import OutputHead, raw_logits
 from verl.models.kernels.filters import Filters, Repetition
+from verl.models.kernels.row_steps import StepBlock, StepRows, end_step
 from verl.models.kernels.sampling import draw_tokens
 from verl.utils.device import without_waiting
 from verl.utils.garbage import spare_present_objects
@@ -46,7 +47,7 @@ class KernelBatch(RunningBatch):
         self._slot_of_row = list(range(num_slots))
         self._slot_of_prompt = list(range(num_slots))
         self._table.slot.copy_(torch.arange(num_slots))
-        self._step = torch.zeros(1, dtype=torch.long, device=runner.device)
+        self._num_steps = torch.zeros(num_slots, dtype=torch.long, device=runner.device)
         self._under_way: list[_Block] = []  # oldest first
         self._has_entered = False  # whether the newest is a prefill of this visit
         self._is_late = is_cuda
@@ -88,7 +89,7 @@ class KernelBatch(RunningBatch):
         num_steps = min(self._most_left(samples), self.limits.steps_per_visit)
         if num_steps <= 0:
             return False
-        self._step.zero_()
+        self._num_steps.zero_()
         for _ in range(num_steps):
             if self._graphs is None:
                 self._run_step(num_rows, draw)
@@ -232,16 +233,17 @@ class KernelBatch(RunningBatch):
         table = self._table[:num_rows]
         hidden = self.runner.decode_hidden(SlotDecodeLayout(self.cache, table), table)
         tokens, log_probs = self._draw(slice(0, num_rows), table, self._logits(hidden), draw)
-        self._tokens[:, :num_rows].index_copy_(0, self._step, tokens[None])
-        self._log_probs[:, :num_rows].index_copy_(0, self._step, log_probs[None])
-        self._step.add_(1)
-        table.advance(tokens)
+        rows = StepRows(
+            table.newest, table.num_tokens, table.token_limit, table.is_done, table.stop_ids
+        )
+        block = StepBlock(self._tokens, self._log_probs, self._num_steps)
+        end_step(tokens, log_probs, rows, block)
 
     def _step_state(self, draw: "Draw") -> list[torch.Tensor]:
         """What a step changes, besides keys and values that a step writes before it reads them."""
         table = self._table
         seen = [self._seen.rows(slice(None))] if draw.penalty else []
-        return [table.newest, table.num_tokens, table.is_done, self._step, *seen]
+        return [table.newest, table.num_tokens, table.is_done, self._num_steps, *seen]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,49 @@
+"""The end of a decode step in one kernel, against the table's own plain torch."""
+
+import pytest
+import torch
+
+from tests.models.kernels.devices import on_each_device
+from verl.workers.rollout.native.row_table import RowTable
+
+
+def random_table(num_rows, num_stops, device):
+    generator = torch.Generator().manual_seed(0)
+    table = RowTable.empty(num_rows, num_stops, torch.device("cpu"))
+    table.num_tokens.random_(1, 4, generator=generator)
+    table.token_limit.random_(2, 5, generator=generator)
+    table.is_done.random_(0, 2, generator=generator)
+    table.stop_ids.random_(-1, 9, generator=generator)
+    on_device = RowTable.empty(num_rows, num_stops, torch.device(device))
+    on_device[:] = table
+    return on_device
+
+
+@on_each_device
+@pytest.mark.parametrize(("num_rows", "num_stops"), [(3, 0), (70, 1), (130, 3)])
+def test_a_steps_end_is_that_of_plain_torch(device, num_rows, num_stops):
+    from verl.models.kernels.row_steps import StepBlock, StepRows, end_step
+
+    ours, theirs = (random_table(num_rows, num_stops, device) for _ in range(2))
+    block = StepBlock(
+        tokens=torch.full((3, num_rows + 2), -7, device=device),
+        log_probs=torch.full((3, num_rows + 2), -7.0, device=device),
+        num_steps=torch.zeros(num_rows, dtype=torch.long, device=device),
+    )
+    rows = StepRows(ours.newest, ours.num_tokens, ours.token_limit, ours.is_done, ours.stop_ids)
+    drawn = torch.randint(0, 9, (2, num_rows), device=device)
+    log_probs = torch.randn(2, num_rows, device=device)
+    for step in range(2):
+        end_step(drawn[step], log_probs[step], rows, block)
+        theirs.advance(drawn[step])
+
+    for name in ("newest", "num_tokens", "is_done", "token_limit", "stop_ids"):
+        assert torch.equal(vars(ours)[name], vars(theirs)[name]), name
+    assert 0 < ours.is_done.sum() <= num_rows
+    assert torch.equal(block.tokens[:2, :num_rows], drawn)
+    assert torch.equal(block.log_probs[:2, :num_rows], log_probs)
+    assert (block.num_steps == 2).all()
+    # The line after them and the columns of other rows are as they were.
+    assert (block.tokens[2] == -7).all()
+    assert (block.tokens[:, num_rows:] == -7).all()
+    assert (block.log_probs[2] == -7).all()

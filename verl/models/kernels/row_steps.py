@@ -1,0 +1,92 @@
+"""What a decode step leaves behind, in one launch instead of a dozen small ones. Triton.
+
+New tokens and their log-probabilities go to the next line of a block that the host reads later,
+and the rows' columns move on by a token, as `RowTable.advance` has it in plain torch. Each row
+counts its lines: nothing here depends on another row.
+"""
+
+# Types do not know `kernel[grid](...)`.
+# pyright: reportIndexIssue=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64
+"""Rows of a program."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The columns that a step changes and those that decide how; int64 tensors (B,), contiguous."""
+
+    newest: Tensor
+    num_tokens: Tensor
+    token_limit: Tensor
+    is_done: Tensor
+    """bool"""
+
+    stop_ids: Tensor
+    """(B, most stop tokens)"""
+
+
+@dataclass(frozen=True, eq=False)
+class StepBlock:
+    """What rows get in a few steps."""
+
+    tokens: Tensor
+    """(steps, at least B) int64"""
+
+    log_probs: Tensor
+    """(steps, at least B) fp32"""
+
+    num_steps: Tensor
+    """Lines that each row has filled; (B,) int64."""
+
+
+def end_step(tokens: Tensor, log_probs: Tensor, rows: StepRows, block: StepBlock) -> None:
+    """Append `tokens` (B,) to the rows that are not done, see which are done now, and keep them."""
+    num_rows, num_stops = rows.stop_ids.shape
+    _end_step[(triton.cdiv(num_rows, BLOCK),)](
+        tokens, log_probs, rows.newest, rows.num_tokens, rows.token_limit,
+        rows.is_done.view(torch.uint8), rows.stop_ids,
+        block.tokens, block.log_probs, block.num_steps,
+        num_rows, rows.stop_ids.stride(0), block.tokens.stride(0), block.log_probs.stride(0),
+        STOPS=num_stops,
+        STOPS_PADDED=triton.next_power_of_2(max(num_stops, 1)),
+        BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _end_step(
+    tokens, log_probs, newest, nums_tokens, token_limits, are_done, stop_ids,
+    kept_tokens, kept_log_probs, nums_steps, num_rows, stop_row, token_line, log_prob_line,
+    STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    token = tl.load(tokens + row, mask=is_row, other=0)
+    log_prob = tl.load(log_probs + row, mask=is_row, other=0.0)
+    num_steps = tl.load(nums_steps + row, mask=is_row, other=0)
+    tl.store(kept_tokens + num_steps * token_line + row, token, mask=is_row)
+    tl.store(kept_log_probs + num_steps * log_prob_line + row, log_prob, mask=is_row)
+    tl.store(nums_steps + row, num_steps + 1, mask=is_row)
+
+    was_done = tl.load(are_done + row, mask=is_row, other=1) != 0
+    num_tokens = tl.load(nums_tokens + row, mask=is_row, other=0) + tl.where(was_done, 0, 1)
+    limit = tl.load(token_limits + row, mask=is_row, other=0)
+    stop = tl.arange(0, STOPS_PADDED)
+    stop_id = tl.load(
+        stop_ids + (row * stop_row)[:, None] + stop[None, :],
+        mask=is_row[:, None] & (stop < STOPS)[None, :],
+        other=-1,
+    )
+    is_stop = tl.max((stop_id == token[:, None]).to(tl.int32), 1) != 0
+    is_done = was_done | is_stop | (num_tokens >= limit)
+    tl.store(newest + row, token, mask=is_row)
+    tl.store(nums_tokens + row, num_tokens, mask=is_row)
+    tl.store(are_done + row, is_done.to(tl.uint8), mask=is_row)
