@@ -141,9 +141,7 @@ def _draw(
             VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
         )  # fmt: skip
     else:
-        x = load_scores(
-            logits, block, temperature, scale, softcap, VOCABULARY, BLOCK, HAS_SOFTCAP
-        )
+        x = load_scores(logits, block, temperature, scale, softcap, VOCABULARY, BLOCK, HAS_SOFTCAP)
     place = tl.argmax(x, 0)
     if is_greedy == 0:
         weights = tl.exp(x - tl.max(x, 0))

@@ -112,8 +112,9 @@ class ModelRunner:
 
     def _hidden_states(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         num_rows = len(ids)
-        padding = (0, -num_rows % ROW_TILE)
-        ids, positions = F.pad(ids, padding), F.pad(positions, padding)
+        num_missing = -num_rows % ROW_TILE
+        if num_missing:
+            ids, positions = (F.pad(x, (0, num_missing)) for x in (ids, positions))
         return hidden_states(self.module, ids, positions, layout)[:num_rows]
 
     @torch.no_grad()
