@@ -10,8 +10,9 @@ and a second merges the blocks of a row. Nothing depends on the other rows. The 
 over the logits. The matrix product that makes the logits is the caller's.
 
 Whoever needs the same log-sum-exp bit for bit (the sampler) calls `block_statistics`, which is one
-compiled kernel for all callers, so the compiler may choose the order of its sums. `log_sum_exp`
-merges the blocks inside any other kernel: in pairs, an order that no compiler changes.
+kernel for all callers. It adds up weights in the order in which its threads hold them, whether it
+adds up moments as well or not. `log_sum_exp` merges the blocks inside any other kernel: in pairs,
+an order that no compiler changes.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -22,12 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
-BLOCK_WARPS = 2
+BLOCK, BLOCK_WARPS = 2048, 2
 """Few threads that each hold many logits: a block costs reductions, which all of them wait for."""
 
-GRADIENT_BLOCK = 2048
-GRADIENT_WARPS = 4
+GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
 
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 """Fused multiply-adds would be the compiler's choice, another one in each kernel."""
@@ -138,7 +137,7 @@ def block_statistics(
             HAS_SCALE=scale != 1,
             HAS_SOFTCAP=softcap is not None,
             HAS_MOMENTS=moments is not None,
-            num_warps=BLOCK_WARPS,
+            **LAUNCH | {"num_warps": BLOCK_WARPS},
         )  # fmt: skip
     return tops, totals
 
@@ -240,7 +239,7 @@ def _block_statistics(
     highest = tl.max(x, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     temperature = tl.load(temperatures + row)
-    power = (x - base) * (LOG2_E / temperature)
+    power = (x - base) * divided(tl.full([], LOG2_E, tl.float32), temperature)
     if HAS_MOMENTS:
         power = tl.maximum(power, NO_WEIGHT, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp2(power)
