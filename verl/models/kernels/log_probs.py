@@ -244,10 +244,11 @@ def _block_statistics(
         power = tl.maximum(power, NO_WEIGHT, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp2(power)
     total = tl.sum(weight, 0)
-    tl.store(tops + place, divided(highest, temperature))
+    top = divided(highest, temperature)
+    tl.store(tops + place, top)
     tl.store(totals + place, total)
     if HAS_MOMENTS:
-        moment = divided(base, temperature) * total + tl.sum(weight * power, 0) * LN_2
+        moment = tl.where(total == 0, 0.0, top * total) + tl.sum(weight * power, 0) * LN_2
         tl.store(moments + place, moment)
 
 
