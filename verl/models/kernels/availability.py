@@ -24,6 +24,14 @@ def can_run_triton(device: torch.device | str) -> bool:
 
 
 @functools.cache
+def can_start_early(device: torch.device) -> bool:
+    """Whether a kernel may begin beside the last programs of the one before (Hopper and later)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
 def _has_triton_for_cuda() -> bool:
     if is_available("triton"):
         return True

@@ -6,9 +6,10 @@
 A program takes one row and one KV head with all query heads of that head. It writes the new token's
 key and value into the row's slot and then goes over the prompt and the row's own tokens. Where
 neighbours are samples of one prompt, another kernel has gone over the prompt for all of them
-(`prompt_states`), and a row goes on from there, with the bits it would have had alone. Lengths are
-read on the device: nothing here depends on what the host knows, so a captured graph stays valid as
-rows grow.
+(`prompt_states`), and a row goes on from there, with the bits it would have had alone. On devices
+that can, it begins beside that kernel and waits for its end before it reads what it left. Lengths
+are read on the device: nothing here depends on what the host knows, so a captured graph stays valid
+as rows grow.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -20,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from verl.models.kernels.attention_blocks import (
     BLOCK,
@@ -30,6 +32,7 @@ from verl.models.kernels.attention_blocks import (
     visit,
     with_sink,
 )
+from verl.models.kernels.availability import can_start_early
 from verl.models.kernels.prompt_states import prompt_states
 
 NUM_WARPS, NUM_WARPS_OF_WIDE_HEADS = 4, 2
@@ -73,11 +76,13 @@ def slot_decode_attention(
     if prompt[0].shape[2] == 0:  # nothing is shared; any pointer will do
         prompt = response
     has_states = sliding_window is None and prompt[0] is not response[0]
+    starts_early = has_states and can_start_early(query.device)
     states = (query,) * 4  # not read without states
     if has_states:
         states = prompt_states(
-            query, *prompt, rows.prompt_slot, rows.num_shared, scaling=scaling, softcap=softcap
-        )
+            query, *prompt, rows.prompt_slot, rows.num_shared,
+            scaling=scaling, softcap=softcap, is_overtaken=starts_early,
+        )  # fmt: skip
     _slot_decode[(num_rows, num_kv_heads)](
         query, key, value, *prompt, *response, output, *states,
         rows.prompt_slot, rows.slot, rows.num_shared, rows.place,
@@ -96,9 +101,10 @@ def slot_decode_attention(
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
         HAS_STATES=has_states,
+        STARTS_EARLY=starts_early,
         num_warps=NUM_WARPS if key_dim <= 64 else NUM_WARPS_OF_WIDE_HEADS,
         num_stages=NUM_STAGES,
-        **LAUNCH,
+        **LAUNCH | ({"launch_pdl": True} if starts_early else {}),
     )  # fmt: skip
     return output
 
@@ -115,6 +121,7 @@ def _slot_decode(
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STATES: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     prompt_slot, slot = tl.load(prompt_slots + row), tl.load(slots + row)
@@ -144,6 +151,8 @@ def _slot_decode(
         first = tl.maximum(position - WINDOW + 1, 0)
     top, total, mix = nothing_seen(HEADS_PADDED, VALUE_PADDED)
     state = row * HEADS * tl.num_programs(1) + first_head + heads
+    if STARTS_EARLY:
+        gdc_wait()
     if HAS_STATES:
         first = tl.load(num_seens + row)
         is_known = is_head & (first > 0)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from verl.models.kernels.attention_blocks import (
     BLOCK,
@@ -39,11 +40,13 @@ def prompt_states(
     *,
     scaling: float,
     softcap: float | None,
+    is_overtaken: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Prompt tokens seen so far (B,), and top, total (B, heads) and mix (B, heads, value dim).
 
     Queries are (B, heads, D), keys and values prompt slots (slots, KV heads, tokens, D). Whole
-    blocks of keys only; where none was seen the rest is not written.
+    blocks of keys only; where none was seen the rest is not written. With `is_overtaken` the next
+    kernel may begin before the end of this one, if it was launched like that.
     """
     num_rows, num_heads, key_dim = query.shape
     num_kv_heads, value_dim = values.shape[1], values.shape[3]
@@ -65,6 +68,7 @@ def prompt_states(
         VALUE_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(value_dim)),
         BLOCK=BLOCK,
         HAS_SOFTCAP=softcap is not None,
+        IS_OVERTAKEN=is_overtaken,
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES if key_dim <= 64 else NUM_STAGES_OF_WIDE_HEADS,
         **LAUNCH,
@@ -85,8 +89,10 @@ def _prompt_states(
     HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_OVERTAKEN: tl.constexpr,
 ):  # fmt: skip
+    if IS_OVERTAKEN:
+        gdc_launch_dependents()
     first_row, kv_head = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64)
     slot, num_shared = tl.load(prompt_slots + first_row), tl.load(num_shareds + first_row)
     num_seen = (num_shared // BLOCK * BLOCK).to(tl.int32)
