@@ -42,7 +42,7 @@ def visit(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SKIPS_MASKS: tl.constexpr,
+    SKIPS_MASKS: tl.constexpr, ONE_STEP: tl.constexpr = False,
 ):  # fmt: skip
     """Largest score (rows,), sum of weights (rows, 16) and weighted values (rows, value dim).
 
@@ -52,7 +52,7 @@ def visit(
     Queries (rows, key dim) stand at `positions`, ascending, and see themselves and what is before,
     with a window only the nearest; what lies outside [first, end) is seen by none of them. Scores
     are in units of ln 2. With `SKIPS_MASKS` blocks that every query sees are not masked, which
-    changes no number.
+    changes no number. With `ONE_STEP` both places have the step of the second.
     """
     start_masked = first // BLOCK * BLOCK
     if SKIPS_MASKS and WINDOW == 0:
@@ -63,6 +63,7 @@ def visit(
                 shared_keys, shared_values, shared_key_step, shared_value_step,
                 own_keys, own_values, own_key_step, own_value_step,
                 KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, False,
+                ONE_STEP,
             )  # fmt: skip
     for start in range(start_masked, end, BLOCK):
         top, total, mix = _visit_block(
@@ -70,6 +71,7 @@ def visit(
             shared_keys, shared_values, shared_key_step, shared_value_step,
             own_keys, own_values, own_key_step, own_value_step,
             KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, True,
+            ONE_STEP,
         )  # fmt: skip
     return top, total, mix
 
@@ -82,12 +84,13 @@ def _visit_block(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr,
+    ONE_STEP: tl.constexpr,
 ):  # fmt: skip
     """`top`, `total` and `mix` after one more block of keys."""
     tokens = start + tl.arange(0, BLOCK)
     k = load_block(
         tokens, end, split, jump, shared_keys, shared_key_step, own_keys, own_key_step,
-        KEY_DIM, KEY_PADDED, IS_MASKED,
+        KEY_DIM, KEY_PADDED, IS_MASKED, ONE_STEP,
     )  # fmt: skip
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     factor = scale * LOG2_E
@@ -103,7 +106,7 @@ def _visit_block(
     shrink = tl.exp2(top - new_top)[:, None]
     v = load_block(
         tokens, end, split, jump, shared_values, shared_value_step, own_values, own_value_step,
-        VALUE_DIM, VALUE_PADDED, IS_MASKED,
+        VALUE_DIM, VALUE_PADDED, IS_MASKED, ONE_STEP,
     )  # fmt: skip
     p = tl.exp2(tl.fma(x, factor, -new_top[:, None])).to(v.dtype)
     ones = tl.full([BLOCK, 16], 1.0, v.dtype)
@@ -116,21 +119,26 @@ def _visit_block(
 def load_block(
     tokens, end, split, jump, shared, shared_step, own, own_step,
     DIM: tl.constexpr, PADDED: tl.constexpr, IS_MASKED: tl.constexpr,
+    ONE_STEP: tl.constexpr = False,
 ):  # fmt: skip
     """Keys or values of `tokens`, (tokens, padded dim); 0 at and behind `end`.
 
     With a `jump` both parts are in one tensor: the own tokens stand that many tokens further than
-    right behind the shared ones. This halves the instructions that find addresses.
+    right behind the shared ones. With `ONE_STEP` they have at least one step. Either halves the
+    instructions that find addresses.
     """
     dim = tl.arange(0, PADDED)
-    if jump is None:
+    if jump is not None:
+        number = tokens + tl.where(tokens < split, 0, jump)
+        places = (shared + number.to(tl.int64) * shared_step)[:, None] + dim[None, :]
+    elif ONE_STEP:
+        start = tl.where(tokens < split, shared, own - split * own_step)
+        places = start[:, None] + (tokens[:, None] * own_step + dim[None, :])
+    else:
         token = tl.where(
             tokens < split, shared + tokens * shared_step, own + (tokens - split) * own_step
         )
-    else:
-        number = tokens + tl.where(tokens < split, 0, jump)
-        token = shared + number.to(tl.int64) * shared_step
-    places = token[:, None] + dim[None, :]
+        places = token[:, None] + dim[None, :]
     if IS_MASKED:
         block = tl.load(places, mask=(tokens < end)[:, None] & (dim < DIM)[None, :], other=0.0)
     elif DIM == PADDED:

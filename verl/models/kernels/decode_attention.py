@@ -35,7 +35,7 @@ from verl.models.kernels.attention_blocks import (
 from verl.models.kernels.availability import can_start_early
 from verl.models.kernels.prompt_states import prompt_states
 
-NUM_WARPS, NUM_WARPS_OF_WIDE_HEADS = 4, 2
+NUM_WARPS = 2
 NUM_STAGES = 3
 
 
@@ -101,8 +101,9 @@ def slot_decode_attention(
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
         HAS_STATES=has_states,
+        ONE_STEP=all(x.stride(2) == y.stride(2) for x, y in zip(prompt, response, strict=True)),
         STARTS_EARLY=starts_early,
-        num_warps=NUM_WARPS if key_dim <= 64 else NUM_WARPS_OF_WIDE_HEADS,
+        num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
         **LAUNCH | ({"launch_pdl": True} if starts_early else {}),
     )  # fmt: skip
@@ -121,7 +122,7 @@ def _slot_decode(
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STATES: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
+    ONE_STEP: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     prompt_slot, slot = tl.load(prompt_slots + row), tl.load(slots + row)
@@ -170,6 +171,7 @@ def _slot_decode(
         prompt_values + prompt_slot * pv_slot + kv_head * pv_head, pk_token, pv_token,
         own_k, own_v, ok_token, ov_token,
         KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, False,
+        ONE_STEP,
     )  # fmt: skip
     total = tl.max(total, 1)
     if HAS_SINKS:
