@@ -81,3 +81,56 @@ def test_rows_see_their_prompt_and_their_own_tokens(device, dtype, option, heads
     assert torch.equal(response[0][SLOT, :, PLACE], key), "the new keys are kept"
     before[SLOT, :, PLACE] = key
     assert torch.equal(response[0], before), "and nothing else was written"
+
+
+def attention_of_slots(device, dtype, dim=64, prompt_step=None):
+    """A function that runs the kernel; prompt tokens are `prompt_step` numbers apart."""
+    from verl.models.kernels.decode_attention import SlotRows, slot_decode_attention
+
+    def make(*shape, seed):
+        return numbers(*shape, device=device, dtype=dtype, seed=seed)
+
+    step = prompt_step or dim
+    prompt = []
+    for seed in (1, 2):
+        wide = torch.zeros(6, 2, PROMPT_TOKENS, step, device=device, dtype=dtype)
+        wide[..., :dim] = make(6, 2, PROMPT_TOKENS, dim, seed=seed)
+        prompt.append(wide[..., :dim])
+    response = tuple(make(9, 2, RESPONSE_TOKENS, dim, seed=seed) for seed in (3, 4))
+    query, key, value = (make(len(SLOT), h, dim, seed=h) for h in (14, 2, 2))
+    columns = [torch.tensor(x, device=device) for x in (PROMPT_SLOT, SLOT, NUM_SHARED, PLACE)]
+
+    def run():
+        rows = SlotRows(*columns)
+        stores = (prompt[0], prompt[1]), response
+        return slot_decode_attention(query, key, value, *stores, rows, scaling=dim**-0.5)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_prompts_of_another_step_give_the_same_bits(device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    together = attention_of_slots(device, dtype)()
+    apart = attention_of_slots(device, dtype, prompt_step=80)()
+    assert torch.equal(together, apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_kernels_that_overlap_in_a_graph_give_the_bits_of_single_ones(dim, monkeypatch):
+    run = attention_of_slots("cuda", torch.bfloat16, dim=dim)
+    with monkeypatch.context() as patch:
+        patch.setattr("verl.models.kernels.decode_attention.can_start_early", lambda device: False)
+        alone = run()
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    for _ in range(10):
+        output.zero_()
+        graph.replay()
+        assert torch.equal(output, alone)
