@@ -113,8 +113,8 @@ def attention_of_slots(device, dtype, dim=64, prompt_step=None):
 )
 def test_prompts_of_another_step_give_the_same_bits(device):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    together = attention_of_slots(device, dtype)()
-    apart = attention_of_slots(device, dtype, prompt_step=80)()
+    together = attention_of_slots(device, dtype, dim=80)()
+    apart = attention_of_slots(device, dtype, dim=80, prompt_step=96)()
     assert torch.equal(together, apart)
 
 

@@ -35,8 +35,10 @@ from verl.models.kernels.attention_blocks import (
 from verl.models.kernels.availability import can_start_early
 from verl.models.kernels.prompt_states import prompt_states
 
-NUM_WARPS = 2
+NUM_WARPS, NUM_WARPS_OF_WIDE_HEADS = 4, 2
 NUM_STAGES = 3
+WIDEST_OF_NARROW_HEADS = 64
+"""Wider ones need more registers than there are, unless addresses take few."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +78,8 @@ def slot_decode_attention(
     if prompt[0].shape[2] == 0:  # nothing is shared; any pointer will do
         prompt = response
     has_states = sliding_window is None and prompt[0] is not response[0]
+    is_wide = key_dim > WIDEST_OF_NARROW_HEADS
+    has_one_step = all(x.stride(2) == y.stride(2) for x, y in zip(prompt, response, strict=True))
     starts_early = has_states and can_start_early(query.device)
     states = (query,) * 4  # not read without states
     if has_states:
@@ -101,9 +105,9 @@ def slot_decode_attention(
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
         HAS_STATES=has_states,
-        ONE_STEP=all(x.stride(2) == y.stride(2) for x, y in zip(prompt, response, strict=True)),
+        ONE_STEP=is_wide and has_one_step,
         STARTS_EARLY=starts_early,
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS_OF_WIDE_HEADS if is_wide else NUM_WARPS,
         num_stages=NUM_STAGES,
         **LAUNCH | ({"launch_pdl": True} if starts_early else {}),
     )  # fmt: skip

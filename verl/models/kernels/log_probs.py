@@ -73,7 +73,7 @@ def logits_log_probs(
             VOCABULARY=vocabulary,
             BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
             HAS_SOFTCAP=softcap is not None,
-            **LAUNCH,
+            **LAUNCH | {"num_warps": 1},  # a row's blocks are few
         )  # fmt: skip
     return log_prob, log_sum, mean
 
@@ -239,7 +239,7 @@ def _block_statistics(
     highest = tl.max(x, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     temperature = tl.load(temperatures + row)
-    power = (x - base) * divided(tl.full([], LOG2_E, tl.float32), temperature)
+    power = (x - base) * (LOG2_E / temperature)
     if HAS_MOMENTS:
         power = tl.maximum(power, NO_WEIGHT, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp2(power)
@@ -264,7 +264,7 @@ def _finish_rows(
     log_sum = log_sum_exp(highest, share)
     blocks = tl.arange(0, BLOCKS_PADDED)
     moment = tl.load(moments + first + blocks, mask=blocks < num_blocks, other=0.0)
-    mean = sum_in_pairs(moment * tl.exp(top - highest)) / sum_in_pairs(share)
+    mean = tl.sum(moment * tl.exp(top - highest), 0) / tl.sum(share, 0)
     target = tl.load(targets + row)
     is_token = (target >= 0) & (target < VOCABULARY)
     logit = tl.load(logits + row * row_step + target, mask=is_token, other=float("nan"))
