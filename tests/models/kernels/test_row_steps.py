@@ -47,3 +47,21 @@ def test_a_steps_end_is_that_of_plain_torch(device, num_rows, num_stops):
     assert (block.tokens[2] == -7).all()
     assert (block.tokens[:, num_rows:] == -7).all()
     assert (block.log_probs[2] == -7).all()
+
+
+@on_each_device
+def test_a_step_without_a_line_left_is_not_kept_anywhere(device):
+    from verl.models.kernels.row_steps import StepBlock, StepRows, end_step
+
+    table = random_table(5, 1, device)
+    kept = torch.full((2, 5), -7, device=device)  # the second line belongs to somebody else
+    num_steps = torch.ones(5, dtype=torch.long, device=device)
+    block = StepBlock(kept[:1], torch.zeros(1, 5, device=device), num_steps)
+    rows = StepRows(
+        table.newest, table.num_tokens, table.token_limit, table.is_done, table.stop_ids
+    )
+    end_step(
+        torch.ones(5, dtype=torch.long, device=device), torch.zeros(5, device=device), rows, block
+    )
+    assert (kept == -7).all()
+    assert (table.newest == 1).all()

@@ -48,13 +48,17 @@ class StepBlock:
 
 
 def end_step(tokens: Tensor, log_probs: Tensor, rows: StepRows, block: StepBlock) -> None:
-    """Append `tokens` (B,) to the rows that are not done, see which are done now, and keep them."""
+    """Append `tokens` (B,) to the rows that are not done, see which are done now, and keep them.
+
+    Where a block has no line left nothing is kept: capturing a graph runs more steps than a visit.
+    """
     num_rows, num_stops = rows.stop_ids.shape
     _end_step[(triton.cdiv(num_rows, BLOCK),)](
         tokens, log_probs, rows.newest, rows.num_tokens, rows.token_limit,
         rows.is_done.view(torch.uint8), rows.stop_ids,
         block.tokens, block.log_probs, block.num_steps,
-        num_rows, rows.stop_ids.stride(0), block.tokens.stride(0), block.log_probs.stride(0),
+        num_rows, len(block.tokens),
+        rows.stop_ids.stride(0), block.tokens.stride(0), block.log_probs.stride(0),
         STOPS=num_stops,
         STOPS_PADDED=triton.next_power_of_2(max(num_stops, 1)),
         BLOCK=BLOCK,
@@ -64,7 +68,7 @@ def end_step(tokens: Tensor, log_probs: Tensor, rows: StepRows, block: StepBlock
 @triton.jit
 def _end_step(
     tokens, log_probs, newest, nums_tokens, token_limits, are_done, stop_ids,
-    kept_tokens, kept_log_probs, nums_steps, num_rows, stop_row, token_line, log_prob_line,
+    kept_tokens, kept_log_probs, nums_steps, num_rows, num_lines, stop_row, token_line, log_prob_line,
     STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -72,8 +76,9 @@ def _end_step(
     token = tl.load(tokens + row, mask=is_row, other=0)
     log_prob = tl.load(log_probs + row, mask=is_row, other=0.0)
     num_steps = tl.load(nums_steps + row, mask=is_row, other=0)
-    tl.store(kept_tokens + num_steps * token_line + row, token, mask=is_row)
-    tl.store(kept_log_probs + num_steps * log_prob_line + row, log_prob, mask=is_row)
+    has_line = is_row & (num_steps < num_lines)
+    tl.store(kept_tokens + num_steps * token_line + row, token, mask=has_line)
+    tl.store(kept_log_probs + num_steps * log_prob_line + row, log_prob, mask=has_line)
     tl.store(nums_steps + row, num_steps + 1, mask=is_row)
 
     was_done = tl.load(are_done + row, mask=is_row, other=1) != 0
