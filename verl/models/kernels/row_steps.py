@@ -68,7 +68,8 @@ def end_step(tokens: Tensor, log_probs: Tensor, rows: StepRows, block: StepBlock
 @triton.jit
 def _end_step(
     tokens, log_probs, newest, nums_tokens, token_limits, are_done, stop_ids,
-    kept_tokens, kept_log_probs, nums_steps, num_rows, num_lines, stop_row, token_line, log_prob_line,
+    kept_tokens, kept_log_probs, nums_steps, num_rows, num_lines,
+    stop_row, token_line, log_prob_line,
     STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
