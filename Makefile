@@ -42,7 +42,7 @@ test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: a
 
 test-kernels: $(STAMP)  ## Compare the GPU kernels with plain torch, through Triton's interpreter
 	$(BIN)/pip install --quiet --no-deps triton==3.6.0
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py tests/workers/rollout/test_prefill_buckets.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py tests/workers/rollout/test_prefill_buckets.py tests/workers/rollout/test_paged_batch.py
 
 test-vllm: $(STAMP) $(if $(VERL_VLLM_PYTHON),,$(VLLM_STAMP))  ## Test with a real vLLM, in .venv-vllm or what VERL_VLLM_PYTHON names
 	VERL_VLLM_PYTHON=$(or $(VERL_VLLM_PYTHON),$(CURDIR)/$(VLLM_VENV)/bin/python) \

@@ -27,7 +27,9 @@ class ServingConfig(BaseConfig):
     """Number format of the engine's weights and activations."""
 
     gpu_memory_utilization: float = option(0.5, above=0, maximum=1)
-    """Part of the GPU's memory for the engine: its weights, if it has its own, and its KV cache."""
+    """Part of the GPU's memory for the engine: its weights, if it has its own, and its KV cache. If
+    that is too small for `max_num_seqs` sequences of full length, the built-in engine lets them
+    share it in pages: as many run at once as their real lengths allow."""
 
     enforce_eager: bool = True
     """Run without CUDA graphs. This default is for vLLM and SGLang; the built-in engine uses graphs

@@ -41,7 +41,7 @@ def test_outputs_and_gradients_are_those_of_plain_torch(device, dtype, option, p
     check_against_plain_torch(device, dtype, parts, (6, 2, 16), options)
 
 
-# A tile of queries holds whole tokens: here 64, 1 and 9 of them, of 64, 70 and 63 rows.
+# A tile of queries holds whole tokens: here 64, 1 and 4 of them, in 64, 128 and 32 rows.
 @on_each_device
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "parts"),

@@ -3,8 +3,13 @@
 import random
 
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.native.room import SlotRoom
 from verl.workers.rollout.native.scheduler import Move, Scheduler
 from verl.workers.rollout.native.sequence import Group, Sample
+
+
+def build_scheduler(num_slots, max_prefill_tokens):
+    return Scheduler(num_slots, max_prefill_tokens, SlotRoom(num_slots, slot_tokens=8))
 
 
 def build_group(name, num_samples, prompt_length=3, num_tokens=4):
@@ -23,7 +28,7 @@ def build_group(name, num_samples, prompt_length=3, num_tokens=4):
 
 
 def test_groups_enter_in_order_and_whole():
-    scheduler = Scheduler(num_slots=4, max_prefill_tokens=100)
+    scheduler = build_scheduler(4, 100)
     first, second, third = (build_group(name, n) for name, n in (("a", 3), ("b", 2), ("c", 1)))
     for group in (first, second, third):
         scheduler.add(group)
@@ -33,7 +38,7 @@ def test_groups_enter_in_order_and_whole():
 
 
 def test_a_prefill_keeps_to_its_budget_but_lets_one_long_prompt_in():
-    scheduler = Scheduler(num_slots=9, max_prefill_tokens=10)
+    scheduler = build_scheduler(9, 10)
     groups = [build_group(str(n), 1, prompt_length=n) for n in (20, 6, 4, 1)]
     for group in groups:
         scheduler.add(group)
@@ -43,7 +48,7 @@ def test_a_prefill_keeps_to_its_budget_but_lets_one_long_prompt_in():
 
 
 def test_the_last_row_takes_the_place_of_one_that_leaves():
-    scheduler = Scheduler(num_slots=4, max_prefill_tokens=100)
+    scheduler = build_scheduler(4, 100)
     group = build_group("a", 3)
     scheduler.add(group)
     scheduler.admit()
@@ -54,7 +59,7 @@ def test_the_last_row_takes_the_place_of_one_that_leaves():
 
 
 def test_running_groups_that_must_start_over_are_first_in_the_queue():
-    scheduler = Scheduler(num_slots=2, max_prefill_tokens=100)
+    scheduler = build_scheduler(2, 100)
     groups = [build_group(str(n), 1) for n in range(3)]
     for group in groups:
         scheduler.add(group)
@@ -70,7 +75,7 @@ class Simulation:
 
     def __init__(self, rng):
         self.rng = rng
-        self.scheduler = Scheduler(rng.randint(1, 6), rng.randint(1, 12))
+        self.scheduler = build_scheduler(rng.randint(1, 6), rng.randint(1, 12))
         self.prompt_slots, self.slots = {}, {}
         self.finished = []
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.tiny_models import tiny_model
-from tests.workers.rollout.helpers import build_engine, request, training_log_probs
+from tests.workers.rollout.helpers import LIMITS, build_engine, request, training_log_probs
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native.engine import LostRequestError
 
@@ -69,6 +70,32 @@ def test_every_token_has_the_log_prob_of_the_version_it_is_stamped_with():
                 torch.testing.assert_close(
                     torch.tensor(output.log_probs)[said], expected[said], rtol=0, atol=2e-6
                 )
+
+
+def test_a_group_that_comes_back_too_long_for_one_pass_is_computed_in_several():
+    outputs = []
+    for max_prefill_tokens in (100, 9):
+        policy = Policy()
+        limits = replace(LIMITS, max_prefill_tokens=max_prefill_tokens)
+        engine = build_engine(policy.model, limits, version=lambda policy=policy: policy.version)
+        sizes = []
+        policy.model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs, sizes=sizes: sizes.append(kwargs["input_ids"].numel()),
+            with_kwargs=True,
+        )
+        (group,) = engine.submit(request([5, 6, 7], PARAMS, num_samples=3))
+        engine.step()
+        policy.version += 1
+        sizes.clear()
+        while engine.scheduler.unfinished:
+            engine.step()
+        # Three samples of 3 + 5 tokens: a pass of 24, padded to 32, or three of 8.
+        assert sizes[:3] == ([32, 16, 16] if max_prefill_tokens == 100 else [16, 16, 16])
+        assert engine.num_prefilled_tokens == 3 + 24
+        outputs.append([sample.output for sample in group.samples])
+    for one, several in zip(*outputs, strict=True):
+        assert several.token_ids == one.token_ids
+        assert several.log_probs == pytest.approx(one.log_probs, abs=2e-6)
 
 
 def test_weights_written_without_a_new_version_are_noticed_too():

@@ -4,7 +4,9 @@ A sequence's tokens have positions 0, 1, 2, ...; those before `split` are kept i
 prompt that several sequences share), the rest in another. Keys are visited in blocks that begin at
 multiples of `BLOCK`, whoever asks and wherever the keys are. Sums over keys run inside matrix
 instructions, a row of which does not depend on the other rows. A query therefore gets the same bits
-alone, among the tokens of a training pass, or behind a shared prompt.
+alone, among the tokens of a training pass, or behind a shared prompt. Where memory is cut into
+pages, a page holds one block: the page of the tokens from `start` on is `pages[start / BLOCK]`, and
+there is nothing to split.
 """
 
 import triton
@@ -27,6 +29,15 @@ LAUNCH = {"enable_fp_fusion": False}
 pays is written down."""
 
 
+def stages_of_pages(num_stages: int, key_dim: int) -> int:
+    """As many blocks are then on their way as with `num_stages` where there are no pages.
+
+    The number of a page must be there before the page can be fetched, and takes as many stages.
+    Wide heads do better with fewer blocks at once, which leave room for more programs.
+    """
+    return 2 * num_stages - 1 if key_dim <= 64 else num_stages
+
+
 @triton.jit
 def nothing_seen(ROWS: tl.constexpr, VALUE_PADDED: tl.constexpr):
     """What queries know before they have seen a key: top, total and mix, as `visit` has them."""
@@ -43,6 +54,7 @@ def visit(
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SKIPS_MASKS: tl.constexpr, ONE_STEP: tl.constexpr = False,
+    pages=0, key_page=0, value_page=0, PAGED: tl.constexpr = False,
 ):  # fmt: skip
     """Largest score (rows,), sum of weights (rows, 16) and weighted values (rows, value dim).
 
@@ -52,7 +64,9 @@ def visit(
     Queries (rows, key dim) stand at `positions`, ascending, and see themselves and what is before,
     with a window only the nearest; what lies outside [first, end) is seen by none of them. Scores
     are in units of ln 2. With `SKIPS_MASKS` blocks that every query sees are not masked, which
-    changes no number. With `ONE_STEP` both places have the step of the second.
+    changes no number. With `ONE_STEP` both places have the step of the second. If `PAGED`,
+    `shared_keys` and `shared_values` are those of page 0, and `key_page` and `value_page` lead from
+    one page to the next.
     """
     start_masked = first // BLOCK * BLOCK
     if SKIPS_MASKS and WINDOW == 0:
@@ -63,7 +77,7 @@ def visit(
                 shared_keys, shared_values, shared_key_step, shared_value_step,
                 own_keys, own_values, own_key_step, own_value_step,
                 KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, False,
-                ONE_STEP,
+                ONE_STEP, pages, key_page, value_page, PAGED,
             )  # fmt: skip
     for start in range(start_masked, end, BLOCK):
         top, total, mix = _visit_block(
@@ -71,7 +85,7 @@ def visit(
             shared_keys, shared_values, shared_key_step, shared_value_step,
             own_keys, own_values, own_key_step, own_value_step,
             KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, True,
-            ONE_STEP,
+            ONE_STEP, pages, key_page, value_page, PAGED,
         )  # fmt: skip
     return top, total, mix
 
@@ -84,13 +98,19 @@ def _visit_block(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr,
-    ONE_STEP: tl.constexpr,
+    ONE_STEP: tl.constexpr, pages, key_page, value_page, PAGED: tl.constexpr,
 ):  # fmt: skip
     """`top`, `total` and `mix` after one more block of keys."""
     tokens = start + tl.arange(0, BLOCK)
+    numbers, last = tokens, end
+    if PAGED:
+        numbers, last = tl.arange(0, BLOCK), end - start  # of the page's tokens
+        page = tl.load(pages + start // BLOCK).to(tl.int64)
+        shared_keys += page * key_page
+        shared_values += page * value_page
     k = load_block(
-        tokens, end, split, jump, shared_keys, shared_key_step, own_keys, own_key_step,
-        KEY_DIM, KEY_PADDED, IS_MASKED, ONE_STEP,
+        numbers, last, split, jump, shared_keys, shared_key_step, own_keys, own_key_step,
+        KEY_DIM, KEY_PADDED, IS_MASKED, ONE_STEP, PAGED,
     )  # fmt: skip
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     factor = scale * LOG2_E
@@ -105,8 +125,8 @@ def _visit_block(
     new_top = tl.maximum(top, tl.max(x, 1) * factor)
     shrink = tl.exp2(top - new_top)[:, None]
     v = load_block(
-        tokens, end, split, jump, shared_values, shared_value_step, own_values, own_value_step,
-        VALUE_DIM, VALUE_PADDED, IS_MASKED, ONE_STEP,
+        numbers, last, split, jump, shared_values, shared_value_step, own_values, own_value_step,
+        VALUE_DIM, VALUE_PADDED, IS_MASKED, ONE_STEP, PAGED,
     )  # fmt: skip
     p = tl.exp2(tl.fma(x, factor, -new_top[:, None])).to(v.dtype)
     ones = tl.full([BLOCK, 16], 1.0, v.dtype)
@@ -119,16 +139,19 @@ def _visit_block(
 def load_block(
     tokens, end, split, jump, shared, shared_step, own, own_step,
     DIM: tl.constexpr, PADDED: tl.constexpr, IS_MASKED: tl.constexpr,
-    ONE_STEP: tl.constexpr = False,
+    ONE_STEP: tl.constexpr = False, ARE_TOGETHER: tl.constexpr = False,
 ):  # fmt: skip
     """Keys or values of `tokens`, (tokens, padded dim); 0 at and behind `end`.
 
     With a `jump` both parts are in one tensor: the own tokens stand that many tokens further than
-    right behind the shared ones. With `ONE_STEP` they have at least one step. Either halves the
-    instructions that find addresses.
+    right behind the shared ones. With `ONE_STEP` they have at least one step. If `ARE_TOGETHER`,
+    all are found from `shared` on, wherever the split is. Each takes fewer instructions to find
+    addresses than the general way.
     """
     dim = tl.arange(0, PADDED)
-    if jump is not None:
+    if ARE_TOGETHER:
+        places = shared + (tokens[:, None] * shared_step + dim[None, :])
+    elif jump is not None:
         number = tokens + tl.where(tokens < split, 0, jump)
         places = (shared + number.to(tl.int64) * shared_step)[:, None] + dim[None, :]
     elif ONE_STEP:

@@ -14,6 +14,9 @@ from verl.utils.import_utils import is_available
 
 logger = logging.getLogger(__name__)
 
+LARGE = 160 << 10
+"""Bytes of shared memory that wide heads take when several blocks of keys are on their way."""
+
 
 def can_run_triton(device: torch.device | str) -> bool:
     """True on CUDA with triton installed, and on a CPU while triton interprets its kernels."""
@@ -29,6 +32,17 @@ def can_start_early(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may have as much of it as on an A100 or later data-centre GPUs.
+
+    Others have about 100 KB, and a kernel that asks for more is not launched.
+    """
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= LARGE
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
     prompt slots    (slots, KV heads, tokens, head dim)   shared by the samples of a prompt
     response slots  (slots, KV heads, tokens, head dim)   one per row
+or  pages           (pages, KV heads, BLOCK, head dim)    of both; a table says which hold a row
 
 A program takes one row and one KV head with all query heads of that head. It writes the new token's
 key and value into the row's slot and then goes over the prompt and the row's own tokens. Where
@@ -29,6 +30,7 @@ from verl.models.kernels.attention_blocks import (
     LOWEST,
     SMALLEST_DOT,
     nothing_seen,
+    stages_of_pages,
     visit,
     with_sink,
 )
@@ -53,6 +55,10 @@ class SlotRows:
     place: Tensor
     """Where in its own slot the new token goes; it sees all before that."""
 
+    pages: Tensor | None = None
+    """(slots, blocks) int32: page [s, k] holds the tokens from position k * BLOCK on of the row
+    with slot s, its prompt's first. None where slots are not cut into pages."""
+
 
 def slot_decode_attention(
     query: Tensor,
@@ -69,15 +75,17 @@ def slot_decode_attention(
 ) -> Tensor:
     """(B, heads, value dim) for query (B, heads, D) and the new tokens' key and value (B, KV, D).
 
-    Writes `key` and `value` into the rows' response slots.
+    Writes `key` and `value` into the rows' response slots. With pages, `prompt` is not looked at.
     """
     num_rows, num_heads, key_dim = query.shape
     num_kv_heads, value_dim = value.shape[1:]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     output = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
-    if prompt[0].shape[2] == 0:  # nothing is shared; any pointer will do
+    is_paged = rows.pages is not None
+    has_prompts = is_paged or prompt[0].shape[2] > 0
+    if is_paged or not has_prompts:  # where nothing is shared any pointer will do
         prompt = response
-    has_states = sliding_window is None and prompt[0] is not response[0]
+    has_states = sliding_window is None and has_prompts
     is_wide = key_dim > WIDEST_OF_NARROW_HEADS
     has_one_step = all(x.stride(2) == y.stride(2) for x, y in zip(prompt, response, strict=True))
     starts_early = has_states and can_start_early(query.device)
@@ -85,12 +93,15 @@ def slot_decode_attention(
     if has_states:
         states = prompt_states(
             query, *prompt, rows.prompt_slot, rows.num_shared,
+            slot=rows.slot, pages=rows.pages,
             scaling=scaling, softcap=softcap, is_overtaken=starts_early,
         )  # fmt: skip
     _slot_decode[(num_rows, num_kv_heads)](
         query, key, value, *prompt, *response, output, *states,
         rows.prompt_slot, rows.slot, rows.num_shared, rows.place,
+        rows.slot if rows.pages is None else rows.pages,
         query if sinks is None else sinks, scaling, softcap or 0.0,
+        0 if rows.pages is None else rows.pages.stride(0),
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         *prompt[0].stride()[:3], *prompt[1].stride()[:3],
         *response[0].stride()[:3], *response[1].stride()[:3],
@@ -105,10 +116,11 @@ def slot_decode_attention(
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
         HAS_STATES=has_states,
-        ONE_STEP=is_wide and has_one_step,
+        ONE_STEP=is_wide and has_one_step and not is_paged,
         STARTS_EARLY=starts_early,
+        PAGED=is_paged,
         num_warps=NUM_WARPS_OF_WIDE_HEADS if is_wide else NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_stages=stages_of_pages(NUM_STAGES, key_dim) if is_paged else NUM_STAGES,
         **LAUNCH | ({"launch_pdl": True} if starts_early else {}),
     )  # fmt: skip
     return output
@@ -117,7 +129,8 @@ def slot_decode_attention(
 @triton.jit
 def _slot_decode(
     query, key, value, prompt_keys, prompt_values, own_keys, own_values, output,
-    num_seens, tops, totals, mixes, prompt_slots, slots, num_shareds, places, sinks, scale, softcap,
+    num_seens, tops, totals, mixes, prompt_slots, slots, num_shareds, places, pages,
+    sinks, scale, softcap, pages_slot,
     q_row, q_head, k_row, k_head, v_row, v_head,
     pk_slot, pk_head, pk_token, pv_slot, pv_head, pv_token,
     ok_slot, ok_head, ok_token, ov_slot, ov_head, ov_token,
@@ -126,7 +139,7 @@ def _slot_decode(
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STATES: tl.constexpr,
-    ONE_STEP: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    ONE_STEP: tl.constexpr, STARTS_EARLY: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     prompt_slot, slot = tl.load(prompt_slots + row), tl.load(slots + row)
@@ -145,8 +158,21 @@ def _slot_decode(
     )
     new_k = tl.load(key + row * k_row + kv_head * k_head + k_dim, mask=is_k, other=0.0)
     new_v = tl.load(value + row * v_row + kv_head * v_head + v_dim, mask=is_v, other=0.0)
-    own_k = own_keys + slot * ok_slot + kv_head * ok_head
-    own_v = own_values + slot * ov_slot + kv_head * ov_head
+    prompt_k = prompt_keys + kv_head * pk_head
+    prompt_v = prompt_values + kv_head * pv_head
+    own_k = own_keys + kv_head * ok_head
+    own_v = own_values + kv_head * ov_head
+    if PAGED:
+        pages += slot * pages_slot
+        page = tl.load(pages + position // BLOCK).to(tl.int64)
+        own_k += page * ok_slot
+        own_v += page * ov_slot
+        place = position % BLOCK
+    else:
+        prompt_k += prompt_slot * pk_slot
+        prompt_v += prompt_slot * pv_slot
+        own_k += slot * ok_slot
+        own_v += slot * ov_slot
     tl.store(own_k + place * ok_token + k_dim, new_k.to(own_keys.dtype.element_ty), mask=is_k)
     tl.store(own_v + place * ov_token + v_dim, new_v.to(own_values.dtype.element_ty), mask=is_v)
     tl.debug_barrier()  # the loop reads it back
@@ -171,11 +197,9 @@ def _slot_decode(
     top, total, mix = visit(
         top, total, mix, q, tl.zeros([HEADS_PADDED], tl.int32) + position,
         first, position + 1, num_shared, None, scale, softcap,
-        prompt_keys + prompt_slot * pk_slot + kv_head * pk_head,
-        prompt_values + prompt_slot * pv_slot + kv_head * pv_head, pk_token, pv_token,
-        own_k, own_v, ok_token, ov_token,
+        prompt_k, prompt_v, pk_token, pv_token, own_k, own_v, ok_token, ov_token,
         KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, False,
-        ONE_STEP,
+        ONE_STEP, pages, pk_slot, pv_slot, PAGED,
     )  # fmt: skip
     total = tl.max(total, 1)
     if HAS_SINKS:

@@ -29,6 +29,7 @@ from verl.models.kernels.attention_blocks import (
     visit,
     with_sink,
 )
+from verl.models.kernels.availability import has_large_shared_memory
 from verl.utils.device import without_waiting
 
 ROWS, ROWS_OF_WIDE_HEADS = 128, 64
@@ -90,11 +91,19 @@ def launch_options(query: Tensor, num_rows: int) -> dict[str, int]:
         "num_warps": max(1, num_rows // ROWS_PER_WARP),
         "num_stages": NUM_STAGES if width <= WIDE else NUM_STAGES_OF_WIDE_HEADS,
     }
+    if _is_crowded(query):
+        options["num_stages"] = 1
     return options | {"maxnreg": REGISTERS_OF_NARROW_HEADS} if width <= NARROW else options
 
 
 def _num_rows(query: Tensor) -> int:
-    return ROWS if _width(query) <= WIDE else ROWS_OF_WIDE_HEADS
+    has_room = _width(query) <= WIDE and not _is_crowded(query)
+    return ROWS if has_room else ROWS_OF_WIDE_HEADS
+
+
+def _is_crowded(query: Tensor) -> bool:
+    """Whether the device has too little shared memory for several blocks of such heads."""
+    return _width(query) > NARROW and not has_large_shared_memory(query.device)
 
 
 def _width(query: Tensor) -> int:

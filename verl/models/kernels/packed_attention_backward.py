@@ -30,6 +30,7 @@ from verl.models.kernels.attention_blocks import (
     SMALLEST_DOT,
     load_block,
 )
+from verl.models.kernels.availability import has_large_shared_memory
 from verl.models.kernels.packed_attention import Tiles, launch_options, tokens_per_tile
 from verl.utils.device import without_waiting
 
@@ -176,7 +177,7 @@ def _write_key_gradients(
         *(step for x in (gradient, query, key, value) for step in x.stride()[:2]),
         KEYS=KEYS,
         num_warps=THREADS_FOR_KEYS // 32,
-        num_stages=NUM_STAGES_FOR_KEYS,
+        num_stages=NUM_STAGES_FOR_KEYS if has_large_shared_memory(key.device) else 1,
         **shape,
     )  # fmt: skip
     if num_prompt_tokens:

@@ -4,7 +4,7 @@ Samples of one prompt stand side by side, so a program takes a few neighbours an
 prompt of the first of them, for all that have the same. What it leaves of each query (largest
 score, sum of weights, weighted values) is what that row alone would know after so many keys, to the
 last bit; `decode_attention` goes on from there. Rows with another prompt than the first of their
-tile begin at its start.
+tile begin at its start. With pages, the prompt's are those at the front of the first row's.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -21,6 +21,7 @@ from verl.models.kernels.attention_blocks import (
     LAUNCH,
     SMALLEST_DOT,
     nothing_seen,
+    stages_of_pages,
     visit,
 )
 
@@ -38,15 +39,18 @@ def prompt_states(
     prompt_slot: Tensor,
     num_shared: Tensor,
     *,
+    slot: Tensor,
+    pages: Tensor | None,
     scaling: float,
     softcap: float | None,
     is_overtaken: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Prompt tokens seen so far (B,), and top, total (B, heads) and mix (B, heads, value dim).
 
-    Queries are (B, heads, D), keys and values prompt slots (slots, KV heads, tokens, D). Whole
-    blocks of keys only; where none was seen the rest is not written. With `is_overtaken` the next
-    kernel may begin before the end of this one, if it was launched like that.
+    Queries are (B, heads, D), keys and values prompt slots (slots, KV heads, tokens, D) or, with
+    `pages` (slots, blocks), pages. Whole blocks of keys only; where none was seen the rest is not
+    written. With `is_overtaken` the next kernel may begin before the end of this one, if it was
+    launched like that.
     """
     num_rows, num_heads, key_dim = query.shape
     num_kv_heads, value_dim = values.shape[1], values.shape[3]
@@ -55,9 +59,11 @@ def prompt_states(
     num_seen = torch.empty(num_rows, dtype=torch.int32, device=query.device)
     top, total = (query.new_empty(num_rows, num_heads, dtype=torch.float32) for _ in range(2))
     mix = query.new_empty(num_rows, num_heads, value_dim, dtype=torch.float32)
+    num_stages = NUM_STAGES if key_dim <= 64 else NUM_STAGES_OF_WIDE_HEADS
     _prompt_states[(triton.cdiv(num_rows, tile), num_kv_heads)](
         query, keys, values, prompt_slot, num_shared, num_seen, top, total, mix,
-        scaling, softcap or 0.0, num_rows,
+        slot, slot if pages is None else pages, scaling, softcap or 0.0, num_rows,
+        0 if pages is None else pages.stride(0),
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         HEADS=heads,
         TILE=tile,
@@ -69,8 +75,9 @@ def prompt_states(
         BLOCK=BLOCK,
         HAS_SOFTCAP=softcap is not None,
         IS_OVERTAKEN=is_overtaken,
+        PAGED=pages is not None,
         num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES if key_dim <= 64 else NUM_STAGES_OF_WIDE_HEADS,
+        num_stages=num_stages if pages is None else stages_of_pages(num_stages, key_dim),
         **LAUNCH,
     )  # fmt: skip
     return num_seen, top, total, mix
@@ -84,12 +91,13 @@ def previous_power_of_2(number: int) -> int:
 @triton.jit
 def _prompt_states(
     query, keys, values, prompt_slots, num_shareds, num_seens, tops, totals, mixes,
-    scale, softcap, num_rows,
+    slots, pages, scale, softcap, num_rows, pages_slot,
     q_row, q_head, k_slot, k_head, k_token, v_slot, v_head, v_token,
     HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_OVERTAKEN: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    IS_OVERTAKEN: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     if IS_OVERTAKEN:
         gdc_launch_dependents()
@@ -109,14 +117,20 @@ def _prompt_states(
         mask=is_same[:, None] & (k_dim < KEY_DIM)[None, :],
         other=0.0,
     )
-    prompt_keys = keys + slot * k_slot + kv_head * k_head
-    prompt_values = values + slot * v_slot + kv_head * v_head
+    prompt_keys = keys + kv_head * k_head
+    prompt_values = values + kv_head * v_head
+    if PAGED:
+        pages += tl.load(slots + first_row) * pages_slot
+    else:
+        prompt_keys += slot * k_slot
+        prompt_values += slot * v_slot
     top, total, mix = nothing_seen(ROWS, VALUE_PADDED)
     top, total, mix = visit(
         top, total, mix, q, tl.zeros([ROWS], tl.int32) + num_seen, num_seen * 0, num_seen, num_seen,
         None, scale, softcap,
         prompt_keys, prompt_values, k_token, v_token, prompt_keys, prompt_values, k_token, v_token,
         KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, 0, HAS_SOFTCAP, True,
+        False, pages, k_slot, v_slot, PAGED,
     )  # fmt: skip
     state = row * HEADS * tl.num_programs(1) + head
     # Every KV head's program writes the same here.

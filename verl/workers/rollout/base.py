@@ -92,7 +92,8 @@ class TokenOutput:
     """`stop`, `length` or `abort`; empty while it runs."""
 
     num_preempted: int = 0
-    """Times its keys and values were computed again, because the weights changed while it ran."""
+    """Times its keys and values were computed again: the weights changed while it ran, or their
+    memory was needed by who came before."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ same calls of `submit`, `abort`, `step` and the like in the same order (`lockste
 
 import asyncio
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -28,14 +29,17 @@ from transformers import PreTrainedModel
 from verl.models.kernels.availability import can_run_triton
 from verl.models.tensor_parallel import divide_model, load_weights
 from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
+from verl.workers.rollout.native.cache_size import slots_or_pages
 from verl.workers.rollout.native.model_runner import ModelRunner
-from verl.workers.rollout.native.prefill_attention import PrefillSequence
+from verl.workers.rollout.native.prefill_attention import PrefillSequence, portions
 from verl.workers.rollout.native.requests import EngineLimits, build_groups
 from verl.workers.rollout.native.running_batch import NewTokens, RunningBatch
 from verl.workers.rollout.native.scheduler import Scheduler
 from verl.workers.rollout.native.sequence import Group, Sample
 from verl.workers.rollout.native.sessions import KnownTokens, SessionStore
 from verl.workers.rollout.native.stop_text import tokens_until_stop
+
+logger = logging.getLogger(__name__)
 
 
 class LostRequestError(RuntimeError):
@@ -67,9 +71,10 @@ class NativeEngine(Rollout):
         self.runner = ModelRunner(module, tp_group)
         self.batch = build_batch(self.runner, limits)
         self.cache = self.batch.cache
-        self.scheduler = Scheduler(self.cache.max_slots, limits.max_prefill_tokens)
+        self.scheduler = Scheduler(self.batch.num_rows, limits.max_prefill_tokens, self.batch.room)
         self.sessions = SessionStore(limits.max_session_bytes)
         self.num_prefilled_tokens = 0  # all that entered, except what sessions knew
+        self.num_gave_way = 0  # times that a sample gave its memory back to who came before
         self._version = version
         self._decode_text = decode_text
         self._fresh_seeds = itertools.count(seed)
@@ -82,12 +87,12 @@ class NativeEngine(Rollout):
 
     def submit(self, request: GenerationRequest) -> list[Group]:
         """Queue a request; it runs as `step` is called."""
-        seed = request.params.seed
+        seed, num_tokens = request.params.seed, len(request.prompt_ids)
         groups = build_groups(
             request,
             self.limits,
-            num_slots=self.cache.max_slots,
-            max_shared=self.cache.shape.max_prompt_tokens,
+            num_slots=self.batch.room.most_samples(num_tokens, request.params.max_tokens),
+            max_shared=self.batch.room.most_shared(num_tokens),
             seed=next(self._fresh_seeds) if seed is None else seed,
             vocabulary=self.runner.vocabulary,
             eos_token_ids=self.eos_token_ids,
@@ -163,12 +168,45 @@ class NativeEngine(Rollout):
         self._follow_weights()
         admitted = self.scheduler.admit()
         if admitted:
-            samples = [sample for group in admitted for sample in group.unfinished]
-            sequences = [sequence for group in admitted for sequence in self._entering(group)]
-            self._collect(self.batch.prefill(samples, sequences, len(self.scheduler.groups)))
-            self.num_prefilled_tokens += sum(sequence.num_new for sequence in sequences)
+            self._collect(self._prefill(admitted))
+        self._make_room()
         if self.scheduler.rows:
             self._collect(self.batch.decode(self.scheduler.rows))
+
+    def _prefill(self, admitted: Sequence[Group]) -> list[NewTokens]:
+        """The first tokens of those who enter; in several passes if groups come back long."""
+        samples = iter([sample for group in admitted for sample in group.unfinished])
+        sequences = [sequence for group in admitted for sequence in self._entering(group)]
+        news: list[NewTokens] = []
+        for portion in portions(sequences, self.limits.max_prefill_tokens):
+            entering = [next(samples) for sequence in portion for _ in sequence.slots]
+            news += self.batch.prefill(entering, portion, len(self.scheduler.groups))
+        self.num_prefilled_tokens += sum(sequence.num_new for sequence in sequences)
+        return news
+
+    def _make_room(self) -> None:
+        """See that all rows have memory for the next steps; who came last gives way if need be."""
+        if self.batch.make_room(self.scheduler.rows):
+            return
+        self._collect(self.batch.flush())  # some may have ended
+        while not self.batch.make_room(self.scheduler.rows):
+            self._give_way(self.scheduler.youngest)
+
+    def _give_way(self, group: Group) -> None:
+        """A running group gives its memory back, and enters again when it fits."""
+        if not self.num_gave_way:
+            logger.warning(
+                "the memory for keys and values is full: request %s waits, and its tokens so far "
+                "are computed again. This is said once and counted (num_preempted of a response); "
+                "rollout.gpu_memory_utilization gives more memory",
+                group.request.request_id,
+            )
+        samples = group.unfinished
+        for sample in samples:
+            sample.output.num_preempted += 1
+        self.num_gave_way += len(samples)
+        self._leave(samples, [group])
+        self.scheduler.requeue(group)
 
     def _follow_weights(self) -> None:
         """Keys and values of other weights than the current ones are computed again."""
@@ -251,13 +289,17 @@ class NativeEngine(Rollout):
         finished = [row for row in self.scheduler.rows if row.is_finished]
         for row in finished:
             self._keep_for_session(row)
+        self._leave(finished, [group for group in self.scheduler.groups if group.is_finished])
+
+    def _leave(self, rows: Sequence[Sample], groups: Sequence[Group]) -> None:
+        """Take rows out, and groups that have no others."""
         moves = []
-        for row in finished:
+        for row in rows:
             move = self.scheduler.leave(row)
             if move is not None:
                 moves.append((move, self.scheduler.rows[move.target]))
         self.batch.move_rows(moves)
-        for group in [group for group in self.scheduler.groups if group.is_finished]:
+        for group in groups:
             move = self.scheduler.leave_group(group)
             if move is not None:
                 self.batch.move_group(move, self.scheduler.groups[move.target])
@@ -308,8 +350,10 @@ def build_batch(runner: ModelRunner, limits: EngineLimits) -> RunningBatch:
     """Through kernels where there are some; the plain one is exact and runs anywhere."""
     if runner.exact_capacity is None and can_run_triton(runner.device):
         from verl.workers.rollout.native.kernel_batch import KernelBatch  # noqa: PLC0415 (Triton)
+        from verl.workers.rollout.native.paged_batch import PagedBatch  # noqa: PLC0415 (Triton)
 
-        return KernelBatch(runner, limits)
+        size = slots_or_pages(runner, limits)
+        return (PagedBatch if size.is_paged else KernelBatch)(runner, limits, size)
     return RunningBatch(runner, limits)
 
 

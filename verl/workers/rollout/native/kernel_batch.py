@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.models.attention import AttentionLayout
 from verl.models.head import OutputHead, raw_logits
 from verl.models.kernels.filters import Filters, Repetition
 from verl.models.kernels.row_steps import StepBlock, StepRows, end_step
 from verl.models.kernels.sampling import draw_tokens
 from verl.utils.device import without_waiting
 from verl.utils.garbage import spare_present_objects
+from verl.workers.rollout.native.cache_size import CacheSize
 from verl.workers.rollout.native.kv_cache import KeysAndValues, KVCache
 from verl.workers.rollout.native.lockstep import as_on_first_rank
 from verl.workers.rollout.native.model_runner import ModelRunner
@@ -40,10 +42,12 @@ from verl.workers.rollout.native.step_graphs import StepGraphs, batch_sizes
 class KernelBatch(RunningBatch):
     """A `RunningBatch` whose steps run through kernels, as graphs where the device has them."""
 
-    def __init__(self, runner: ModelRunner, limits: EngineLimits) -> None:
+    def __init__(
+        self, runner: ModelRunner, limits: EngineLimits, size: CacheSize | None = None
+    ) -> None:
         is_cuda = runner.device.type == "cuda"
-        super().__init__(runner, limits, SteadyKVCache if is_cuda else KVCache)
-        num_slots = self.cache.max_slots
+        super().__init__(runner, limits, size, SteadyKVCache if is_cuda else KVCache)
+        num_slots = self.num_rows
         self._slot_of_row = list(range(num_slots))
         self._slot_of_prompt = list(range(num_slots))
         self._table.slot.copy_(torch.arange(num_slots))
@@ -121,12 +125,17 @@ class KernelBatch(RunningBatch):
 
     def _most_left(self, samples: Sequence[Sample]) -> int:
         """Tokens that some row may still get after the steps that are under way."""
+        return max(
+            sample.group.token_limit - sample.num_tokens - num_ahead
+            for sample, num_ahead in zip(samples, self._num_ahead(samples), strict=True)
+        )
+
+    def _num_ahead(self, samples: Sequence[Sample]) -> list[int]:
+        """Tokens that each sample gets by the steps that are under way, if it does not end."""
         ahead: Counter[Sample] = Counter()
         for block in self._under_way:
             ahead.update(dict.fromkeys(block.samples, block.num_steps))
-        return max(
-            sample.group.token_limit - sample.num_tokens - ahead[sample] for sample in samples
-        )
+        return [ahead[sample] for sample in samples]
 
     def _finish_all_but(self, num_kept: int) -> list[NewTokens]:
         """What the samples of the oldest blocks got; those that have ended since get nothing."""
@@ -178,6 +187,9 @@ class KernelBatch(RunningBatch):
         if hidden is not None:
             return hidden
         return self.runner.prefill(SlotPrefillLayout(self.cache, sequences), sequences)
+
+    def _decode_layout(self, table: RowTable) -> AttentionLayout:
+        return SlotDecodeLayout(self.cache, table)
 
     @torch.no_grad()
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -231,7 +243,7 @@ class KernelBatch(RunningBatch):
     def _run_step(self, num_rows: int, draw: "Draw") -> None:
         """One token for the first rows. Only tensors decide what happens here."""
         table = self._table[:num_rows]
-        hidden = self.runner.decode_hidden(SlotDecodeLayout(self.cache, table), table)
+        hidden = self.runner.decode_hidden(self._decode_layout(table), table)
         tokens, log_probs = self._draw(slice(0, num_rows), table, self._logits(hidden), draw)
         rows = StepRows(
             table.newest, table.num_tokens, table.token_limit, table.is_done, table.stop_ids

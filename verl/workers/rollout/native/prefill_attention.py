@@ -5,7 +5,7 @@ keys and values of that part are joined to the new ones. Sequences are attended 
 that none sees another and none is rounded differently because of another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,10 @@ class PrefillSequence:
     """None where another sequence of the same prompt has filled it."""
 
     slots: list[int]
+    pages: list[list[int]] = field(default_factory=list)
+    """Where slots are cut into pages: for each of them those of all its tokens, the shared ones
+    included."""
+
     known: KnownTokens = field(default_factory=KnownTokens)
     """The first of its tokens whose keys and values need not be computed."""
 
@@ -43,6 +47,22 @@ class PrefillSequence:
     @property
     def num_new(self) -> int:
         return len(self.token_ids) - self.num_known
+
+
+def portions(
+    sequences: Sequence[PrefillSequence], max_tokens: int
+) -> Iterator[list[PrefillSequence]]:
+    """Neighbours for one pass each: together at most so many new tokens, or one sequence alone."""
+    portion: list[PrefillSequence] = []
+    num_tokens = 0
+    for sequence in sequences:
+        if portion and num_tokens + sequence.num_new > max_tokens:
+            yield portion
+            portion, num_tokens = [], 0
+        portion.append(sequence)
+        num_tokens += sequence.num_new
+    if portion:
+        yield portion
 
 
 class PrefillLayout(AttentionLayout):

@@ -70,7 +70,7 @@ class PrefillBuckets:
         self._buckets: dict[int, _Bucket] = {}
         probe = _TileProbe()
         hidden = runner.run_one_token(probe)
-        self._hidden = hidden.new_zeros(cache.max_slots, hidden.shape[1])
+        self._hidden = hidden.new_zeros(min(self.sizes[-1], cache.max_slots), hidden.shape[1])
         self._tile_sizes = sorted(probe.tile_sizes)
 
     def last_hidden(self, sequences: Sequence[PrefillSequence]) -> Tensor | None:

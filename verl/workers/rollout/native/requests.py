@@ -16,7 +16,7 @@ class EngineLimits:
     """How much the engine takes on at once."""
 
     max_num_seqs: int = 256
-    """Most sequences that run at the same time, if `max_cache_bytes` has room for them."""
+    """Most sequences that run at the same time, as far as `max_cache_bytes` has room for them."""
 
     max_prompt_tokens: int = 512
     """Length of a prompt slot. A longer prompt may run; it takes from the room for its response."""
@@ -28,7 +28,8 @@ class EngineLimits:
     """Most prompt tokens in one forward pass; a longer prompt runs alone."""
 
     max_cache_bytes: int = 4 << 30
-    """Memory for keys and values of running sequences; bounds how many there are."""
+    """Memory for keys and values of running sequences. Where it is too small for all at full
+    length, kernels share it in pages; plain torch runs fewer at once."""
 
     max_session_bytes: int = 1 << 30
     """Memory for keys and values of finished turns of conversations."""

@@ -5,7 +5,6 @@ together. A step touches nothing but tensors; then the tokens of several steps a
 What they mean (whether a text is complete, who waits for it) is the engine's business.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,18 +13,18 @@ import torch
 from torch import Tensor
 
 from verl.utils.device import without_waiting
+from verl.workers.rollout.native.cache_size import CacheSize, slots_that_fit
 from verl.workers.rollout.native.kv_cache import CacheShape, KeysAndValues, KVCache
-from verl.workers.rollout.native.lockstep import as_on_first_rank, smallest_of_all
+from verl.workers.rollout.native.lockstep import as_on_first_rank
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.prefill_attention import PrefillLayout, PrefillSequence
 from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.room import Room, SlotRoom
 from verl.workers.rollout.native.row_table import RowTable
 from verl.workers.rollout.native.sampler import Needs, next_tokens
 from verl.workers.rollout.native.scheduler import Move
 from verl.workers.rollout.native.seen_tokens import SeenTokens
 from verl.workers.rollout.native.sequence import Group, Sample
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,16 @@ class RunningBatch:
         self,
         runner: ModelRunner,
         limits: EngineLimits,
+        size: CacheSize | None = None,
         make_cache: Callable[[CacheShape, int], KVCache] = KVCache,
     ) -> None:
         self.runner = runner
         self.limits = limits
-        shape, num_slots = cache_size(runner, limits)
-        self.cache = make_cache(shape, num_slots)
-        num_rows, device = self.cache.max_slots, runner.device
+        size = size or slots_that_fit(runner, limits)
+        self.cache = make_cache(size.shape, size.num_slots)
+        self.num_rows = num_rows = size.num_rows
+        self.room: Room = SlotRoom(num_rows, size.shape.max_prompt_tokens)
+        device = runner.device
         self._table = RowTable.empty(num_rows, limits.max_stop_tokens, device)
         self._seen = SeenTokens(num_rows, runner.vocabulary, device)
         block = (limits.steps_per_visit, num_rows)
@@ -77,6 +79,13 @@ class RunningBatch:
         logits = logits[without_waiting(torch.from_numpy(source), logits.device)]
         self._emit(0, rows, self._table[rows], logits, needs_of(samples))
         return self._read(samples, rows, 1)
+
+    def make_room(self, samples: Sequence[Sample]) -> bool:
+        """See that the next steps of these have memory to write to; False if there is too little.
+
+        Slots have it from the start.
+        """
+        return True
 
     def decode(self, samples: Sequence[Sample]) -> list[NewTokens]:
         """Give all rows their next tokens, up to `steps_per_visit` each."""
@@ -150,38 +159,6 @@ class RunningBatch:
             num_new = num_tokens - sample.num_tokens  # fewer than steps if it ended in between
             news.append(NewTokens(sample, tokens[:num_new], log_probs[:num_new], is_done))
         return news
-
-
-def cache_size(runner: ModelRunner, limits: EngineLimits) -> tuple[CacheShape, int]:
-    """A sequence's share, and as many slots as `limits` ask for or as fit into their memory."""
-    prompt_tokens, response_tokens = limits.max_prompt_tokens, limits.max_response_tokens
-    capacity = runner.exact_capacity
-    if capacity is not None:
-        if capacity < prompt_tokens + response_tokens:
-            raise ValueError(
-                f"the exact model has capacity {capacity}, but prompt and response may have "
-                f"{prompt_tokens + response_tokens} tokens; give make_exact at least that much"
-            )
-        # Exact attention runs over whole sequences of one length, so they do not share prompts.
-        prompt_tokens, response_tokens = 0, capacity
-    shape = CacheShape(
-        layers=runner.head_shapes(),
-        max_prompt_tokens=prompt_tokens,
-        max_response_tokens=response_tokens,
-        dtype=runner.dtype,
-        device=runner.device,
-    )
-    num_slots = smallest_of_all(limits.num_slots(shape.bytes_per_sequence), runner.tp_group)
-    if num_slots < limits.max_num_seqs:
-        logger.warning(
-            "%d sequences run at once instead of rollout.max_num_seqs=%d: each takes %d MiB of "
-            "the %d MiB for keys and values",
-            num_slots,
-            limits.max_num_seqs,
-            shape.bytes_per_sequence >> 20,
-            limits.max_cache_bytes >> 20,
-        )
-    return shape, num_slots
 
 
 def needs_of(samples: Sequence[Sample]) -> Needs:

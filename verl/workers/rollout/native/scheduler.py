@@ -1,14 +1,16 @@
 """Which prompts enter the next step, and which places in memory they hold. No tensors.
 
-A group is admitted as a whole: one slot for its prompt and one for each sample, large enough for
-the longest response, so that nothing ever has to give its place back half-way. Occupied slots are
+A group is admitted as a whole: one slot for its prompt and one for each sample. Occupied slots are
 kept dense (0 to n-1): when a sequence leaves, the last one moves into the gap, and the engine is
-told which slots to copy. A step can then work on a plain slice of the cache.
+told which slots to copy. A step can then work on a plain slice of the cache. How much memory is
+behind a slot, and who gives way when there is too little, is told in `room`.
 """
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
+from verl.workers.rollout.native.room import Room
 from verl.workers.rollout.native.sequence import Group, Sample
 
 
@@ -23,9 +25,11 @@ class Move:
 class Scheduler:
     """First come, first served; a group that does not fit waits and those behind it wait too."""
 
-    def __init__(self, num_slots: int, max_prefill_tokens: int) -> None:
+    def __init__(self, num_slots: int, max_prefill_tokens: int, room: Room) -> None:
         self.num_slots = num_slots
         self.max_prefill_tokens = max_prefill_tokens
+        self.room = room
+        self._arrivals = itertools.count()
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []  # index is the prompt slot
         self.rows: list[Sample] = []  # index is the response slot
@@ -35,17 +39,26 @@ class Scheduler:
         """All groups here, running and waiting."""
         return [*self.groups, *self.waiting]
 
+    @property
+    def youngest(self) -> Group:
+        """Of the running groups, the one that came last."""
+        return max(self.groups, key=lambda group: group.arrival)
+
     def add(self, group: Group) -> None:
         assert len(group.samples) <= self.num_slots, "a group that never fits blocks the queue"
+        group.arrival = next(self._arrivals)
         self.waiting.append(group)
 
     def admit(self) -> list[Group]:
         """Give slots to as many waiting groups as fit; they are prefilled in this step."""
         admitted: list[Group] = []
         tokens = 0
+        if self.waiting:
+            self.room.look_around(self.rows)
         while self.waiting and self._fits(self.waiting[0], tokens):
             group = self.waiting.popleft()
             tokens += group.num_prefill_tokens
+            self.room.enter(group)
             group.slot = len(self.groups)
             self.groups.append(group)
             for sample in group.unfinished:
@@ -55,7 +68,8 @@ class Scheduler:
         return admitted
 
     def leave(self, sample: Sample) -> Move | None:
-        """Free a finished sample's slot; the last row takes its place."""
+        """Free a sample's slot; the last row takes its place."""
+        self.room.leave(sample)
         move = _fill_gap(sample.slot, len(self.rows))
         last = self.rows.pop()
         if move is not None:
@@ -66,6 +80,7 @@ class Scheduler:
 
     def leave_group(self, group: Group) -> Move | None:
         """Free the prompt slot of a group whose samples have all left."""
+        self.room.leave(group)
         move = _fill_gap(group.slot, len(self.groups))
         last = self.groups.pop()
         if move is not None:
@@ -79,9 +94,13 @@ class Scheduler:
         if group in self.waiting:
             self.waiting.remove(group)
 
+    def requeue(self, group: Group) -> None:
+        """A group that has left, with its samples, is the first in the queue."""
+        self.waiting.appendleft(group)
+
     def requeue_running(self) -> None:
-        """All running groups give their slots back and are the first in the queue."""
-        self.waiting.extendleft(reversed(self.groups))
+        """All running groups give their slots back and are the first in the queue, oldest first."""
+        self.waiting.extendleft(sorted(self.groups, key=lambda group: -group.arrival))
         self._give_slots_back()
 
     def clear(self) -> None:
@@ -94,14 +113,16 @@ class Scheduler:
             holder.slot = -1
         self.rows.clear()
         self.groups.clear()
+        self.room.clear()
 
     def _fits(self, group: Group, tokens: int) -> bool:
         # There are as many prompt slots as response slots, so these cannot run out first.
-        has_slots = len(self.rows) + len(group.unfinished) <= self.num_slots
+        if len(self.rows) + len(group.unfinished) > self.num_slots:
+            return False
         is_first = tokens == 0  # a prompt longer than the budget runs alone
-        return has_slots and (
-            is_first or tokens + group.num_prefill_tokens <= self.max_prefill_tokens
-        )
+        if not is_first and tokens + group.num_prefill_tokens > self.max_prefill_tokens:
+            return False
+        return self.room.fits(group)
 
 
 def _fill_gap(gap: int, num_occupied: int) -> Move | None:

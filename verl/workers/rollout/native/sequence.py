@@ -56,6 +56,8 @@ class Group:
 
     samples: list[Sample] = field(default_factory=list)
     slot: int = -1
+    arrival: int = -1
+    """Groups are numbered in the order in which they were queued first."""
 
     error: BaseException | None = None
     """What made the engine give the group up."""

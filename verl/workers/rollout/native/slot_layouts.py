@@ -22,6 +22,7 @@ from verl.models.kernels.packed_attention import (
 )
 from verl.workers.rollout.native.kv_cache import KVCache
 from verl.workers.rollout.native.one_copy import in_one_copy
+from verl.workers.rollout.native.page_pool import PAGE
 from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.row_table import RowTable
 
@@ -29,10 +30,11 @@ from verl.workers.rollout.native.row_table import RowTable
 class SlotDecodeLayout(AttentionLayout):
     """One new token for each row of the table; queries past those are padding and give zeros."""
 
-    def __init__(self, cache: KVCache, table: RowTable) -> None:
+    def __init__(self, cache: KVCache, table: RowTable, pages: Tensor | None = None) -> None:
+        """`pages` (slots, blocks) tells which pages make up a slot, if they are cut into pages."""
         self.cache = cache
         self.num_rows = len(table.newest)
-        self.rows = SlotRows(table.prompt_slot, table.slot, table.num_shared, table.places)
+        self.rows = SlotRows(table.prompt_slot, table.slot, table.num_shared, table.places, pages)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -174,26 +176,44 @@ def shared_spans(sequences: Sequence[PrefillSequence], where: Sequence[Place]) -
     return [
         span
         for sequence, place in zip(sequences, where, strict=True)
-        if sequence.prompt_slot is not None
+        if sequence.prompt_slot is not None and not sequence.pages
         for span in _spans(place, 0, sequence.num_shared, sequence.prompt_slot, total)
     ]
 
 
 def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[Place]) -> list[_Span]:
-    """What belongs in the rows' own slots, once for each of them."""
+    """What belongs in the rows' own slots, once for each of them.
+
+    Where slots are cut into pages, prompts have none of their own: this is then everything.
+    """
     total = sum(place.num_known for place in where)
     return [
         span
         for sequence, place in zip(sequences, where, strict=True)
-        for slot, first, end in _slot_pieces(sequence)
+        for slot, first, end in (_page_pieces if sequence.pages else _slot_pieces)(sequence)
         for span in _spans(place, first, end, slot, total)
     ]
 
 
-def _slot_pieces(sequence: PrefillSequence) -> list[tuple[int, int, int]]:
-    """Each row's slot, and the first and the end of the tokens that belong there."""
+_Piece = tuple[int, int, int]
+"""A slot or page, and the first token of a sequence that belongs at its start, and the end."""
+
+
+def _slot_pieces(sequence: PrefillSequence) -> list[_Piece]:
     first, end = sequence.num_shared, len(sequence.token_ids)
     return [(slot, first, end) for slot in sequence.slots] if first < end else []
+
+
+def _page_pieces(sequence: PrefillSequence) -> list[_Piece]:
+    """Shared tokens are written through the first row only: their pages are those of all rows."""
+    assert sequence.num_shared % PAGE == 0, "a page holds shared tokens, or those of one row"
+    end, pieces = len(sequence.token_ids), []
+    for number, pages in enumerate(sequence.pages):
+        is_first_of_prompt = number == 0 and sequence.prompt_slot is not None
+        first = 0 if is_first_of_prompt else sequence.num_shared
+        for start in range(first, end, PAGE):
+            pieces.append((pages[start // PAGE], start, min(start + PAGE, end)))
+    return pieces
 
 
 def _spans(place: Place, first: int, end: int, slot: int, num_known: int) -> list[_Span]:

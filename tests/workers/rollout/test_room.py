@@ -1,0 +1,173 @@
+"""Who enters and who gives way when memory is pages: without tensors."""
+
+import random
+
+from tests.workers.rollout.test_scheduler import build_group
+from verl.workers.rollout.native.page_pool import PAGE
+from verl.workers.rollout.native.room import PagedRoom
+from verl.workers.rollout.native.scheduler import Scheduler
+
+
+def build_room(num_pages, *, num_rows=8, max_tokens=8 * PAGE, stretch=8):
+    return PagedRoom(num_pages, num_rows=num_rows, max_tokens=max_tokens, stretch=stretch)
+
+
+def paged_group(room, name, num_samples, prompt_length, num_tokens):
+    group = build_group(name, num_samples, prompt_length, num_tokens)
+    group.num_shared = room.most_shared(prompt_length)
+    return group
+
+
+def test_prompts_share_whole_blocks_only():
+    room = build_room(20)
+    assert [room.most_shared(n) for n in (5, PAGE, PAGE + 1, 3 * PAGE - 1)] == [
+        0, PAGE, PAGE, 2 * PAGE,
+    ]  # fmt: skip
+
+
+def test_a_group_is_no_larger_than_what_fits_at_full_length():
+    # 12 pages: 2 for the prompt's whole blocks, and a sample takes 10 + 128 tokens, 3 pages.
+    room = build_room(13)
+    assert room.most_samples(2 * PAGE + 10, 2 * PAGE) == 3
+    assert room.most_samples(2 * PAGE + 10, 10_000) == 1  # bounded by the longest sequence
+    assert room.most_samples(1, 1) == 8  # rows
+
+
+def test_a_group_enters_with_pages_for_its_prompt_and_for_the_first_token_of_each_sample():
+    room = build_room(40)
+    group = paged_group(room, "a", 2, 2 * PAGE + 63, 4 * PAGE)
+    room.look_around([])
+    room.enter(group)
+    assert len(room.pool.held(group)) == 2
+    assert [len(room.pool.held(sample)) for sample in group.samples] == [1, 1]
+    first, second = (room.pages_of(sample) for sample in group.samples)
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+
+
+def test_rows_grow_all_together_or_not_at_all():
+    room = build_room(5)  # 4 to be had
+    group = paged_group(room, "a", 2, 10, 4 * PAGE)
+    room.look_around([])
+    room.enter(group)
+    assert room.grow(group.samples, [PAGE, PAGE])  # 10 + 64 tokens: a second page each
+    assert not room.grow(group.samples, [2 * PAGE, 3])
+    assert [len(room.pool.held(sample)) for sample in group.samples] == [2, 2]
+    assert room.grow(group.samples, [1, 1])
+
+
+def test_nobody_gets_pages_for_more_tokens_than_it_may_have():
+    room = build_room(5)
+    group = paged_group(room, "a", 1, 10, 40)
+    room.enter(group)
+    assert room.grow(group.samples, [1000])
+    assert len(room.pool.held(group.samples[0])) == 1
+
+
+def test_a_group_waits_until_there_is_a_stretch_for_all_who_run_beside_what_it_brings():
+    # A page for 10 + 1 tokens, and one for the next steps, of each.
+    for num_pages, num_admitted in ((4, 1), (5, 2)):
+        room = build_room(num_pages)
+        scheduler = Scheduler(8, 1000, room)
+        for name in "ab":
+            scheduler.add(paged_group(room, name, 1, 10, 4 * PAGE))
+        assert len(scheduler.admit()) == num_admitted
+        assert scheduler.admit() == []
+
+
+def test_nothing_is_kept_for_who_cannot_become_longer():
+    room = build_room(3)
+    scheduler = Scheduler(8, 1000, room)
+    for name in "ab":
+        scheduler.add(paged_group(room, name, 1, 10, PAGE - 10))
+    assert len(scheduler.admit()) == 2
+
+
+class Simulation:
+    """Plays an engine whose responses have lengths that nobody knows before."""
+
+    def __init__(self, seed):
+        rng = self.rng = random.Random(seed)
+        self.max_prompt, self.max_response = rng.randint(1, 150), rng.randint(1, 900)
+        self.steps = rng.choice([4, 16])
+        max_tokens = self.max_prompt + self.max_response
+        least = -(-max_tokens // PAGE) + 1
+        self.room = build_room(
+            least + rng.choice([0, 1, 5, 30]),
+            num_rows=rng.randint(1, 8),
+            max_tokens=max_tokens,
+            stretch=2 * self.steps,
+        )
+        self.scheduler = Scheduler(self.room.num_rows, 10_000, self.room)
+        self.lengths = {}
+        self.num_gave_way = 0
+
+    def submit(self, name):
+        prompt, limit = self.rng.randint(1, self.max_prompt), self.rng.randint(1, self.max_response)
+        num_samples = self.rng.randint(1, self.room.most_samples(prompt, limit))
+        group = paged_group(self.room, name, num_samples, prompt, limit)
+        self.lengths |= {sample: self.rng.randint(1, limit) for sample in group.samples}
+        self.scheduler.add(group)
+        return group
+
+    def step(self):
+        for group in self.scheduler.admit():
+            self.give_tokens(group.unfinished, 1)
+        rows = self.scheduler.rows
+        while not self.room.grow(rows, [row.num_tokens + self.steps for row in rows]):
+            youngest = self.scheduler.youngest
+            assert len(self.scheduler.groups) > 1, "the oldest never gives way"
+            self.take_out(youngest)
+            self.scheduler.requeue(youngest)
+            self.num_gave_way += 1
+        self.check()
+        self.give_tokens(list(rows), self.steps)
+
+    def give_tokens(self, samples, number):
+        for sample in samples:
+            left = self.lengths[sample] - sample.num_tokens
+            sample.output.token_ids += [0] * min(number, left)
+            if number >= left:
+                sample.output.stop_reason = "stop"
+        for sample in [row for row in self.scheduler.rows if row.is_finished]:
+            self.scheduler.leave(sample)
+        for group in [group for group in self.scheduler.groups if group.is_finished]:
+            self.scheduler.leave_group(group)
+
+    def take_out(self, group):
+        for sample in group.unfinished:
+            self.scheduler.leave(sample)
+        self.scheduler.leave_group(group)
+
+    def check(self):
+        rows, waiting = self.scheduler.rows, self.scheduler.waiting
+        own = [page for row in rows for page in self.room.pool.held(row)]
+        shared = [page for group in self.scheduler.groups for page in self.room.pool.held(group)]
+        assert len({*own, *shared}) == len(own) + len(shared)
+        for row in rows:
+            reach = min(row.num_tokens + self.steps, row.group.token_limit)
+            assert len(self.room.pages_of(row)) * PAGE >= len(row.group.prompt_ids) + reach
+        arrivals = [group.arrival for group in waiting]
+        assert arrivals == sorted(arrivals)
+        if self.scheduler.groups and waiting:
+            assert self.scheduler.youngest.arrival < arrivals[0]
+
+
+def test_every_group_finishes_however_few_pages_there_are():
+    num_gave_way = 0
+    for seed in range(200):
+        simulation = Simulation(seed)
+        groups = []
+        for number in range(simulation.rng.randint(1, 12)):
+            groups.append(simulation.submit(str(number)))
+            for _ in range(simulation.rng.randint(0, 2)):
+                simulation.step()
+        for _ in range(5000):
+            if not simulation.scheduler.unfinished:
+                break
+            simulation.step()
+        assert not simulation.scheduler.unfinished, f"schedule {seed} does not come to an end"
+        assert simulation.room.pool.num_free == simulation.room.pool.capacity
+        assert all(s.num_tokens == simulation.lengths[s] for g in groups for s in g.samples)
+        num_gave_way += simulation.num_gave_way
+    assert num_gave_way > 50
