@@ -53,25 +53,28 @@ class Part:
 
 
 PLAN = [
-    Part("c", "grpo_step", "grpo_step", "--shape 0.5B --rounds 2", 65),
-    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 90),
-    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 80, allocator=GROWING),
-    Part("a", "decode", "decode", "--shape 0.5B --repeats 3 --generate-pairs 3", 35),
-    Part("b", "train", "train", "--shape 0.5B --rounds 3", 22),
-    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 40),
-    Part("b", "train", "train", "--shape 1.5B --rounds 2", 28),
-    Part(
-        "e", "exact", "grpo_step",
-        "--shape 0.5B --variants approximate,exact --rounds 1 --prompts 64", 35,
-    ),
-    Part("a", "decode", "decode", "--shape 1.5B --repeats 2", 28),
     Part(
         "c", "grpo_step", "grpo_step",
-        "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 60,
+        "--shape 0.5B --rounds 3 --variants base,old_log_probs", 62,
+    ),
+    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 90),
+    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 76, allocator=GROWING),
+    Part("a", "decode", "decode", "--shape 0.5B --repeats 3 --generate-pairs 3", 32),
+    Part("b", "train", "train", "--shape 0.5B --rounds 3", 20),
+    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 42),
+    Part("b", "train", "train", "--shape 1.5B --rounds 2", 25),
+    Part(
+        "e", "exact", "grpo_step",
+        "--shape 0.5B --variants approximate,exact --rounds 1 --prompts 64", 27,
+    ),
+    Part("a", "decode", "decode", "--shape 1.5B --repeats 2", 25),
+    Part(
+        "c", "grpo_step", "grpo_step",
+        "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 54,
     ),
     Part("a", "decode", "decode", "--shape 7B --repeats 1 --new-tokens 128", 30),
-    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 1", 58),
     Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 2", 22),
+    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 1", 58),
     Part("a", "decode", "decode", "--shape 3B --repeats 1", 28),
 ]  # fmt: skip
 
