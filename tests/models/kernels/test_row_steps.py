@@ -65,3 +65,28 @@ def test_a_step_without_a_line_left_is_not_kept_anywhere(device):
     )
     assert (kept == -7).all()
     assert (table.newest == 1).all()
+
+
+@pytest.mark.gpu
+def test_rows_one_token_before_their_end_are_never_done_too_early():
+    from verl.models.kernels.row_steps import StepBlock, StepRows, end_step
+
+    num_rows, device = 1024, "cuda"
+    table = RowTable.empty(num_rows, 32, torch.device(device))
+    table.stop_ids.fill_(-1)
+    table.token_limit.fill_(512)
+    tokens = torch.arange(num_rows, device=device)
+    log_probs = torch.zeros(num_rows, device=device)
+    block = StepBlock(
+        torch.zeros(1, num_rows, dtype=torch.long, device=device),
+        torch.zeros(1, num_rows, device=device),
+        torch.zeros(num_rows, dtype=torch.long, device=device),
+    )
+    rows = StepRows(
+        table.newest, table.num_tokens, table.token_limit, table.is_done, table.stop_ids
+    )
+    for _ in range(2000):  # threads that read what others write would differ from run to run
+        table.num_tokens.fill_(510)
+        end_step(tokens, log_probs, rows, block)
+        assert not table.is_done.any()
+        assert (table.num_tokens == 511).all()

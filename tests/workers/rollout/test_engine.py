@@ -274,3 +274,12 @@ def test_an_engine_that_is_busy_refuses_to_sleep(model):
         engine.sleep()
     engine.abort("r")
     engine.sleep()
+
+
+def test_a_response_that_ends_for_no_reason_is_an_error(model):
+    engine = build_engine(model)
+    engine.submit(request([5, 6], SamplingParams(max_tokens=16, ignore_eos=True, seed=1)))
+    engine.step()
+    engine.batch._table.is_done[0] = True
+    with pytest.raises(RuntimeError, match=r"ended after \d+ of 16 tokens without a stop token"):
+        engine.step()

@@ -77,11 +77,6 @@ def _end_step(
     token = tl.load(tokens + row, mask=is_row, other=0)
     log_prob = tl.load(log_probs + row, mask=is_row, other=0.0)
     num_steps = tl.load(nums_steps + row, mask=is_row, other=0)
-    has_line = is_row & (num_steps < num_lines)
-    tl.store(kept_tokens + num_steps * token_line + row, token, mask=has_line)
-    tl.store(kept_log_probs + num_steps * log_prob_line + row, log_prob, mask=has_line)
-    tl.store(nums_steps + row, num_steps + 1, mask=is_row)
-
     was_done = tl.load(are_done + row, mask=is_row, other=1) != 0
     num_tokens = tl.load(nums_tokens + row, mask=is_row, other=0) + tl.where(was_done, 0, 1)
     limit = tl.load(token_limits + row, mask=is_row, other=0)
@@ -93,6 +88,12 @@ def _end_step(
     )
     is_stop = tl.max((stop_id == token[:, None]).to(tl.int32), 1) != 0
     is_done = was_done | is_stop | (num_tokens >= limit)
+    # Several threads may load a row's columns: all have, before one of them writes.
+    tl.debug_barrier()
+    has_line = is_row & (num_steps < num_lines)
+    tl.store(kept_tokens + num_steps * token_line + row, token, mask=has_line)
+    tl.store(kept_log_probs + num_steps * log_prob_line + row, log_prob, mask=has_line)
+    tl.store(nums_steps + row, num_steps + 1, mask=is_row)
     tl.store(newest + row, token, mask=is_row)
     tl.store(nums_tokens + row, num_tokens, mask=is_row)
     tl.store(are_done + row, is_done.to(tl.uint8), mask=is_row)

@@ -283,7 +283,15 @@ class NativeEngine(Rollout):
                 return "stop"
         if not new.is_done:
             return ""
-        return "stop" if output.token_ids[-1] in group.stop_token_ids else "length"
+        if output.token_ids[-1] in group.stop_token_ids:
+            return "stop"
+        if len(output.token_ids) != group.token_limit:
+            raise RuntimeError(
+                f"a response of request {group.request.request_id} ended after "
+                f"{len(output.token_ids)} of {group.token_limit} tokens without a stop token: this "
+                "is a fault of the engine, and its responses cannot be trusted"
+            )
+        return "length"
 
     def _release_finished(self) -> None:
         finished = [row for row in self.scheduler.rows if row.is_finished]

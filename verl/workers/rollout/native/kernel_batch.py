@@ -147,6 +147,7 @@ class KernelBatch(RunningBatch):
             for sample, tokens, log_probs, num_tokens, is_done in block.rows():
                 if not sample.is_finished:
                     num_new = num_tokens - sample.num_tokens - num_given[sample]
+                    assert 0 <= num_new <= block.num_steps, "host and device count alike"
                     num_given[sample] += num_new
                     news.append(NewTokens(sample, tokens[:num_new], log_probs[:num_new], is_done))
         return news
