@@ -200,7 +200,7 @@ class OverlapStep:
     def _update(self, groups: list[Group]) -> dict[str, Any]:
         rows = TensorDict.cat([group.rows(self.work) for group in groups])
         return self.policy.actor.update_policy(
-            rows.to(self.device),
+            rows,
             rows_per_step=len(rows),
             temperature=1.0,
             old_policy_version=self.policy.engine.policy_version,

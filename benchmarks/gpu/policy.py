@@ -98,7 +98,7 @@ class Policy:
             outputs = self.rollout.generate_batch(batch)
             self.rollout.sleep()
         with phases.phase("rows"):
-            rows = as_rows(batch, outputs).to(self.device)
+            rows = as_rows(batch, outputs)
         with phases.phase("reward"):
             rows["advantages"] = self._advantages(rows, outputs)
         sample: dict[str, Any] = {}
@@ -106,12 +106,13 @@ class Policy:
             with phases.phase("old_log_probs"):
                 passes = whole_groups(work, self.micro_tokens)
                 columns = self.actor.compute_log_prob(rows, micro_batching=passes, temperature=1.0)
-            difference = (columns["log_probs"] - rows["old_log_probs"]).abs()
+            log_probs = columns["log_probs"].cpu()
+            difference = (log_probs - rows["old_log_probs"]).abs()
             sample["difference_from_rollout"] = {
                 "mean": float(difference.mean()),
                 "max": float(difference.max()),
             }
-            rows["old_log_probs"] = columns["log_probs"]
+            rows["old_log_probs"] = log_probs
         with phases.phase("update"):
             metrics = self._update(rows)
         sample["metrics"] = {name: float(value) for name, value in metrics.items()}
@@ -120,7 +121,7 @@ class Policy:
     def _advantages(self, rows: TensorDict, outputs: list[list[TokenOutput]]) -> torch.Tensor:
         texts = self.tokenizer.decode_batch([o.token_ids for group in outputs for o in group])
         rewards = torch.zeros_like(rows["old_log_probs"])
-        rewards[:, -1] = torch.tensor([reward(text) for text in texts], device=self.device)
+        rewards[:, -1] = torch.tensor([reward(text) for text in texts])
         groups = np.repeat(np.arange(len(outputs)), len(outputs[0]))
         advantages, _ = compute_grpo_outcome_advantage(rewards, rows["response_mask"], groups)
         assert bool(advantages.any()), "equal rewards: nothing to learn, nothing to measure"

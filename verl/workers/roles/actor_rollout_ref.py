@@ -316,7 +316,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
         config, start = self.config, time.perf_counter()
         metrics = self.actor.update_policy(
-            data.batch.to(self.engine.device),
+            data.batch,
             rows_per_step=self.update_terms().rows_per_step,
             temperature=config.rollout.temperature,
             old_policy_version=data.meta_info.get("old_policy_version"),

@@ -111,7 +111,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
         start = time.perf_counter()
         metrics = self.critic.update_critic(
-            data.batch.to(self.engine.device),
+            data.batch,
             rows_per_step=self.update_terms().rows_per_step,
             plan=update_plan(data),
         )
