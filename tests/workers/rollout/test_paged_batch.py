@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from tests.models.kernels.devices import on_each_device
+from tests.models.kernels.devices import INTERPRETED, on_each_device
 from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import assert_nothing_is_left
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
@@ -225,3 +225,19 @@ def test_a_third_of_the_memory_gives_the_tokens_of_all_of_it():
     assert differing <= 2  # where a draw falls between two roundings
     assert engine.num_gave_way == sum(output.num_preempted for output in found) > 0
     assert_all_pages_are_free(engine)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED)])
+def test_prefills_of_fixed_sizes_fill_pages_as_well(device):
+    from verl.workers.rollout.native.prefill_buckets import PrefillBuckets
+
+    model, asked = small_model(device), requests({})
+    expected = run(build(model), asked)
+    engine = build(model, num_pages=7)
+    engine.batch.room._stretch = 0
+    engine.batch._buckets = PrefillBuckets(
+        engine.runner, engine.cache, 256, engine.batch.num_rows, lambda kind, run: run()
+    )
+    assert_same(run(engine, asked), expected)
+    assert engine.num_gave_way > 0
+    assert engine.batch._buckets._buckets, "they were used"

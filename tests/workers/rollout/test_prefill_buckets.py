@@ -50,7 +50,7 @@ def at_once(kind, run):
 def make_buckets(runner, cache, replay=at_once, max_tokens=MAX_TOKENS):
     from verl.workers.rollout.native.prefill_buckets import PrefillBuckets
 
-    return PrefillBuckets(runner, cache, max_tokens, replay)
+    return PrefillBuckets(runner, cache, max_tokens, cache.max_slots, replay)
 
 
 def empty_cache(runner, max_prompt_tokens=70):

@@ -61,7 +61,7 @@ class KernelBatch(RunningBatch):
         if is_cuda:
             self._graphs = StepGraphs()
             self._buckets = PrefillBuckets(
-                runner, self.cache, limits.max_prefill_tokens, self._graphs.replay
+                runner, self.cache, limits.max_prefill_tokens, num_slots, self._graphs.replay
             )
             spare_present_objects()
 

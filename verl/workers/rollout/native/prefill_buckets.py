@@ -61,7 +61,7 @@ class PrefillBuckets:
     """
 
     def __init__(
-        self, runner: ModelRunner, cache: KVCache, max_tokens: int, replay: Replay
+        self, runner: ModelRunner, cache: KVCache, max_tokens: int, num_rows: int, replay: Replay
     ) -> None:
         self.runner = runner
         self.cache = cache
@@ -70,7 +70,7 @@ class PrefillBuckets:
         self._buckets: dict[int, _Bucket] = {}
         probe = _TileProbe()
         hidden = runner.run_one_token(probe)
-        self._hidden = hidden.new_zeros(min(self.sizes[-1], cache.max_slots), hidden.shape[1])
+        self._hidden = hidden.new_zeros(num_rows, hidden.shape[1])
         self._tile_sizes = sorted(probe.tile_sizes)
 
     def last_hidden(self, sequences: Sequence[PrefillSequence]) -> Tensor | None:
@@ -107,7 +107,7 @@ class PrefillBuckets:
         if not self._buckets:
             size = self.sizes[-1]
         if size not in self._buckets:
-            num_sequences = min(size, self.cache.max_slots)
+            num_sequences = min(size, len(self._hidden))
             self._buckets[size] = _Bucket(size, num_sequences, self._tile_sizes, self.runner.device)
         return self._buckets[size]
 
