@@ -55,27 +55,26 @@ class Part:
 PLAN = [
     Part(
         "c", "grpo_step", "grpo_step",
-        "--shape 0.5B --rounds 3 --variants base,old_log_probs", 62,
+        "--shape 0.5B --rounds 3 --variants base,old_log_probs", 60,
     ),
     Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 90),
-    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 76, allocator=GROWING),
+    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 80, allocator=GROWING),
     Part("a", "decode", "decode", "--shape 0.5B --repeats 3 --generate-pairs 3", 32),
     Part("b", "train", "train", "--shape 0.5B --rounds 3", 20),
-    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 42),
+    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 40),
     Part("b", "train", "train", "--shape 1.5B --rounds 2", 25),
     Part(
         "e", "exact", "grpo_step",
-        "--shape 0.5B --variants approximate,exact --rounds 1 --prompts 64", 27,
+        "--shape 0.5B --variants approximate,exact --rounds 1 --prompts 64", 26,
     ),
-    Part("a", "decode", "decode", "--shape 1.5B --repeats 2", 25),
+    Part("a", "decode", "decode", "--shape 1.5B --repeats 2", 24),
     Part(
         "c", "grpo_step", "grpo_step",
         "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 54,
     ),
-    Part("a", "decode", "decode", "--shape 7B --repeats 1 --new-tokens 128", 30),
+    Part("a", "decode", "decode", "--shape 7B --repeats 1 --new-tokens 128", 28),
+    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 1", 52),
     Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 2", 22),
-    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 1", 58),
-    Part("a", "decode", "decode", "--shape 3B --repeats 1", 28),
 ]  # fmt: skip
 
 TINY = "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-tokens 8 --new-tokens 12"
@@ -135,6 +134,7 @@ class Chain:
             except subprocess.TimeoutExpired:
                 reason = f"not done after {left:.0f} s"
             found = json.loads(path.read_text()) if path.exists() else {}
+        reason = reason.replace(f"{ROOT}/", "")
         if reason:
             print(reason[-3000:], flush=True)
             return {"status": "failed", "reason": reason[-3000:], **found}

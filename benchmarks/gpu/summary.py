@@ -23,11 +23,12 @@ def summarise(folder: Path) -> str:
     """All tables, in Markdown."""
     runs = {claim: list(read(folder, claim)) for claim in CLAIMS}
     done = {claim: [r for r in found if r["status"] == "done"] for claim, found in runs.items()}
+    begun = [run for run in runs["grpo_step"] if run["status"] == "done" or run.get("variants")]
     blocks = [
         machine([run for found in done.values() for run in found]),
         generation(done["decode"]),
         training(done["train"]),
-        steps(done["grpo_step"], done["trl_step"]),
+        steps(begun, done["trl_step"]),
         exactness(done["exact"]),
         filtering(done["filtered"]),
         overlapping(done["overlap"]),
@@ -147,13 +148,15 @@ PHASES = ("step", "generate", "prefill", "reward", "old_log_probs", "forward_bac
 
 
 def steps(runs: list[Run], trl_runs: list[Run]) -> str:
+    """Of runs that were cut short, what they had measured by then."""
     rows = []
     for run in runs:
         for name, found in run["variants"].items():
             seconds = [phase_seconds(found["median_seconds"], phase) for phase in PHASES]
             samples = len(run["samples"][name])
             extent = [f"{found['peak_gib']:.0f}", percent(found["utilisation"]), str(samples)]
-            rows.append([run["shape"], size(run), name.replace("_", " "), *seconds, *extent])
+            title = name.replace("_", " ") + ("" if run["status"] == "done" else " (cut short)")
+            rows.append([run["shape"], size(run), title, *seconds, *extent])
     for run in trl_runs:
         found = run["median_seconds"]
         cells = [f"{found['step']:.2f}", f"{found['generate']:.2f}", "", f"{found['reward']:.2f}"]
@@ -269,7 +272,7 @@ def missing(runs: dict[str, list[Run]]) -> str:
         for run in found
         if run["status"] != "done"
     ]
-    return "\n".join(["Not measured:", "", *lines, ""]) if lines else ""
+    return "\n".join(["Cut short or not measured:", "", *lines, ""]) if lines else ""
 
 
 def put_between_marks(page: str, text: str) -> str:

@@ -82,12 +82,22 @@ def test_generation_shows_tokens_floor_and_pairs(tmp_path):
 
 
 def test_what_failed_or_was_left_out_is_named_and_not_shown_as_measured(tmp_path):
-    failed = our_step(7.0) | {"status": "failed", "reason": "Traceback\nOutOfMemoryError: full\n"}
-    write(tmp_path, "grpo_step", failed, run(status="left out", reason="3 s were left"))
+    fault = {"status": "failed", "reason": "Traceback\nOutOfMemoryError: full\n"}
+    write(tmp_path, "trl_step", trl_step(21.0) | fault)
+    write(tmp_path, "grpo_step", run(**fault), run(status="left out", reason="3 s were left"))
     text = summarise(tmp_path)
+    assert "- trl_step `--shape 0.5B`: failed, OutOfMemoryError: full" in text
     assert "- grpo_step `--shape 0.5B`: failed, OutOfMemoryError: full" in text
     assert "- grpo_step `--shape 0.5B`: left out, 3 s were left" in text
-    assert "7.00" not in text
+    assert "21.00" not in text
+
+
+def test_a_step_that_was_cut_short_shows_what_it_had_measured_and_says_so(tmp_path):
+    fault = {"status": "failed", "reason": "Traceback\nOutOfMemoryError: full\n"}
+    write(tmp_path, "grpo_step", our_step(7.0) | fault)
+    text = summarise(tmp_path)
+    assert "| base (cut short) | 7.00 |" in text
+    assert "- grpo_step `--shape 0.5B`: failed, OutOfMemoryError: full" in text
 
 
 def test_the_tables_take_the_place_between_the_marks():

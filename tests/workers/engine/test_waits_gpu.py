@@ -45,3 +45,17 @@ def test_no_training_pass_waits_for_the_device(shares_prompts):
 
     engine._train_pass = watched_pass
     engine.train_batch(data, weighted_sum, micro_batching=cut)
+
+
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_scoring_waits_for_nothing_but_what_its_caller_reads(shares_prompts):
+    engine = OneDeviceEngine(fused_model, prefix_sharing=shares_prompts)
+    engine.initialize()
+    data, cut = batch(7), MicroBatching(rows=3)
+    expected = engine.infer_batch(data, micro_batching=cut)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = engine.infer_batch(data, micro_batching=cut)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -127,9 +127,7 @@ class OneDeviceEngine(BaseEngine):
         with self._in_use():
             for scheduled in self._schedule(data, lengths, micro_batching):
                 for rows, found in self._run(self._inference, scheduled, lengths, make_pass):
-                    for name, part in found.items():
-                        whole = columns.setdefault(name, part.new_zeros(len(data), part.shape[1]))
-                        whole[rows] = part[: len(rows)]
+                    put_rows(columns, found, rows, len(data))
         return columns
 
     def train_batch(
@@ -409,6 +407,15 @@ def with_rows_on_host(data: TensorDict) -> TensorDict:
     """
     on_host: Any = {name: data[name].cpu() for name in ROW_COLUMNS}
     return data.copy().clear_device_().update(on_host)
+
+
+def put_rows(columns: Columns, found: Columns, rows: list[int], num_rows: int) -> None:
+    """Write what a pass has found for its rows into the columns of all, without waiting."""
+    for name, part in found.items():
+        if name not in columns:
+            columns[name] = part.new_zeros(num_rows, *part.shape[1:])
+        index = without_waiting(torch.tensor(rows, dtype=torch.long), part.device)
+        columns[name].index_copy_(0, index, part[: len(rows)])  # an empty pass has a row of none
 
 
 def take_rows(data: TensorDict, rows: list[int]) -> TensorDict:
