@@ -95,6 +95,19 @@ def test_logits_in_the_thousands_and_a_masked_token_stay_finite(device):
 
 
 @on_each_device
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e30, -torch.inf])
+def test_a_block_of_masked_tokens_adds_nothing(device, lowest):
+    from verl.models.kernels.log_probs import BLOCK, logits_log_probs
+
+    logits = torch.full((1, 2 * BLOCK), lowest, device=device)
+    logits[0, :4] = 1.0
+    target = torch.zeros(1, dtype=torch.long, device=device)
+    log_prob, log_sum, mean = logits_log_probs(logits, target, **PLAIN)
+    assert log_prob.item() == pytest.approx(-math.log(4), rel=1e-6)
+    assert (log_sum - mean).item() == pytest.approx(math.log(4), rel=1e-6)
+
+
+@on_each_device
 def test_nan_logits_and_targets_outside_the_vocabulary_give_nan(device):
     from verl.models.kernels.log_probs import logits_gradient_, logits_log_probs
 

@@ -51,7 +51,8 @@ def _write_tokens(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    rows, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
+    rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1).to(tl.int64)
     is_row = rows < count
     token = tl.load(tokens + rows, mask=is_row, other=0).to(tl.int64)
     slot = tl.load(slots + rows, mask=is_row, other=0).to(tl.int64)

@@ -264,7 +264,9 @@ def _finish_rows(
     log_sum = log_sum_exp(highest, share)
     blocks = tl.arange(0, BLOCKS_PADDED)
     moment = tl.load(moments + first + blocks, mask=blocks < num_blocks, other=0.0)
-    mean = tl.sum(moment * tl.exp(top - highest), 0) / tl.sum(share, 0)
+    weight = tl.exp(top - highest)
+    # The moment of a block without weight may be infinite (a vocabulary that is masked).
+    mean = tl.sum(tl.where(weight == 0, 0.0, moment * weight), 0) / tl.sum(share, 0)
     target = tl.load(targets + row)
     is_token = (target >= 0) & (target < VOCABULARY)
     logit = tl.load(logits + row * row_step + target, mask=is_token, other=float("nan"))
