@@ -32,8 +32,7 @@ class ServingConfig(BaseConfig):
     share it in pages: as many run at once as their real lengths allow."""
 
     enforce_eager: bool = True
-    """Run without CUDA graphs. This default is for vLLM and SGLang; the built-in engine uses graphs
-    unless you set the key."""
+    """Run vLLM or SGLang without CUDA graphs. The built-in engine always uses graphs on a GPU."""
 
     cudagraph_capture_sizes: list[int] | None = None
     """Batch sizes for which graphs are captured; null lets the engine choose."""

@@ -162,6 +162,25 @@ def test_a_shuffle_changes_the_mini_batches_and_repeats_itself():
     assert not torch.equal(weights(shuffle=True), weights())
 
 
+@pytest.mark.gpu
+def test_a_critic_on_a_gpu_takes_rows_in_cpu_memory(tmp_path):
+    from tests.tiny_models import plain_twin
+    from verl.models.value import load_value_model
+
+    plain_twin(tiny_model("llama")).save_pretrained(tmp_path)
+    engine = OneDeviceEngine(
+        lambda: load_value_model(str(tmp_path)).to("cuda"),
+        FSDPOptimizerConfig(lr=0.02, weight_decay=0.0),
+        is_value_model=True,
+    )
+    engine.initialize()
+    critic = DataParallelPPOCritic(FSDPCriticConfig(cliprange_value=10.0), engine)
+    critic.update_critic(batch(), rows_per_step=ROWS)
+    values = critic.compute_values(batch())
+    assert values.any()
+    assert not values.cpu()[batch()["response_mask"] == 0].any()
+
+
 def test_the_critic_learns_returns_and_counts_only_response_tokens(tmp_path):
     from tests.tiny_models import plain_twin
     from verl.models.value import load_value_model

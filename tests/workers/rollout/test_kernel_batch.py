@@ -62,6 +62,21 @@ def test_responses_are_those_of_plain_torch(device, architecture, name):
 
 
 @on_each_device
+def test_after_a_step_that_failed_while_rows_moved_all_rows_have_slots_of_their_own(device):
+    model = tiny_model("qwen2").to(device)
+    engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
+    expected = [
+        output.token_ids for group in engine.generate_batch(requests({})) for output in group
+    ]
+    slots = engine.batch._slot_of_row
+    slots[0], slots[1] = slots[1], slots[0]  # the host has moved rows, the device has not
+    engine._drop_all(RuntimeError("no memory for a copy"))
+    found = [output.token_ids for group in engine.generate_batch(requests({})) for output in group]
+    assert found == expected
+    assert engine.batch._table.slot.tolist() == engine.batch._slot_of_row
+
+
+@on_each_device
 @pytest.mark.parametrize("params", [{}, PENALTY])
 def test_reading_results_one_visit_late_changes_no_token(device, params):
     model = tiny_model("qwen2").to(device)

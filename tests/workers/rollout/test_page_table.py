@@ -60,3 +60,11 @@ def test_one_takes_the_slot_of_another():
     pool, table = build_table()
     update(pool, table, b=1)
     assert update(pool, table, a=1) == [NOTHING, row(pool, "a"), NOTHING, NOTHING]
+
+
+def test_after_a_reset_the_device_is_told_everything_again():
+    pool, table = build_table()
+    before = update(pool, table, a=2, b=0)
+    table.reset()
+    assert table.pages.tolist() == [NOTHING] * 4
+    assert update(pool, table, a=2, b=0) == before

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from verl.algos.value_loss import compute_value_loss
 from verl.config.critic import FSDPCriticConfig
+from verl.utils.device import without_waiting
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
 from verl.workers.mini_batch import (
@@ -38,7 +39,7 @@ class DataParallelPPOCritic:
         else:
             cut = MicroBatching(rows=config.forward_micro_batch_size_per_gpu)
         values = self.engine.infer_batch(data, micro_batching=passes or cut)["values"]
-        return values * data["response_mask"]
+        return values * without_waiting(data["response_mask"], values.device)
 
     def update_critic(
         self, data: TensorDict, *, rows_per_step: int, plan: UpdatePlan | None = None

@@ -351,6 +351,7 @@ class NativeEngine(Rollout):
         self.scheduler.clear()
         self.sessions.clear()
         self.batch.flush()
+        self.batch.reset()
         self.cache.free()  # what is in it may be half-written, or not finite
 
 

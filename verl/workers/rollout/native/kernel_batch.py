@@ -48,9 +48,7 @@ class KernelBatch(RunningBatch):
         is_cuda = runner.device.type == "cuda"
         super().__init__(runner, limits, size, SteadyKVCache if is_cuda else KVCache)
         num_slots = self.num_rows
-        self._slot_of_row = list(range(num_slots))
-        self._slot_of_prompt = list(range(num_slots))
-        self._table.slot.copy_(torch.arange(num_slots))
+        self.reset()
         self._num_steps = torch.zeros(num_slots, dtype=torch.long, device=runner.device)
         self._under_way: list[_Block] = []  # oldest first
         self._has_entered = False  # whether the newest is a prefill of this visit
@@ -64,6 +62,11 @@ class KernelBatch(RunningBatch):
                 runner, self.cache, limits.max_prefill_tokens, num_slots, self._graphs.replay
             )
             spare_present_objects()
+
+    def reset(self) -> None:
+        self._slot_of_row = list(range(self.num_rows))
+        self._slot_of_prompt = list(range(self.num_rows))
+        self._table.slot.copy_(torch.arange(self.num_rows))
 
     def prefill(
         self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int

@@ -37,12 +37,20 @@ class PageTable:
         if changed:
             self._send(changed)
 
+    def reset(self) -> None:
+        """All slots lead to nobody's page, here and on the device."""
+        self.pages.fill_(NOBODYS)
+        self._sent.fill(NOBODYS)
+        self._known = {}
+
     def _send(self, changed: Mapping[int, Sequence[int]]) -> None:
         slots = np.fromiter(changed, dtype=np.int64)
         wanted = np.full((len(slots), self._sent.shape[1]), NOBODYS, dtype=np.int32)
         for row, pages in zip(wanted, changed.values(), strict=True):
             row[: len(pages)] = pages
         which, blocks = np.nonzero(wanted != self._sent[slots])
+        if not which.size:  # the same pages have come back to the same slots
+            return
         self._sent[slots] = wanted
         entries = np.stack([slots[which], blocks, wanted[which, blocks]])
         slot, block, page = without_waiting(torch.from_numpy(entries), self.pages.device)

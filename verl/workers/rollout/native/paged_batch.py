@@ -36,15 +36,19 @@ class PagedBatch(KernelBatch):
     """A `KernelBatch` whose sequences take memory as they grow."""
 
     def __init__(self, runner: ModelRunner, limits: EngineLimits, size: CacheSize) -> None:
-        super().__init__(runner, limits, size)
         max_tokens = limits.max_prompt_tokens + limits.max_response_tokens
+        self._pages = PageTable(size.num_rows, pages_for(max_tokens), runner.device)
+        super().__init__(runner, limits, size)
         self.room = self._holders = PagedRoom(
             size.num_slots,
             num_rows=size.num_rows,
             max_tokens=max_tokens,
             stretch=2 * limits.steps_per_visit,  # those under way, and the next
         )
-        self._pages = PageTable(size.num_rows, pages_for(max_tokens), runner.device)
+
+    def reset(self) -> None:
+        super().reset()
+        self._pages.reset()
 
     def make_room(self, samples: Sequence[Sample]) -> bool:
         return self._holders.grow(samples, self._reach(samples))

@@ -103,6 +103,9 @@ class RunningBatch:
         """What `decode` has started and not yet given back: nothing here."""
         return []
 
+    def reset(self) -> None:
+        """Be as new after a step that failed half-way; no sample has a row."""
+
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
         """Samples go to other rows, one after the other."""
         for move, sample in moves:

@@ -38,11 +38,6 @@ class StepGraphs:
             self._graphs[key] = self._capture(run, state())
         self._graphs[key].replay()
 
-    def clear(self) -> None:
-        """Forget all graphs: something they remember has moved."""
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # the old one went with its last graph
-
     def _capture(self, run: Callable[[], None], state: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
         kept = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()
@@ -52,8 +47,17 @@ class StepGraphs:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            run()
+        try:
+            # Other threads may go on with work of their own on the device.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                run()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a pass of this model cannot be captured as a CUDA graph ({error}); it waits for "
+                "the device, or data decide what it launches: use rollout.name=hf, vllm or sglang"
+            ) from error
         for tensor, before in zip(state, kept, strict=True):
             tensor.copy_(before)
         return graph
