@@ -1,5 +1,10 @@
 """The end of a decode step in one kernel, against the table's own plain torch."""
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -90,3 +95,51 @@ def test_rows_one_token_before_their_end_are_never_done_too_early():
         end_step(tokens, log_probs, rows, block)
         assert not table.is_done.any()
         assert (table.num_tokens == 511).all()
+
+
+IN_MACHINE_CODE = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class NoDevice:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(NoDevice())
+launch = JITFunction.run
+
+def compile_only(self, *args, grid, warmup, **options):
+    kernel = launch(self, *args, grid=grid, warmup=True, **options)
+    print(kernel.asm["ttgir"])
+
+JITFunction.run = compile_only
+from verl.models.kernels.row_steps import StepBlock, StepRows, end_step
+
+def column(*shape):
+    return torch.zeros(*shape, dtype=torch.long)
+
+rows = StepRows(column(64), column(64), column(64), torch.zeros(64).bool(), column(64, 8))
+block = StepBlock(column(2, 64), torch.zeros(2, 64), column(64))
+end_step(column(64), torch.zeros(64), rows, block)
+"""
+
+
+def test_as_compiled_all_threads_have_read_before_one_writes():
+    """The compiler may load a column once more for other threads; only its output shows that."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", IN_MACHINE_CODE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    steps = re.findall(r"tt\.load|tt\.store|gpu\.barrier", found.stdout)
+    barrier = steps.index("gpu.barrier")
+    assert {"tt.load"} == set(steps[:barrier])
+    assert {"tt.store"} == set(steps[barrier + 1 :])

@@ -186,14 +186,10 @@ def _slot_decode(
         gdc_wait()
     if HAS_STATES:
         first = tl.load(num_seens + row)
-        is_known = is_head & (first > 0)
-        top = tl.load(tops + state, mask=is_known, other=LOWEST)
-        total += tl.load(totals + state, mask=is_known, other=0.0)[:, None]
-        mix = tl.load(
-            mixes + state[:, None] * VALUE_DIM + v_dim[None, :],
-            mask=is_known[:, None] & is_v[None, :],
-            other=0.0,
-        )
+        top, total, mix = _behind_prompt(
+            total, tops + state, totals + state, mixes + state * VALUE_DIM, is_head & (first > 0),
+            VALUE_DIM, VALUE_PADDED,
+        )  # fmt: skip
     top, total, mix = visit(
         top, total, mix, q, tl.zeros([HEADS_PADDED], tl.int32) + position,
         first, position + 1, num_shared, None, scale, softcap,
@@ -211,3 +207,19 @@ def _slot_decode(
         mix.to(output.dtype.element_ty),
         mask=is_head[:, None] & is_v[None, :],
     )
+
+
+@triton.jit
+def _behind_prompt(
+    nothing, tops, totals, mixes, is_known, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr
+):
+    """What queries know after `prompt_states`; pointers are those of each query."""
+    v_dim = tl.arange(0, VALUE_PADDED)
+    top = tl.load(tops, mask=is_known, other=LOWEST)
+    total = nothing + tl.load(totals, mask=is_known, other=0.0)[:, None]
+    mix = tl.load(
+        mixes[:, None] + v_dim[None, :],
+        mask=is_known[:, None] & (v_dim < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    return top, total, mix

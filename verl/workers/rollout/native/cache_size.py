@@ -36,27 +36,25 @@ class CacheSize:
 
 def slots_that_fit(runner: ModelRunner, limits: EngineLimits) -> CacheSize:
     """As many slots as `limits` ask for, or as fit into their memory; a warning says how many."""
-    shape = slot_shape(runner, limits)
-    num_slots = smallest_of_all(limits.num_slots(shape.bytes_per_sequence), runner.tp_group)
-    if num_slots < limits.max_num_seqs:
+    size = _slots(runner, limits)
+    if size.num_slots < limits.max_num_seqs:
         logger.warning(
             "%d sequences run at once instead of rollout.max_num_seqs=%d: each takes %d MiB of "
             "the %d MiB for keys and values",
-            num_slots,
+            size.num_slots,
             limits.max_num_seqs,
-            shape.bytes_per_sequence >> 20,
+            size.shape.bytes_per_sequence >> 20,
             limits.max_cache_bytes >> 20,
         )
-    return CacheSize(shape=shape, num_slots=num_slots, num_rows=num_slots)
+    return size
 
 
 def slots_or_pages(runner: ModelRunner, limits: EngineLimits) -> CacheSize:
     """Slots if all fit, else pages."""
-    shape = slot_shape(runner, limits)
-    num_slots = smallest_of_all(limits.num_slots(shape.bytes_per_sequence), runner.tp_group)
-    if num_slots == limits.max_num_seqs:
-        return CacheSize(shape=shape, num_slots=num_slots, num_rows=num_slots)
-    page = dataclasses.replace(shape, max_prompt_tokens=0, max_response_tokens=PAGE)
+    slots = _slots(runner, limits)
+    if slots.num_slots == limits.max_num_seqs:
+        return slots
+    page = dataclasses.replace(slots.shape, max_prompt_tokens=0, max_response_tokens=PAGE)
     num_pages = limits.max_cache_bytes // page.bytes_per_sequence
     num_pages = smallest_of_all(num_pages, runner.tp_group)
     refuse_too_few_pages(num_pages, limits)
@@ -66,9 +64,15 @@ def slots_or_pages(runner: ModelRunner, limits: EngineLimits) -> CacheSize:
         limits.max_num_seqs,
         num_pages * PAGE,
         PAGE,
-        num_slots,
+        slots.num_slots,
     )
     return CacheSize(shape=page, num_slots=num_pages, num_rows=limits.max_num_seqs, is_paged=True)
+
+
+def _slots(runner: ModelRunner, limits: EngineLimits) -> CacheSize:
+    shape = slot_shape(runner, limits)
+    num_slots = smallest_of_all(limits.num_slots(shape.bytes_per_sequence), runner.tp_group)
+    return CacheSize(shape=shape, num_slots=num_slots, num_rows=num_slots)
 
 
 def refuse_too_few_pages(num_pages: int, limits: EngineLimits) -> None:
