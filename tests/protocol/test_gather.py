@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.protocol.batches import numbered, numbers, rows_of
+from tests.utils.threads import thread_names
 from verl.protocol import DataProto, all_gather_data_proto
 
 DEADLINE_SECONDS = 90
@@ -30,6 +31,7 @@ def gather_everything(rank: int, world_size: int, rendezvous: str) -> None:
         a_rank_that_cannot_send_stops_all_ranks(rank)
     finally:
         dist.destroy_process_group()
+    assert "pt_gloo_runloop" not in thread_names(), "something still holds the process group"
 
 
 def unequal_parts_are_joined_in_rank_order(rank: int) -> None:

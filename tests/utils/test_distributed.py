@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from tests.utils.threads import thread_names
 from tests.utils.two_ranks import run_on_two_ranks
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.seqlen_balancing import rearrange_micro_batches
@@ -117,6 +118,22 @@ def test_what_one_rank_cannot_do_every_rank_refuses(answers):
     assert "sequence 0 has 9 tokens" in answers[1]["too long"]
     for answer in answers:
         assert "2 micro-batches are needed and a rank has only 1 sequences" in answer["too few"]
+
+
+def leave_with_a_group_in_a_cycle(rank: int) -> tuple[list[str], list[str]]:
+    cycle: list = [dist.group.WORLD]
+    cycle.append(cycle)
+    del cycle
+    dist.barrier()
+    before = thread_names()
+    destroy_global_process_group()
+    return before, thread_names()
+
+
+def test_no_thread_of_the_group_is_left_at_the_end(tmp_path):
+    for before, after in run_on_two_ranks(leave_with_a_group_in_a_cycle, tmp_path):
+        assert "pt_gloo_runloop" in before or not before
+        assert "pt_gloo_runloop" not in after
 
 
 def test_one_process_needs_no_group():

@@ -57,7 +57,8 @@ def _rank(work: Callable[[int], Any], rank: int, num_ranks: int, store: str, sen
     try:
         assert initialize_global_process_group(timeout_second=60) == (rank, rank, num_ranks)
         answer = work(rank)
-        dist.barrier()
+        if dist.is_initialized():  # the work may have left the group itself
+            dist.barrier()
         destroy_global_process_group()
     except Exception as error:
         answer = error

@@ -25,7 +25,10 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> 
         int(s) for s in torch.cat(_all_gather(torch.tensor([size], device=device), process_group))
     ]
     if refusal is not None:
-        raise refusal
+        try:
+            raise refusal
+        finally:
+            del refusal  # an error that its own frame names would keep the process group alive
     if _CANNOT_SEND in sizes:
         ranks = [rank for rank, size in enumerate(sizes) if size == _CANNOT_SEND]
         raise ValueError(f"ranks {ranks} could not send their rows; the reason is in their logs")

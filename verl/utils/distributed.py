@@ -4,6 +4,7 @@ The launcher (torchrun, Ray, the local controller) puts `RANK`, `WORLD_SIZE`, `L
 meeting point into the environment; here they become a torch process group on the right device.
 """
 
+import gc
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -45,6 +46,11 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
 
 
 def destroy_global_process_group() -> None:
-    """Leave the process group; nothing to do when there is none."""
+    """Leave the process group; nothing to do when there is none.
+
+    Its threads end with its last reference. One that is still at work when the interpreter ends
+    aborts the process, so references that only the collector can end are ended here.
+    """
     if is_distributed():
         dist.destroy_process_group()
+        gc.collect()
