@@ -138,6 +138,42 @@ def test_a_manager_is_given_the_same_during_generation_and_afterwards(manager):
         }  # fmt: skip
 
 
+class CountsBatches(NaiveRewardManager):
+    """Notes how many responses it is given at a time."""
+
+    def responses(self, data):
+        self.sizes = [*getattr(self, "sizes", []), len(data)]
+        return super().responses(data)
+
+
+def test_responses_that_end_together_are_handed_over_as_one_batch():
+    reward_fn = CountsBatches(tiny_tokenizer(), 0, lambda ground_truth, **kw: ord(ground_truth))
+    batch = agent_loops(reward_fn=reward_fn).generate_sequences(prompts(*"dacb"))
+    assert reward_fn.sizes == [4]
+    scores = [result["reward_score"] for result in batch.non_tensor_batch[GRADE_COLUMN]]
+    assert scores == [100.0, 97.0, 99.0, 98.0]
+
+
+def test_responses_with_other_columns_are_handed_over_apart():
+    reward_fn = CountsBatches(tiny_tokenizer(), 0, reports_all)
+    names = np.array(["noting_for_tests", "single_turn_agent"] * 2, dtype=object)
+    rows = prompts(*"abcd", agent_name=names, note=list("wxyz"))
+    batch = agent_loops(reward_fn=reward_fn).generate_sequences(rows)
+    assert sum(reward_fn.sizes) == 4
+    assert len(reward_fn.sizes) > 1
+    notes = [
+        result["reward_extra_info"].get("note") for result in batch.non_tensor_batch[GRADE_COLUMN]
+    ]
+    assert notes == ["a", None, "c", None]
+
+
+def test_a_manager_that_cannot_take_a_response_ends_the_generation():
+    rows = prompts("a", "b")
+    del rows.non_tensor_batch["data_source"]
+    with pytest.raises(ValueError, match="no column 'data_source'"):
+        agent_loops(reward_fn=naive(lambda **kw: 1.0)).generate_sequences(rows)
+
+
 def test_a_fault_during_generation_is_tried_again_when_the_batch_is_scored():
     calls = []
 

@@ -17,10 +17,11 @@ def test_the_policy_learns_to_write_sevens(toy, tmp_path):
         f"{ROLLOUT}.n=8",
         "data.train_batch_size=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "trainer.total_training_steps=12",
+        "trainer.val_before_train=true",
+        "trainer.test_freq=12",
     ]
-    metrics, trainer = toy_run(
-        toy, tmp_path, *changes, "trainer.total_training_steps=12", "trainer.val_before_train=true"
-    )
+    metrics, trainer = toy_run(toy, tmp_path, *changes)
     scores = [step["critic/score/mean"] for step in metrics if "critic/score/mean" in step]
     assert scores[0] < 0.1
     assert scores[-1] > 0.8

@@ -204,15 +204,15 @@ def test_a_group_is_trained_when_its_last_response_ends_and_before_others_do():
 
     async def generate():
         follower = update.follow(make)
-        follower.add(2, {"uid": "b", "raw_prompt": ["x"]}, output(7))
-        follower.add(3, {"uid": "b", "raw_prompt": ["x"]}, output(8))
-        follower.add(1, {"uid": "a", "raw_prompt": ["y"]}, output(6))
+        await follower.add(2, {"uid": "b", "raw_prompt": ["x"]}, output(7))
+        await follower.add(3, {"uid": "b", "raw_prompt": ["x"]}, output(8))
+        await follower.add(1, {"uid": "a", "raw_prompt": ["y"]}, output(6))
         for _ in range(2000):
             if workers.rows:
                 break
             await asyncio.sleep(0.01)
         assert workers.rows == [7, 8], "the response that has no peer yet waits"
-        follower.add(0, {"uid": "a", "raw_prompt": ["y"]}, output(5))
+        await follower.add(0, {"uid": "a", "raw_prompt": ["y"]}, output(5))
         batch = make([output(token) for token in (5, 6, 7, 8)])
         batch.non_tensor_batch["uid"] = np.array(["a", "a", "b", "b"], dtype=object)
         batch.meta_info["timing"] = {}
@@ -240,8 +240,8 @@ def test_groups_are_taken_in_the_order_in_which_they_end_however_long_each_is_sc
 
     async def generate():
         follower = update.follow(make)
-        follower.add(1, {"uid": "b"}, output(7))
-        follower.add(0, {"uid": "a"}, output(5))
+        await follower.add(1, {"uid": "b"}, output(7))
+        await follower.add(0, {"uid": "a"}, output(5))
         batch = make([output(5), output(7)])
         batch.meta_info["timing"] = {}
         await follower.finish(batch)

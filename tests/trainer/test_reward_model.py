@@ -47,6 +47,7 @@ def run(toy, output, model_path, *changes):
         f"reward_model.model.path={model_path}",
         "reward_model.model.input_tokenizer=null",
         "trainer.total_training_steps=1",
+        "trainer.test_freq=1",
         *changes,
         trainer_class=KeepsBatch,
     )

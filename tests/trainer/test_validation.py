@@ -162,6 +162,12 @@ def test_validation_comes_before_training_at_intervals_and_at_the_end(toy, tmp_p
     assert [step["step"] for step in metrics] == [0, 1, 2, 3]
 
 
+def test_without_an_interval_there_is_no_validation_behind_the_first_step(toy, tmp_path):
+    metrics, _ = toy_run(toy, tmp_path, "trainer.val_before_train=true")
+    with_validation = [step["step"] for step in metrics if "val-core/sevens/acc/mean@1" in step]
+    assert with_validation == [0]
+
+
 def test_validation_changes_nothing_in_training(toy, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from verl.agent_loop.server_manager import AsyncLLMServerManager
-from verl.utils.dataset.prompts import Prompt, encode_prompt
+from verl.utils.dataset.prompts import Prompt
+from verl.utils.dataset.repeated_prompts import encode_prompt_once
 from verl.utils.registry import Registry
 
 Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
@@ -127,7 +128,7 @@ class AgentLoopBase(ABC):
             raise ValueError(
                 "the prompt has images or videos; the built-in engine continues text only"
             )
-        return encode_prompt(
+        return encode_prompt_once(
             messages,
             self.tokenizer,
             max_tokens=self.config.actor_rollout_ref.rollout.prompt_length,

@@ -2,12 +2,23 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class EndedRow:
+    """A trajectory and the row of the batch that it belongs to."""
+
+    place: int
+    columns: Mapping[str, Any]
+    output: AgentLoopOutput
+
 
 AsBatch = Callable[[Sequence[AgentLoopOutput]], DataProto]
 """Makes a batch of trajectories, without the columns of their rows."""
@@ -17,7 +28,7 @@ class Follower(ABC):
     """Called on the event loop that generates, so it must not block for long."""
 
     @abstractmethod
-    def add(self, place: int, row: Mapping[str, Any], output: AgentLoopOutput) -> None:
+    async def add(self, place: int, row: Mapping[str, Any], output: AgentLoopOutput) -> None:
         """The loop of the row at `place` of the batch has ended."""
 
     @abstractmethod
@@ -30,6 +41,11 @@ class Follower(ABC):
 
 
 MakeFollower = Callable[[AsBatch], Follower]
+
+
+def batch_of(rows: Sequence[EndedRow], as_batch: AsBatch) -> DataProto:
+    """The trajectories with the columns of their rows."""
+    return with_row_columns(as_batch([row.output for row in rows]), [row.columns for row in rows])
 
 
 def with_row_columns(batch: DataProto, rows: Sequence[Mapping[str, Any]]) -> DataProto:

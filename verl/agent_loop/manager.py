@@ -222,7 +222,7 @@ class AgentLoopManager:
     ) -> AgentLoopOutput:
         output = await self._run_traced(row, params, servers, **info)
         if follower is not None:
-            follower.add(place, row, output)
+            await follower.add(place, row, output)
         return output
 
     async def _run_traced(

@@ -27,11 +27,10 @@ def as_batch(
             f"an agent loop returned a prompt of {longest} tokens; rollout.prompt_length is "
             f"{prompt_length}, and apply_chat_template keeps to it"
         )
-    responses = [output.response_ids[:response_length] for output in outputs]
     tensors = padded_sequences(
         prompts,
-        responses,
-        [output.response_mask[:response_length] for output in outputs],
+        [cut(output.response_ids, response_length) for output in outputs],
+        [cut(output.response_mask, response_length) for output in outputs],
         prompt_length=prompt_length,
         response_length=response_length,
         pad_token_id=pad_token_id,
@@ -44,6 +43,11 @@ def as_batch(
         response_tokens = tensors["attention_mask"][:, prompt_length:]
         tensors["rm_scores"] = scores_on_last_tokens(scores, response_tokens)
     return DataProto.from_dict(tensors=tensors, non_tensors=object_columns(outputs))
+
+
+def cut(row: list[int], length: int) -> list[int]:
+    """No more than that many entries; a row that fits is not copied."""
+    return row if len(row) <= length else row[:length]
 
 
 def scores_on_last_tokens(scores: Sequence[float | None], response_tokens: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class TrainerConfig(BaseConfig):
     """Training steps between checkpoints; -1 saves none."""
 
     test_freq: int = option(-1, minimum=-1)
-    """Training steps between validations; -1 validates only at the ends."""
+    """Training steps between validations, and one after the last; -1 makes none of these."""
 
     val_before_train: bool = True
     """Validate before the first step."""

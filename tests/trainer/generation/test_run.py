@@ -1,5 +1,6 @@
 import _thread
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -145,6 +146,15 @@ class Interrupted(Flawed):
         return super().generate_batch(requests)
 
 
+@pytest.fixture
+def ctrl_c_is_heard():
+    """A shell starts background jobs with SIGINT ignored; the tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_ends_the_run_and_says_how_to_go_on(model, source, expected, tmp_path):
     config = config_of(model, source, tmp_path / "out.parquet")
     interrupted = Starts(Interrupted(None, ()))

@@ -17,13 +17,12 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.follower import AsBatch, Follower, with_row_columns
+from verl.agent_loop.follower import AsBatch, EndedRow, Follower, batch_of
 from verl.protocol import DataProto
 from verl.trainer.ppo.scoring import Scored, graded, score_batch, settle_groups, settled
 from verl.workers.reward_manager.abstract import precomputed_rewards
@@ -32,15 +31,6 @@ from verl.workers.reward_manager.results import Grade
 
 ADVANTAGE_TOLERANCE = 1e-5
 """Sums over a group may be rounded differently beside other groups."""
-
-
-@dataclass(frozen=True)
-class EndedRow:
-    """A trajectory and the row of the batch that it belongs to."""
-
-    place: int
-    columns: Mapping[str, Any]
-    output: AgentLoopOutput
 
 
 class OverlappedUpdate(Follower):
@@ -85,7 +75,7 @@ class OverlappedUpdate(Follower):
         self._as_batch = as_batch
         return self
 
-    def add(self, place: int, row: Mapping[str, Any], output: AgentLoopOutput) -> None:
+    async def add(self, place: int, row: Mapping[str, Any], output: AgentLoopOutput) -> None:
         group = self._groups[row["uid"]]
         group.append(EndedRow(place, row, output))
         if len(group) == self._samples_per_prompt:
@@ -135,9 +125,7 @@ class OverlappedUpdate(Follower):
         """
         rows.sort(key=lambda row: row.place)
         assert self._as_batch is not None
-        group = with_row_columns(
-            self._as_batch([row.output for row in rows]), [row.columns for row in rows]
-        )
+        group = batch_of(rows, self._as_batch)
         if "rollout_log_probs" not in group.batch.keys():  # noqa: SIM118 (a TensorDict)
             raise ValueError(
                 "an agent loop gave no response_logprobs; with actor_rollout_ref.actor."

@@ -231,8 +231,8 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self.max_steps_duration = max(self.max_steps_duration, self.timing["step"])
         if self.batch is not None and trainer.rollout_data_dir:
             self._log_rollout_data(self.batch, {}, self.timing, trainer.rollout_data_dir)
-        is_due = trainer.test_freq > 0 and step % trainer.test_freq == 0
-        validation = self._validate() if is_due or is_last else {}
+        is_due = trainer.test_freq > 0 and (is_last or step % trainer.test_freq == 0)
+        validation = self._validate() if is_due else {}
         warnings = self.tripwires.check(metrics, step)
         self._tell_the_data()
         self._heed_last_save(self.checkpoint_manager.check)

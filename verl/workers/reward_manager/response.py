@@ -4,6 +4,8 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from verl.protocol import DataProto
 
 
@@ -36,7 +38,8 @@ def responses_of(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list[Re
             f"{', '.join(sorted(arrays))}"
         )
     mask = data.batch["attention_mask"][:, -tokens.shape[1] :].bool()  # (B, T)
-    ids = [row[kept].tolist() for row, kept in zip(tokens, mask, strict=True)]
+    lengths = mask.sum(1).tolist()
+    ids = np.split(tokens[mask].cpu().numpy(), np.cumsum(lengths)[:-1])
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     truths = arrays.get("reward_model", [{"ground_truth": None}] * len(data))
     return [
@@ -45,7 +48,7 @@ def responses_of(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list[Re
             solution_str=texts[row],
             ground_truth=truths[row]["ground_truth"],
             extra_info=extra_info(arrays, row),
-            num_tokens=len(ids[row]),
+            num_tokens=lengths[row],
         )
         for row in range(len(data))
     ]

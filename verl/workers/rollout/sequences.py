@@ -5,8 +5,10 @@ ids: a pad token may also be the end of a sentence.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,18 +108,30 @@ def pad(
     rows: Sequence[Sequence[int]], length: int, value: int, *, on_left: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The rows as (B, length), and a mask that is 1 where they have a token."""
+    is_token = _places(rows, length, on_left=on_left)
     padded = torch.full((len(rows), length), value, dtype=torch.long)
-    mask = torch.zeros(len(rows), length, dtype=torch.long)
-    for number, row in enumerate(rows):
-        span = slice(length - len(row), length) if on_left else slice(0, len(row))
-        padded[number, span] = torch.tensor(row, dtype=torch.long)
-        mask[number, span] = 1
-    return padded, mask
+    padded[is_token] = _joined(rows, np.int64)
+    return padded, is_token.long()
 
 
 def pad_floats(rows: Sequence[Sequence[float] | None], length: int) -> Tensor:
+    """The rows as (B, length), cut off there, with zeros behind them."""
+    kept = [(row or [])[:length] for row in rows]
     padded = torch.zeros(len(rows), length)
-    for number, row in enumerate(rows):
-        values = torch.tensor((row or [])[:length])
-        padded[number, : len(values)] = values
+    padded[_places(kept, length)] = _joined(kept, np.float32)
     return padded
+
+
+def _places(rows: Sequence[Sequence[Any]], length: int, *, on_left: bool = False) -> Tensor:
+    """Where padded rows have their entries, (B, length)."""
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)[:, None]  # (B, 1)
+    longest = int(lengths.max()) if rows else 0
+    if longest > length:
+        raise ValueError(f"a row has {longest} entries; it is to be padded to {length}")
+    places = torch.arange(length)
+    return places >= length - lengths if on_left else places < lengths
+
+
+def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Tensor:
+    """All entries one after the other: several times as fast as a tensor for each row."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows))))
