@@ -1,6 +1,6 @@
 """Every GPU measurement in one command, in at most ten minutes on an H200.
 
-    python benchmarks/gpu/all.py --out DIR [--only a,c] [--trl build/trl] [--seconds 570]
+    python benchmarks/gpu/all.py --out DIR [--only a,c] [--add] [--trl build/trl] [--seconds 570]
 
     a  decode      generation beside its floor and beside `generate`
     b  train       forward, backward, optimizer; prompts computed once per group and once per row
@@ -9,11 +9,14 @@
     e  exact       the step with equal bits in rollout and training, on a smaller workload
     f  filtered    what top-k, top-p and a repetition penalty cost in generation
     g  overlap     rewards and passes beside the tail of generation, with heavy-tailed responses
+    h  grpo_step   the step of the real command, `main_ppo`
+    i  trl_step    TRL with an option of the allocator, and with larger models; only when asked for
 
 Each line of the plan is a process of its own, one after the other, so that none finds another's
 memory. DIR gets one JSON per name above with all its runs, written after each of them, and
-`summary.md`. What fails is reported and the rest goes on; the exit code is then 1. What would not
-be done in time by its estimate is left out and named.
+`summary.md`; with `--add`, what DIR has of other lines stays. What fails is reported and the rest
+goes on; the exit code is then 1. What would not be done in time by its estimate is left out and
+named.
 """
 
 import argparse
@@ -57,8 +60,8 @@ PLAN = [
         "c", "grpo_step", "grpo_step",
         "--shape 0.5B --rounds 3 --variants base,old_log_probs", 60,
     ),
-    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 90),
-    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 2", 80, allocator=GROWING),
+    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 3", 115),
+    Part("h", "grpo_step", "trainer_step", "--shape 0.5B --steps 4", 60),
     Part("a", "decode", "decode", "--shape 0.5B --repeats 3 --generate-pairs 3", 32),
     Part("b", "train", "train", "--shape 0.5B --rounds 3", 20),
     Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 40),
@@ -75,7 +78,11 @@ PLAN = [
     Part("a", "decode", "decode", "--shape 7B --repeats 1 --new-tokens 128", 28),
     Part("g", "overlap", "overlap", "--shape 0.5B --rounds 1", 52),
     Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 2", 22),
+    Part("i", "trl_step", "trl_step", "--shape 0.5B --steps 2", 80, allocator=GROWING),
+    Part("i", "trl_step", "trl_step", "--shape 1.5B --steps 2", 130),
+    Part("i", "trl_step", "trl_step", "--shape 3B --steps 2 --micro-rows 16", 210),
 ]  # fmt: skip
+USUAL = "a,b,c,d,e,f,g,h"
 
 TINY = "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-tokens 8 --new-tokens 12"
 TINY_PLAN = [
@@ -86,17 +93,21 @@ TINY_PLAN = [
     Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants approximate,exact", 20),
     Part("f", "filtered", "filtered", f"{TINY} --rounds 1", 20),
     Part("g", "overlap", "overlap", f"{TINY} --rounds 1 --micro-tokens 64", 25),
+    Part("h", "grpo_step", "trainer_step", f"{TINY} --steps 2", 40),
 ]
 
 
 class Chain:
     """Runs parts one after the other and keeps what they found."""
 
-    def __init__(self, out: Path, seconds: float, trl: Path) -> None:
+    def __init__(self, out: Path, seconds: float, trl: Path, *, adds: bool = False) -> None:
         self.out, self.trl = out, trl
         self.begin = time.monotonic()
         self.end = self.begin + seconds
         self.runs: dict[str, list[dict[str, Any]]] = {}
+        for path in sorted(out.glob("*.json")) if adds else []:
+            kept = json.loads(path.read_text())
+            self.runs[kept["claim"]] = kept["runs"]
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.begin:5.0f} s] {text}", flush=True)
@@ -150,8 +161,10 @@ class Chain:
         return variables
 
     def keep(self, part: Part, found: dict[str, Any]) -> None:
+        line = {"arguments": part.arguments, "allocator": part.allocator}
         runs = self.runs.setdefault(part.claim, [])
-        runs.append({"arguments": part.arguments, **found})
+        runs[:] = [run for run in runs if {key: run.get(key) for key in line} != line]
+        runs.append({**line, **found})
         text = json.dumps({"claim": part.claim, "runs": runs}, indent=1)
         (self.out / f"{part.claim}.json").write_text(text + "\n")
 
@@ -167,7 +180,8 @@ class Chain:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="a,b,c,d,e,f,g", help="letters of the parts to run")
+    parser.add_argument("--only", default=USUAL, help="letters of the parts to run")
+    parser.add_argument("--add", action="store_true", help="keep what DIR has of other parts")
     parser.add_argument("--trl", type=Path, default=ROOT / "build/trl")
     parser.add_argument("--seconds", type=float, default=570.0)
     parser.add_argument("--tiny", action="store_true", help="try it on a CPU")
@@ -175,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     letters = options.only.split(",")
     plan = [part for part in (TINY_PLAN if options.tiny else PLAN) if part.letter in letters]
-    chain = Chain(options.out, options.seconds, options.trl)
+    chain = Chain(options.out, options.seconds, options.trl, adds=options.add)
     chain.say(f"{len(plan)} parts, about {sum(part.seconds for part in plan)} s in all")
     for part in plan:
         chain.run(part)

@@ -14,14 +14,13 @@ few tokens and one of few prompts: kernels are compiled, and memory has grown to
 
 import argparse
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu.decode import WARM_UP_TOKENS, shortened
 from benchmarks.gpu.floors import TRAINING_FORMULA, Counts, training_flops
-from benchmarks.gpu.measuring import back_and_forth, ceilings, environment, write
+from benchmarks.gpu.measuring import back_and_forth, ceilings, environment, medians, write
 from benchmarks.gpu.policy import Policy, share_prefixes, whole_groups
 from benchmarks.gpu.shapes import model_config
 from benchmarks.gpu.workload import Workload, workload_parser
@@ -61,11 +60,6 @@ def narrowed(work: Workload, micro_tokens: int) -> Workload:
     """As many prompts as fill a pass."""
     pass_rows = len(whole_groups(work, micro_tokens)[0])
     return dataclasses.replace(work, prompts=max(1, pass_rows // work.samples))
-
-
-def medians(samples: list[dict[str, Any]], column: str) -> dict[str, float]:
-    names = samples[0][column]
-    return {name: statistics.median(sample[column][name] for sample in samples) for name in names}
 
 
 def summary(

@@ -73,6 +73,11 @@ class Phases:
         return clocked
 
 
+def medians(samples: list[dict[str, Any]], column: str) -> dict[str, float]:
+    names = samples[0][column]
+    return {name: statistics.median(sample[column][name] for sample in samples) for name in names}
+
+
 def peak_gib(device: str) -> float:
     """Most memory of torch's allocator since the last reset; 0 on a CPU."""
     return 0.0 if device == "cpu" else torch.cuda.max_memory_allocated() / GIB

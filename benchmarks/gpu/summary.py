@@ -147,21 +147,25 @@ def training(runs: list[Run]) -> str:
 PHASES = ("step", "generate", "prefill", "reward", "old_log_probs", "forward_backward", "optimizer")
 
 
+COMPARED = {"base": "", "main_ppo": " of `main_ppo`"}
+"""Variants that are set beside TRL, and what to call them."""
+
+
 def steps(runs: list[Run], trl_runs: list[Run]) -> str:
     """Of runs that were cut short, what they had measured by then."""
     rows = []
     for run in runs:
         for name, found in run["variants"].items():
-            seconds = [phase_seconds(found["median_seconds"], phase) for phase in PHASES]
+            seconds = phase_seconds(found["median_seconds"])
             samples = len(run["samples"][name])
             extent = [f"{found['peak_gib']:.0f}", percent(found["utilisation"]), str(samples)]
-            title = name.replace("_", " ") + ("" if run["status"] == "done" else " (cut short)")
+            title = "`main_ppo`" if name == "main_ppo" else name.replace("_", " ")
+            title += "" if run["status"] == "done" else " (cut short)"
             rows.append([run["shape"], size(run), title, *seconds, *extent])
     for run in trl_runs:
-        found = run["median_seconds"]
-        cells = [f"{found['step']:.2f}", f"{found['generate']:.2f}", "", f"{found['reward']:.2f}"]
-        rest = ["", f"{found['update']:.2f} with optimizer", "", f"{run['peak_gib']:.0f}", ""]
-        rows.append([run["shape"], size(run), trl(run), *cells, *rest, str(len(run["samples"]))])
+        extent = [f"{run['peak_gib']:.0f}", "", str(len(run["samples"]))]
+        seconds = phase_seconds(run["median_seconds"])
+        rows.append([run["shape"], size(run), trl(run), *seconds, *extent])
     names = ["forward and backward" if name == "forward_backward" else name for name in PHASES]
     head = ["shape", WORK, "variant", *(name.replace("_", " ") for name in names)]
     head += ["GiB", "of the peak", "samples"]
@@ -169,22 +173,25 @@ def steps(runs: list[Run], trl_runs: list[Run]) -> str:
     return table(title, head, rows) + beside_trl(runs, trl_runs)
 
 
-def phase_seconds(seconds: dict[str, float], phase: str) -> str:
-    return f"{seconds[phase]:.2f}" if phase in seconds else ""
+def phase_seconds(seconds: dict[str, float]) -> list[str]:
+    """A cell for each phase; some runs know the whole update only."""
+    cells = {phase: f"{value:.2f}" for phase, value in seconds.items()}
+    if "forward_backward" not in cells:
+        cells["forward_backward"] = f"{cells['update']} with optimizer"
+    return [cells.get(phase, "") for phase in PHASES]
 
 
 def beside_trl(runs: list[Run], trl_runs: list[Run]) -> str:
-    """How many times as fast the base step is, where both did the same work."""
+    """How many times as fast the step is, where both did the same work."""
     lines = []
     for other in trl_runs:
         for run in runs:
             same = (run["shape"], run["workload"]) == (other["shape"], other["workload"])
-            if same and "base" in run["variants"]:
-                ours = run["variants"]["base"]["median_seconds"]["step"]
+            for name in (name for name in COMPARED if same and name in run["variants"]):
+                ours = run["variants"][name]["median_seconds"]["step"]
                 ratio = other["median_seconds"]["step"] / ours
-                lines.append(
-                    f"\nThe {run['shape']} step is {ratio:.1f} times as fast as {trl(other)}.\n"
-                )
+                whose = f"{run['shape']} step{COMPARED[name]}"
+                lines.append(f"\nThe {whose} is {ratio:.1f} times as fast as {trl(other)}.\n")
     return "".join(lines)
 
 

@@ -18,21 +18,17 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
-    TrainerCallback,
-)
+from transformers import Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.gpu.measuring import environment, peak_gib, synchronize, write
 from benchmarks.gpu.shapes import model_config, number_format
 from benchmarks.gpu.workload import (
     Workload,
-    prompt_ids,
+    hf_tokenizer,
+    prompt_texts,
     reward,
     vocabulary_of,
-    word_tokenizer,
     workload_parser,
 )
 
@@ -81,21 +77,10 @@ def build_model(options: argparse.Namespace) -> Qwen2ForCausalLM:
         )
 
 
-def build_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=word_tokenizer(vocabulary),
-        eos_token=f"t{vocabulary - 1}",
-        pad_token=f"t{vocabulary - 2}",
-        unk_token="t0",
-        padding_side="left",
-    )
-
-
 def build_prompts(work: Workload, vocabulary: int, options: argparse.Namespace) -> Dataset:
     """One batch of prompts per step."""
-    batches = [prompt_ids(work, vocabulary, options.seed + n) for n in range(options.steps)]
-    texts = [" ".join(f"t{token}" for token in ids) for batch in batches for ids in batch]
-    return Dataset.from_dict({"prompt": texts})
+    batches = [prompt_texts(work, vocabulary, options.seed + n) for n in range(options.steps)]
+    return Dataset.from_dict({"prompt": [text for batch in batches for text in batch]})
 
 
 def build_config(work: Workload, options: argparse.Namespace, folder: str) -> GRPOConfig:
@@ -133,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             reward_funcs=stopwatch.rewards,
             args=build_config(work, options, folder),
             train_dataset=build_prompts(work, vocabulary, options),
-            processing_class=build_tokenizer(vocabulary),
+            processing_class=hf_tokenizer(vocabulary),
             callbacks=[stopwatch],
         )
         trainer.train()

@@ -11,6 +11,7 @@ import string
 from dataclasses import dataclass, fields
 
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gpu.shapes import SHAPES, VOCABULARY
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
@@ -51,6 +52,10 @@ def prompt_ids(work: Workload, vocabulary: int, seed: int) -> list[list[int]]:
     ]
 
 
+def prompt_texts(work: Workload, vocabulary: int, seed: int) -> list[str]:
+    return [" ".join(f"t{token}" for token in ids) for ids in prompt_ids(work, vocabulary, seed)]
+
+
 def requests(work: Workload, vocabulary: int, seed: int) -> list[GenerationRequest]:
     """Temperature 1; the end of a sequence is ignored."""
     params = SamplingParams(max_tokens=work.new_tokens, ignore_eos=True, seed=seed)
@@ -67,6 +72,17 @@ def word_tokenizer(vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
+
+
+def hf_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """The same for transformers; two tokens that no prompt has pad and end."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=word_tokenizer(vocabulary),
+        eos_token=f"t{vocabulary - 1}",
+        pad_token=f"t{vocabulary - 2}",
+        unk_token="t0",
+        padding_side="left",
+    )
 
 
 def reward(text: str) -> float:

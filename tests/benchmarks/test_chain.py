@@ -3,7 +3,7 @@ import json
 import pytest
 
 from benchmarks.gpu import all as chain_command
-from benchmarks.gpu.all import PLAN, Chain, Part
+from benchmarks.gpu.all import PLAN, USUAL, Chain, Part
 
 
 def read(folder, claim):
@@ -38,6 +38,29 @@ def test_the_chain_goes_on_after_a_failure_and_ends_with_1(tmp_path, monkeypatch
     assert "2 parts, about 2 s in all" in capsys.readouterr().out
 
 
+def test_what_is_measured_anew_takes_the_place_of_what_was_there_before(tmp_path):
+    lines = [("--shape 0.5B", ""), ("--shape 0.5B", "grows"), ("--shape 3B", "")]
+    for adds, reason in (False, "first"), (True, "second"):
+        chain = Chain(tmp_path, seconds=60, trl=tmp_path, adds=adds)
+        for arguments, allocator in lines if not adds else lines[1:2]:
+            part = Part("d", "trl_step", "trl_step", arguments, 1, allocator=allocator)
+            chain.keep(part, {"status": "left out", "reason": reason, "samples": [1]})
+    found = [
+        (run["arguments"], run["allocator"], run["reason"]) for run in read(tmp_path, "trl_step")
+    ]
+    assert found == [
+        ("--shape 0.5B", "", "first"),
+        ("--shape 3B", "", "first"),
+        ("--shape 0.5B", "grows", "second"),
+    ]
+
+
+def test_what_takes_longer_than_ten_minutes_is_left_for_those_who_ask(tmp_path):
+    usual = [part for part in PLAN if part.letter in USUAL.split(",")]
+    assert sum(part.seconds for part in usual) <= 570
+    assert {part.letter for part in PLAN} - {part.letter for part in usual} == {"i"}
+
+
 def test_the_packages_of_trl_are_for_its_part_only(chain, tmp_path):
     by_part = {part.module: chain.environment(part).get("PYTHONPATH", "") for part in PLAN}
     assert by_part.pop("trl_step").startswith(str(tmp_path))
@@ -49,9 +72,9 @@ def test_no_more_files_come_out_than_can_be_carried_home():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(540)  # six processes, each of which imports torch
+@pytest.mark.timeout(540)  # seven processes, each of which imports torch
 def test_the_whole_chain_runs_on_a_cpu(tmp_path):
-    assert chain_command.main(["--out", str(tmp_path), "--tiny", "--only", "a,b,c,e,f,g"]) == 0
+    assert chain_command.main(["--out", str(tmp_path), "--tiny", "--only", "a,b,c,e,f,g,h"]) == 0
     text = (tmp_path / "summary.md").read_text()
     for title in (
         "Generation",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.gpu import decode, filtered, grpo_step, overlap, train
+from benchmarks.gpu import decode, filtered, grpo_step, overlap, train, trainer_step
 from benchmarks.gpu.policy import whole_groups
 from benchmarks.gpu.summary import summarise
 from benchmarks.gpu.workload import Workload
@@ -118,6 +118,15 @@ def test_passes_beside_generation_make_the_same_step(run, tmp_path):
     runs = [{"arguments": "", "status": "done", **found}]
     (tmp_path / "overlap.json").write_text(json.dumps({"claim": "overlap", "runs": runs}))
     assert "| updates beside |" in summarise(tmp_path)
+
+
+def test_the_command_makes_the_same_step(run):
+    found = run(trainer_step, "--steps", "3")
+    (name,) = found["variants"]
+    assert [len(found["samples"][name]), found["mean_response_tokens"]] == [2, [7.0] * 3]
+    assert all(norm > 0 for norm in found["gradient_norms"])
+    seconds = found["variants"][name]["median_seconds"]
+    assert seconds["step"] > seconds["generate"] + seconds["update"] > 0
 
 
 def test_lengths_have_a_heavy_tail_below_the_cap():

@@ -49,6 +49,18 @@ def test_the_step_is_compared_with_the_same_work_in_trl(tmp_path):
     assert "The 0.5B step is 2.0 times as fast as TRL 1.16.0 with `grows`." in text
 
 
+def test_the_step_of_the_command_is_compared_too(tmp_path):
+    median = {"step": 6.0, "generate": 2.25, "reward": 0.0, "update": 3.5}
+    found = {"median_seconds": median, "peak_gib": 31.4, "utilisation": 0.5}
+    ours = run(variants={"main_ppo": found}, samples={"main_ppo": [{}, {}]})
+    write(tmp_path, "grpo_step", our_step(7.0), ours)
+    write(tmp_path, "trl_step", trl_step(24.0))
+    text = summarise(tmp_path)
+    row = "| `main_ppo` | 6.00 | 2.25 |  | 0.00 |  | 3.50 with optimizer |  | 31 | 50% | 2 |"
+    assert row in text
+    assert "The 0.5B step of `main_ppo` is 4.0 times as fast as TRL 1.16.0 as it comes." in text
+
+
 def test_other_work_is_not_compared(tmp_path):
     write(tmp_path, "grpo_step", our_step(7.0))
     write(tmp_path, "trl_step", trl_step(21.0) | {"workload": {**WORK, "new_tokens": 64}})
