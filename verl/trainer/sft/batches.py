@@ -6,8 +6,8 @@ response in reinforcement learning, so both use the same engine; nothing is pred
 first token that is trained.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -37,12 +37,12 @@ def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> lis
     return order[position * batch_size : (position + 1) * batch_size].tolist()
 
 
-def batches_in_order(
+def reads_in_order(
     dataset: Dataset[Row], indices: Sequence[int], batch_size: int
-) -> Iterator[TensorDict]:
-    """These rows from the first to the last; the last batch may be short."""
+) -> Iterator[Callable[[], TensorDict]]:
+    """Each gives a batch of these rows, from the first to the last, which may be short."""
     for start in range(0, len(indices), batch_size):
-        yield load_rows(dataset, indices[start : start + batch_size])
+        yield partial(load_rows, dataset, indices[start : start + batch_size])
 
 
 def load_rows(dataset: Dataset[Row], indices: Sequence[int]) -> TensorDict:

@@ -22,10 +22,11 @@ from verl.config.convert import to_dict
 from verl.trainer.ppo.progress import RunProgress
 from verl.trainer.ppo.seeds import seed_everything
 from verl.trainer.ppo.termination import Termination
-from verl.trainer.sft.batches import Row, batches_in_order, load_rows, rows_of_step
+from verl.trainer.sft.batches import Row, load_rows, reads_in_order, rows_of_step
 from verl.trainer.sft.building import build_datasets, build_engine, build_tokenizer
 from verl.trainer.sft.checkpoint import SFTCheckpoints
 from verl.trainer.sft.ranks import Ranks
+from verl.trainer.sft.reading import RowReader
 from verl.trainer.sft.report import Metrics, RunSummary, StepCounts, step_metrics
 from verl.trainer.sft.settings import AnySFTConfig, SFTSettings, settings_of, steps_between
 from verl.utils.checkpoint.errors import CheckpointSaveError
@@ -61,6 +62,7 @@ class SFTTrainer:
         )
         self.profiler = DistProfiler(self.ranks.rank, settings.profiler)
         self.num_tokens = 0
+        self._reader = RowReader()
         self.summary = RunSummary(total_steps=self.total_steps)
 
     def fit(self) -> None:
@@ -122,7 +124,8 @@ class SFTTrainer:
         """-log p per trained token, over all rows, on all ranks."""
         total, num_tokens = 0.0, 0
         mine = self.ranks.share(range(len(cast(Sized, dataset))))
-        for batch in batches_in_order(dataset, mine, self.settings.data.train_batch_size):
+        reads = reads_in_order(dataset, mine, self.settings.data.train_batch_size)
+        for batch in self._reader.each(reads):
             columns = self.engine.infer_batch(batch, micro_batching=self.settings.micro_batching)
             log_probs = columns["log_probs"].double()
             mask = batch["response_mask"].to(log_probs.device)
@@ -135,13 +138,7 @@ class SFTTrainer:
 
     def _batch(self, step: int) -> tuple[TensorDict, StepCounts]:
         """This rank's rows, and counts over the rows of all ranks."""
-        rows = rows_of_step(
-            step - 1,
-            num_rows=self.num_rows,
-            batch_size=self.settings.data.train_batch_size,
-            seed=self.settings.trainer.seed,
-        )
-        batch = load_rows(self.train_dataset, self.ranks.share(rows))
+        batch = self._reader.take(step, self._read, last=self.total_steps)
         lengths = batch["attention_mask"].sum(1).tolist()
         flops = math.nan if self.flops is None else self.flops.step_flops(lengths)
         trained, tokens, flops = self.ranks.total(
@@ -149,12 +146,22 @@ class SFTTrainer:
         )
         if trained == 0:
             raise DataError(
-                f"step {step}: none of its {len(rows)} rows has a token to train on; "
+                f"step {step}: none of its {self.settings.data.train_batch_size} rows has a token "
+                "to train on; "
                 "data.truncation cut every response away: raise data.max_length"
             )
         return batch, StepCounts(
             num_trained_tokens=int(trained), num_tokens=int(tokens), flops=flops
         )
+
+    def _read(self, step: int) -> TensorDict:
+        rows = rows_of_step(
+            step - 1,
+            num_rows=self.num_rows,
+            batch_size=self.settings.data.train_batch_size,
+            seed=self.settings.trainer.seed,
+        )
+        return load_rows(self.train_dataset, self.ranks.share(rows))
 
     def _reporting(self, stack: ExitStack) -> tuple[Tracking | None, RunProgress | None]:
         """Rank 0 speaks for all."""
