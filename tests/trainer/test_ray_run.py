@@ -24,7 +24,8 @@ from verl.utils.environment import temp_env_var
 from verl.utils.exit_codes import BadData
 from verl.workers.roles import ActorRolloutRefWorker
 
-pytestmark = pytest.mark.ray
+# Each run starts processes that import torch, which takes its time on busy cores.
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 ROLLOUT_APART = (
     "actor_rollout_ref.hybrid_engine=false",

@@ -31,6 +31,9 @@ LARGE_TYPES = (DataProto, TensorDictBase, Tensor, np.ndarray)
 FETCH_SECONDS = 300.0
 """How long to fetch a result that exists from another node."""
 
+HEARING_SECONDS = 0.5
+"""What ranks that have not started yet may delay the first message that names them."""
+
 
 class RayBackend(Backend):
     reference_type = ray.ObjectRef
@@ -44,6 +47,7 @@ class RayBackend(Backend):
         self.names = list(names)
         self._owned = owned
         self._addresses: dict[int, ActorAddress] = {}
+        self._hearing_seconds = HEARING_SECONDS
         self._announcements = [worker.__ray_call__.remote(announce_actor) for worker in workers]
         if owned and not lasting:
             weakref.finalize(self, kill_actors, self.workers, os.getpid())
@@ -114,11 +118,20 @@ class RayBackend(Backend):
 
     def _address(self, rank: int) -> ActorAddress | None:
         if rank not in self._addresses:
-            ready, _ = ray.wait([self._announcements[rank]], timeout=0)
-            outcome = fetched(ready[0]) if ready else Outcome()
+            self._hear_announcements()
+        return self._addresses.get(rank)
+
+    def _hear_announcements(self) -> None:
+        """Those that have come. Asked without time to answer, Ray may not know what it has yet."""
+        unheard = [rank for rank in range(len(self.workers)) if rank not in self._addresses]
+        references = [self._announcements[rank] for rank in unheard]
+        seconds, self._hearing_seconds = self._hearing_seconds, 0.0
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
+        found = set(ready)
+        for rank, reference in zip(unheard, references, strict=True):
+            outcome = fetched(reference) if reference in found else Outcome()
             if outcome.value is not None:
                 self._addresses[rank] = outcome.value
-        return self._addresses.get(rank)
 
 
 def put_common_batches(shares: Sequence[Share]) -> dict[int, Any]:
