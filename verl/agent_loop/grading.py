@@ -64,6 +64,7 @@ class GradedGeneration(Follower):
         batch.non_tensor_batch[GRADE_COLUMN] = column
 
     def cancel(self) -> None:
+        self._ended.clear()  # they may not have been handed over yet
         self._round.cancel()
 
 
