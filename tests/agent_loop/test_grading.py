@@ -9,6 +9,7 @@ import pytest
 from tests.agent_loop.fakes import FakeRollout, loop_config
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
+from verl.agent_loop.grading import GradedGeneration
 from verl.protocol import DataProto
 from verl.trainer.ppo.scoring import graded, score_batch
 from verl.workers.reward_manager.loop_style import RewardManagerBase
@@ -28,6 +29,14 @@ class NotingLoop(AgentLoopBase):
             num_turns=3,
             extra_fields={"turn_scores": [0.5], "note": kwargs["raw_prompt"]},
         )
+
+
+@register("silent_for_tests")
+class SilentLoop(AgentLoopBase):
+    """Answers at once and tells nothing."""
+
+    async def run(self, sampling_params, **kwargs):
+        return AgentLoopOutput(prompt_ids=[5], response_ids=[6], response_mask=[1])
 
 
 @register("scoring_for_tests")
@@ -154,17 +163,34 @@ def test_responses_that_end_together_are_handed_over_as_one_batch():
     assert scores == [100.0, 97.0, 99.0, 98.0]
 
 
-def test_responses_with_other_columns_are_handed_over_apart():
-    reward_fn = CountsBatches(tiny_tokenizer(), 0, reports_all)
-    names = np.array(["noting_for_tests", "single_turn_agent"] * 2, dtype=object)
+class NotesColumns(CountsBatches):
+    """Notes what stands in the column `note` of each batch."""
+
+    def responses(self, data):
+        self.notes = [*getattr(self, "notes", []), data.non_tensor_batch["note"].tolist()]
+        return super().responses(data)
+
+
+def test_a_row_keeps_its_own_column_beside_trajectories_that_bring_one():
+    reward_fn = NotesColumns(tiny_tokenizer(), 0, lambda **kw: 1.0)
+    names = np.array(["noting_for_tests", "silent_for_tests"] * 2, dtype=object)
     rows = prompts(*"abcd", agent_name=names, note=list("wxyz"))
-    batch = agent_loops(reward_fn=reward_fn).generate_sequences(rows)
-    assert sum(reward_fn.sizes) == 4
-    assert len(reward_fn.sizes) > 1
-    notes = [
-        result["reward_extra_info"].get("note") for result in batch.non_tensor_batch[GRADE_COLUMN]
-    ]
-    assert notes == ["a", None, "c", None]
+    agent_loops(reward_fn=reward_fn).generate_sequences(rows)
+    assert reward_fn.notes == [["a", "c"], ["x", "z"]]
+
+
+def test_a_generation_that_is_given_up_hands_nothing_over():
+    reward_fn = CountsBatches(tiny_tokenizer(), 0, lambda **kw: 1.0)
+    output = AgentLoopOutput(prompt_ids=[5], response_ids=[6], response_mask=[1])
+
+    async def give_up():
+        follower = GradedGeneration(reward_fn, lambda outputs: pytest.fail("handed over"))
+        ending = asyncio.create_task(follower.add(0, {}, output))
+        await asyncio.sleep(0)  # it has been added, and is about to be handed over
+        follower.cancel()
+        await ending
+
+    asyncio.run(give_up())
 
 
 def test_a_manager_that_cannot_take_a_response_ends_the_generation():

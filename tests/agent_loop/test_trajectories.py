@@ -3,6 +3,7 @@ import torch
 
 from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.agent_loop.trajectories import as_batch, timing_of
+from verl.workers.rollout.sequences import pad
 
 LENGTHS = {"prompt_length": 3, "response_length": 4, "pad_token_id": 2}
 
@@ -119,3 +120,8 @@ def test_columns_have_the_types_that_workers_expect():
     integers = {"prompts", "responses", "response_mask", "input_ids", "attention_mask"}
     assert {name for name in integers if batch[name].dtype == torch.long} == integers
     assert batch["rollout_log_probs"].dtype == torch.float32
+
+
+def test_a_row_that_is_longer_than_its_place_is_refused():
+    with pytest.raises(ValueError, match="a row has 3 entries; it is to be padded to 2"):
+        pad([[1], [1, 2, 3]], 2, 0)

@@ -1,4 +1,5 @@
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -16,13 +17,18 @@ class Rows:
     def __init__(self, fault: int = 0):
         self.fault = fault
         self.numbers = []
-        self.threads = set()
+        self.num_reading = 0
+        self.most_reading = 0
         self.has_read = threading.Condition()
 
     def read(self, number):
         with self.has_read:
+            self.num_reading += 1
+            self.most_reading = max(self.most_reading, self.num_reading)
+        time.sleep(0.01)
+        with self.has_read:
+            self.num_reading -= 1
             self.numbers.append(number)
-            self.threads.add(threading.current_thread())
             self.has_read.notify_all()
         if number == self.fault:
             raise ValueError(f"row of step {number}")
@@ -58,15 +64,23 @@ def test_what_reading_raises_is_raised_for_the_batch_it_belongs_to():
         reader.take(2, rows.read, last=2)
 
 
-def test_held_out_batches_come_in_order_from_the_same_thread():
+def test_held_out_batches_come_in_order_and_nothing_is_read_beside_them():
     reader, rows = RowReader(), Rows()
     reader.take(1, rows.read, last=2)
     found = [number_of(batch) for batch in reader.each(partial(rows.read, n) for n in (11, 12, 13))]
     assert found == [11, 12, 13]
     assert number_of(reader.take(2, rows.read, last=2)) == 2
     assert rows.numbers == [1, 2, 11, 12, 13]
-    assert len(rows.threads) == 1
+    assert rows.most_reading == 1
     assert list(reader.each([])) == []
+
+
+def test_closing_waits_for_what_was_begun():
+    reader, rows = RowReader(), Rows()
+    reader.take(1, rows.read, last=2)
+    reader.close()
+    assert rows.numbers == [1, 2]
+    RowReader().close()  # nothing was begun
 
 
 def test_a_dataset_that_is_stuck_is_said_to_be(monkeypatch):

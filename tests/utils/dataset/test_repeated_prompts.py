@@ -59,8 +59,9 @@ def test_whatever_may_change_the_ids_is_part_of_the_question(tokenizer, counted)
     assert encode_prompt_once(says("ab"), tokenizer) != found[0]
 
 
-def test_what_cannot_be_written_down_is_worked_out_every_time(tokenizer, counted):
-    odd = {"template_kwargs": {"mood": object()}}
+@pytest.mark.parametrize("mood", [object(), {1: "x"}])
+def test_what_cannot_be_written_down_is_worked_out_every_time(tokenizer, counted, mood):
+    odd = {"template_kwargs": {"mood": mood}}
     for _ in range(2):
         assert encode_prompt_once(says("ab"), tokenizer, **odd)
     assert len(counted) == 2

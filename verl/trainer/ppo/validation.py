@@ -18,6 +18,7 @@ from verl.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
 )
+from verl.utils.kept_tokens import kept_tokens
 from verl.workers.reward_manager.abstract import precomputed_rewards
 from verl.workers.reward_manager.results import Score
 
@@ -105,16 +106,14 @@ def results_of(batch: DataProto, reward_fn: Any) -> list[tuple[float | None, Ext
 def texts_of(batch: DataProto, tokenizer: Any) -> tuple[list[str], list[str]]:
     """Prompts and responses as text, without padding and special tokens."""
     num_positions = batch.batch["responses"].shape[1]
-    masks = (
-        batch.batch["attention_mask"]
-        .bool()
-        .split([batch.batch["prompts"].shape[1], num_positions], dim=1)
+    sizes = [batch.batch["prompts"].shape[1], num_positions]
+    of_prompt, of_response = batch.batch["attention_mask"].split(sizes, dim=1)
+    prompts = kept_tokens(batch.batch["prompts"], of_prompt)
+    responses = kept_tokens(batch.batch["responses"], of_response)
+    return (
+        tokenizer.batch_decode(prompts, skip_special_tokens=True),
+        tokenizer.batch_decode(responses, skip_special_tokens=True),
     )
-    texts = []
-    for ids, mask in zip((batch.batch["prompts"], batch.batch["responses"]), masks, strict=True):
-        rows = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
-        texts.append(tokenizer.batch_decode(rows, skip_special_tokens=True))
-    return texts[0], texts[1]
 
 
 def dump_batch(batch: DataProto, folder: str, step: int, tokenizer: Any) -> None:

@@ -78,6 +78,7 @@ class SFTTrainer:
         with ExitStack() as stack:
             tracking, progress = self._reporting(stack)
             stack.callback(self.profiler.stop)
+            stack.callback(self._reader.close)
             for step in range(first + 1, self.total_steps + 1):
                 self._profile(step)
                 metrics = self.train_step(step)
@@ -147,8 +148,7 @@ class SFTTrainer:
         if trained == 0:
             raise DataError(
                 f"step {step}: none of its {self.settings.data.train_batch_size} rows has a token "
-                "to train on; "
-                "data.truncation cut every response away: raise data.max_length"
+                "to train on; data.truncation cut every response away: raise data.max_length"
             )
         return batch, StepCounts(
             num_trained_tokens=int(trained), num_tokens=int(tokens), flops=flops

@@ -5,7 +5,6 @@ that is a noticeable part of a step, in which no engine has anything to do yet.
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,24 +17,17 @@ MAX_REMEMBERED = 64
 
 
 def encode_prompt_once(
-    prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int | None = None,
-    truncation: str = "error",
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> list[int]:
     """`encode_prompt`, whose answer for the same question is remembered for a while."""
+    question = [prompt, options]
     try:
-        question = json.dumps([prompt, tools, template_kwargs])
+        text = json.dumps(question)
     except (TypeError, ValueError):  # such as objects of a template's own
-        return encode_prompt(
-            prompt, tokenizer, max_tokens=max_tokens, truncation=truncation,
-            tools=tools, template_kwargs=template_kwargs,
-        )  # fmt: skip
-    template = getattr(tokenizer, "chat_template", None)
-    return list(_encoded(question, tokenizer, str(template), max_tokens, truncation))
+        return encode_prompt(prompt, tokenizer, **options)
+    if json.loads(text) != question:  # such as keys that are numbers
+        return encode_prompt(prompt, tokenizer, **options)
+    return list(_encoded(text, tokenizer, str(tokenizer.chat_template)))
 
 
 @lru_cache(maxsize=MAX_REMEMBERED)
@@ -43,13 +35,6 @@ def _encoded(
     question: str,
     tokenizer: PreTrainedTokenizerBase,
     template: str,  # a tokenizer may get another one
-    max_tokens: int | None,
-    truncation: str,
 ) -> tuple[int, ...]:
-    prompt, tools, template_kwargs = json.loads(question)
-    return tuple(
-        encode_prompt(
-            prompt, tokenizer, max_tokens=max_tokens, truncation=truncation,
-            tools=tools, template_kwargs=template_kwargs,
-        )
-    )  # fmt: skip
+    prompt, options = json.loads(question)
+    return tuple(encode_prompt(prompt, tokenizer, **options))

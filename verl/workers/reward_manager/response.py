@@ -4,9 +4,8 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from verl.protocol import DataProto
+from verl.utils.kept_tokens import kept_tokens
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,7 @@ def responses_of(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list[Re
             f"the batch has no column {reward_fn_key!r}, which data.reward_fn_key names; it has: "
             f"{', '.join(sorted(arrays))}"
         )
-    mask = data.batch["attention_mask"][:, -tokens.shape[1] :].bool()  # (B, T)
-    lengths = mask.sum(1).tolist()
-    ids = np.split(tokens[mask].cpu().numpy(), np.cumsum(lengths)[:-1])
+    ids = kept_tokens(tokens, data.batch["attention_mask"][:, -tokens.shape[1] :])
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     truths = arrays.get("reward_model", [{"ground_truth": None}] * len(data))
     return [
@@ -48,7 +45,7 @@ def responses_of(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list[Re
             solution_str=texts[row],
             ground_truth=truths[row]["ground_truth"],
             extra_info=extra_info(arrays, row),
-            num_tokens=lengths[row],
+            num_tokens=len(ids[row]),
         )
         for row in range(len(data))
     ]

@@ -26,6 +26,7 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
+from verl.utils.kept_tokens import kept_tokens
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
@@ -138,5 +139,5 @@ class RewardModelWorker(RankWorker):
 def real_tokens(data: DataProto, column: str) -> list[list[int]]:
     """The rows of a column without padding; the mask says which tokens are real, never the ids."""
     ids = data.batch[column]
-    mask = data.batch["attention_mask"][:, -ids.shape[1] :].bool()
-    return [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+    mask = data.batch["attention_mask"][:, -ids.shape[1] :]
+    return [row.tolist() for row in kept_tokens(ids, mask)]

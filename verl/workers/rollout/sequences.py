@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.utils.dataset.prompts import encode_prompt
+from verl.utils.kept_tokens import kept_tokens
 from verl.utils.model import compute_position_id_with_mask
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 
@@ -41,8 +42,8 @@ def sampling_options(rollout: Any, meta_info: Mapping[str, Any]) -> dict[str, An
 def prompts_of(batch: DataProto, tokenizer: Any, *, max_tokens: int) -> list[list[int]]:
     """The token ids of each prompt: from `input_ids`, else `raw_prompt_ids`, else `raw_prompt`."""
     if batch.batch is not None and "input_ids" in batch.batch:
-        ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"].bool()
-        return [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+        kept = kept_tokens(batch.batch["input_ids"], batch.batch["attention_mask"])
+        return [row.tolist() for row in kept]
     columns = batch.non_tensor_batch
     if "raw_prompt_ids" in columns:
         return [list(map(int, ids)) for ids in columns["raw_prompt_ids"]]
