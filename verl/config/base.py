@@ -92,14 +92,11 @@ class BaseConfig(Mapping[str, Any]):
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
-        log = object.__getattribute__(self, "__dict__").get("_read_log")
-        if log is None or name.startswith("_"):
-            return value
-        # `isinstance` would ask an abstract class, at ten times the price of a plain look-up.
-        is_section = BaseConfig in type(value).__mro__
-        if not is_section and name in object.__getattribute__(self, "__dataclass_fields__"):
-            path = object.__getattribute__(self, "_path")
-            log.paths.add(f"{path}.{name}" if path else name)
+        if not name.startswith("_") and not isinstance(value, BaseConfig):
+            log = object.__getattribute__(self, "__dict__").get("_read_log")
+            if log is not None and name in object.__getattribute__(self, "__dataclass_fields__"):
+                path = object.__getattribute__(self, "_path")
+                log.paths.add(f"{path}.{name}" if path else name)
         return value
 
     def __getattr__(self, name: str) -> Any:  # only for what is neither field nor method
