@@ -163,7 +163,7 @@ class Chain:
     def keep(self, part: Part, found: dict[str, Any]) -> None:
         line = {"arguments": part.arguments, "allocator": part.allocator}
         runs = self.runs.setdefault(part.claim, [])
-        runs[:] = [run for run in runs if {key: run.get(key) for key in line} != line]
+        runs[:] = [run for run in runs if {key: run.get(key, "") for key in line} != line]
         runs.append({**line, **found})
         text = json.dumps({"claim": part.claim, "runs": runs}, indent=1)
         (self.out / f"{part.claim}.json").write_text(text + "\n")
