@@ -12,7 +12,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-invariance chaos test-all lint format check bench bench-gpu config clean
+.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos test-all lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -43,6 +43,9 @@ test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: a
 test-kernels: $(STAMP)  ## Compare the GPU kernels with plain torch, through Triton's interpreter
 	$(BIN)/pip install --quiet --no-deps triton==3.6.0
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py tests/workers/rollout/test_prefill_buckets.py tests/workers/rollout/test_paged_batch.py
+
+test-gpu: $(STAMP)  ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu -W default -n 8 --dist loadfile
 
 test-vllm: $(STAMP) $(if $(VERL_VLLM_PYTHON),,$(VLLM_STAMP))  ## Test with a real vLLM, in .venv-vllm or what VERL_VLLM_PYTHON names
 	VERL_VLLM_PYTHON=$(or $(VERL_VLLM_PYTHON),$(CURDIR)/$(VLLM_VENV)/bin/python) \
@@ -84,6 +87,9 @@ bench-gpu: $(STAMP)  ## Measure on a GPU, beside TRL (ten minutes); tables go to
 	$(BIN)/pip install --quiet --no-deps --target build/trl trl==1.16.0 datasets dill multiprocess xxhash
 	$(BIN)/python benchmarks/gpu/all.py --out benchmarks/results/gpu --trl build/trl
 	$(BIN)/python -m benchmarks.gpu.summary benchmarks/results/gpu docs/performance.md
+
+gpu-kit: $(STAMP)  ## Pack what the two GPU targets need on a machine without a network (scripts/gpu_kit.sh)
+	PYTHON=$(BIN)/python scripts/gpu_kit.sh
 
 bench: $(STAMP)  ## Measure; results go to benchmarks/results
 	$(BIN)/python benchmarks/protocol.py

@@ -44,13 +44,13 @@ def assert_same(found, expected, atol=1e-6):
 
 
 def test_two_ranks_train_as_one_does(model_folder, tmp_path):
-    one = trainer(model_folder, tmp_path, **{"data.val_max_samples": 63})
+    one = trainer(model_folder, tmp_path, **GENTLE, **{"data.val_max_samples": 63})
     first = one.train_step(1)
     one.train_step(2)
     expected, val_loss = arrays(one), one.mean_loss(one.val_dataset)
 
     def work(rank):
-        changes = {"data.micro_batch_size_per_gpu": 3, "data.val_max_samples": 63}
+        changes = {**GENTLE, "data.micro_batch_size_per_gpu": 3, "data.val_max_samples": 63}
         sft = trainer(model_folder, tmp_path, **changes)
         metrics = sft.train_step(1)
         sft.train_step(2)

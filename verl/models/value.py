@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from verl.models.attention import ATTENTION
-from verl.models.loading import disable_dropout, read_config, refuse_state_outside_attention
+from verl.models.loading import prepare_layers, read_config
 
 
 def load_value_model(
@@ -51,9 +51,7 @@ def empty_value_model(
             attn_implementation=ATTENTION,
             trust_remote_code=trust_remote_code,
         )
-    disable_dropout(model)
-    refuse_state_outside_attention(model)
-    return model.eval()
+    return prepare_layers(model)
 
 
 def load_with_head(
@@ -81,9 +79,7 @@ def load_with_head(
     missing = set(loading["missing_keys"])
     if "score.bias" in missing:
         nn.init.zeros_(score_head(model).bias)
-    disable_dropout(model)
-    refuse_state_outside_attention(model)
-    return model.eval(), missing
+    return prepare_layers(model), missing
 
 
 def zero_head(model: PreTrainedModel) -> None:

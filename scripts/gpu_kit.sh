@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Put what a bare GPU machine lacks into a folder, to be copied there with this checkout. Such a
+# machine has torch, triton, transformers, peft and pytest, but no network. On it:
+#
+#     export PYTHONPATH=$PWD:$PWD/build/gpu_kit HF_HUB_OFFLINE=1
+#     python3 -m pytest -m gpu -W default -n 8 --dist loadfile
+#     python3 benchmarks/gpu/all.py --out OUT --trl build/trl
+#
+# GPU_PYTHON is that machine's Python version.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+kit=build/gpu_kit trl=build/trl
+pip=("${PYTHON:-python3}" -m pip --quiet --disable-pip-version-check)
+
+rm -rf "$kit" "$trl"
+"${pip[@]}" install --no-deps --no-compile --target "$kit" -c requirements/constraints.txt \
+    hydra-core omegaconf antlr4-python3-runtime cloudpickle pyvers execnet pytest-xdist \
+    pytest-timeout pytest-asyncio
+"${pip[@]}" install --no-deps --no-compile --target "$kit" -c requirements/constraints.txt \
+    --upgrade --only-binary=:all: --python-version "${GPU_PYTHON:-3.12}" tensordict
+"${pip[@]}" install --no-deps --no-compile --target "$trl" -c requirements/constraints.txt \
+    --only-binary=:all: --python-version "${GPU_PYTHON:-3.12}" trl==1.16.0 datasets dill multiprocess xxhash
+du -sh "$kit" "$trl"
