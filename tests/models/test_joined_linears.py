@@ -1,10 +1,12 @@
 """Several linear layers as one product: outputs, gradients and parameters stay those of each."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from verl.models.joined_linears import JoinedLinears, can_join
 
@@ -72,6 +74,54 @@ def test_nothing_of_a_pass_is_kept_once_every_layer_has_answered():
     for linear in linears:
         linear(x)
     assert joined._pending is None
+
+
+def test_what_a_broken_off_pass_has_computed_can_be_forgotten():
+    linears = layers(bias=True)
+    joined = JoinedLinears(linears)
+    joined.install()
+    x = torch.randn(3, 6)
+    kept, expected = weakref.ref(x), linears[1](x).detach()
+    linears[0](x)
+    joined.forget()
+    torch.testing.assert_close(linears[1](x), expected)
+    del x
+    assert kept() is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_only_the_layers_hold_the_storage(bias):
+    linears = layers(bias)
+    joined = JoinedLinears(linears)
+    storages = [StorageWeakRef(p.untyped_storage()) for p in linears[0].parameters()]
+    for linear in linears:
+        for parameter in linear.parameters():
+            parameter.data = parameter.data.clone()
+    assert all(storage.expired() for storage in storages)
+    assert not joined.is_whole
+
+
+def test_biases_that_were_moved_are_not_answered_with_the_old_ones():
+    linears, x = layers(bias=True), torch.randn(3, 6)
+    joined = JoinedLinears(linears)
+    joined.install()
+    linears[0].bias.data = torch.ones(4)
+    assert not joined.is_whole
+    torch.testing.assert_close(linears[0](x), x @ linears[0].weight.t() + 1)
+
+
+def test_neighbours_in_memory_are_one_product_only_in_one_storage():
+    linears, memory = layers(bias=False), torch.zeros(9 * 6)
+    joined = JoinedLinears(linears)
+    apart = [
+        torch.frombuffer(rows.numpy(), dtype=torch.float32) for rows in memory.split([24, 12, 18])
+    ]
+    for linear, rows in zip(linears, apart, strict=True):
+        linear.weight.data = rows.view_as(linear.weight)
+    assert not joined.is_whole
+    for linear, rows in zip(linears, memory.split([24, 12, 18]), strict=True):
+        linear.weight.data = rows.view_as(linear.weight)
+    assert joined.is_whole, "wherever that storage is"
 
 
 def test_frozen_layers_get_no_gradient_and_the_input_still_does():

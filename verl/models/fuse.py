@@ -194,6 +194,10 @@ def is_untouched(layer: nn.Module) -> bool:
 class FusedAttention(FusedForward):
     """The attention module's own forward, with the rotary kernel switched on inside."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.joined: JoinedLinears | None = None
+
     def install(self) -> None:
         super().install()
         namespace = vars(_python_module(self.module))
@@ -202,7 +206,8 @@ class FusedAttention(FusedForward):
         children = dict(self.module.named_children())
         linears = [children[name] for name in PROJECTIONS if name in children]
         if len(linears) == len(PROJECTIONS) and can_join(linears):
-            JoinedLinears(linears).install()  # pyright: ignore[reportArgumentType]
+            self.joined = JoinedLinears(linears)  # pyright: ignore[reportArgumentType]
+            self.joined.install()
 
     def kind(self) -> Hashable:
         return next(self.module.parameters()).dtype
@@ -221,6 +226,9 @@ class FusedAttention(FusedForward):
             return self.own_forward(*args, **kwargs)
         finally:
             _is_inside_fused_attention.reset(before)
+            # A pass that ran out of memory between q and v must not stay in what is left.
+            if self.joined is not None:
+                self.joined.forget()
 
 
 class SwitchedRotary:

@@ -5,7 +5,8 @@
 The layers stay in the model under their names, with their own parameters and gradients; a
 checkpoint or an optimizer sees no difference. Only the product is one, and so is each product of
 the backward pass. Where the views are gone (a sharded engine moved the weights, an adapter took a
-layer's place), every layer computes its own part again.
+layer's place), every layer computes its own part again. Nothing but the layers refers to the
+storage, so whoever moves it (weights that wait in CPU memory) frees it, and may bring it back.
 """
 
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ class JoinedLinears:
         assert can_join(linears)
         self.linears = list(linears)
         self.sizes = [linear.out_features for linear in linears]
-        self.weight = _join([linear.weight for linear in linears])
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        self.bias = _join(biases) if biases else None
+        self.shape = (sum(self.sizes), linears[0].in_features)
+        _join([linear.weight for linear in linears])
+        if linears[0].bias is not None:
+            _join([linear.bias for linear in linears])
         self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def install(self) -> None:
@@ -33,27 +35,41 @@ class JoinedLinears:
         for index, linear in enumerate(self.linears):
             linear.forward = _Member(self, index)
 
+    def forget(self) -> None:
+        """Drop what the first layer has computed for the others, when a pass will not ask for it.
+
+        It would keep the whole graph behind it in memory.
+        """
+        self._pending = None
+
     @property
     def is_whole(self) -> bool:
-        """Whether the layers' weights still are the views they were made."""
-        places, place = [], self.weight.data_ptr()
-        for linear in self.linears:
-            places.append(place)
-            place += linear.weight.numel() * linear.weight.element_size()
-        return all(
-            type(linear.weight) is nn.Parameter and linear.weight.data_ptr() == place
-            for linear, place in zip(self.linears, places, strict=True)
-        )
+        """Whether weights and biases lie in one storage each, one layer's behind the other's."""
+        if not _are_joined([linear.weight for linear in self.linears]):
+            return False
+        return self.linears[0].bias is None or _are_joined([x.bias for x in self.linears])
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights of all layers, (sum of sizes, in_features), while `is_whole`."""
+        return self.linears[0].weight.detach().as_strided(self.shape, (self.shape[1], 1))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The biases of all layers, (sum of sizes), while `is_whole`."""
+        first = self.linears[0].bias
+        return None if first is None else first.detach().as_strided(self.shape[:1], (1,))
 
     def product(self, x: Tensor) -> Tensor:
         """The outputs of all layers side by side, (..., sum of sizes)."""
+        weight, bias = self.weight, self.bias
         if not torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, weight, bias)
         parameters = [linear.weight for linear in self.linears]
-        if self.bias is not None:
+        if bias is not None:
             parameters += [linear.bias for linear in self.linears]
         return _JoinedProduct.apply(  # pyright: ignore[reportReturnType]
-            x, self.weight, self.bias, self.sizes, *parameters
+            x, weight, bias, self.sizes, *parameters
         )
 
     def part(self, index: int, x: Tensor) -> Tensor:
@@ -88,12 +104,25 @@ def can_join(linears: Sequence[nn.Module]) -> bool:
     return len(kinds) == 1
 
 
-def _join(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor with all of them; each becomes a view of its rows."""
+def _join(parameters: Sequence[Tensor]) -> None:
+    """Copy them into one storage; each becomes a view of its rows."""
     whole = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         parameter.data = rows
-    return whole
+
+
+def _are_joined(parameters: Sequence[Tensor]) -> bool:
+    """Whether each begins where the one before it ends, in the same storage."""
+    if not all(type(parameter) is nn.Parameter for parameter in parameters):
+        return False
+    storage, place = parameters[0].untyped_storage().data_ptr(), parameters[0].data_ptr()
+    for parameter in parameters:
+        # Neighbours in memory need not share a storage: an allocator lays others side by side.
+        is_next = parameter.data_ptr() == place
+        if not is_next or parameter.untyped_storage().data_ptr() != storage:
+            return False
+        place += parameter.nbytes
+    return True
 
 
 class _JoinedProduct(torch.autograd.Function):

@@ -1,7 +1,9 @@
 """A fused model computes what the model computed before."""
 
+import gc
 import logging
 import re
+import weakref
 from copy import deepcopy
 
 import pytest
@@ -107,6 +109,25 @@ def test_a_copy_of_a_fused_model_reads_its_own_weights(device):
     after, _ = logits_and_gradients(model)
     assert torch.equal(before, after)
     torch.testing.assert_close(logits_and_gradients(twin)[0], 2 * before, rtol=1e-4, atol=1e-5)
+
+
+@on_each_device
+def test_a_pass_that_fails_inside_attention_leaves_nothing_in_memory(device):
+    model = model_on(device, "qwen3")
+    fuse_model(model)
+    attention, seen = model.model.layers[1].self_attn, []
+
+    def run_out_of_memory(module, arguments):
+        raise torch.OutOfMemoryError("between q and v")
+
+    attention.q_proj.register_forward_pre_hook(lambda _, x: seen.append(weakref.ref(x[0])))
+    hook = attention.q_norm.register_forward_pre_hook(run_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="between q and v"):
+        logits_and_gradients(model)
+    gc.collect()
+    assert [x() for x in seen] == [None]
+    hook.remove()
+    logits_and_gradients(model)
 
 
 class HalvedRMSNorm(nn.Module):

@@ -1,5 +1,8 @@
 """Memory on a real GPU: what is offloaded leaves it, and the numbers stay."""
 
+import copy
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch import nn
 from tests.tiny_models import tiny_model
 from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.models.fuse import FusedAttention, FusedGate, fuse_model
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.memory import CudaMemory, MemoryOptions, full_rows
 from verl.workers.engine.offload import OffloadedActivations
@@ -18,9 +22,21 @@ CUT = MicroBatching(rows=3)
 ADAM = FSDPOptimizerConfig(lr=0.01, weight_decay=0.1)
 
 
-def built(optimizer=ADAM, dtype=torch.bfloat16, checkpointing=False, shape=None, **memory):
+def built(
+    optimizer=ADAM,
+    dtype=torch.bfloat16,
+    checkpointing=False,
+    shape=None,
+    is_fused=False,
+    **memory,
+):
+    def build_model():
+        model = tiny_model("llama", **(shape or {})).to("cuda", dtype)
+        assert fuse_model(model) if is_fused else True
+        return model
+
     engine = OneDeviceEngine(
-        lambda: tiny_model("llama", **(shape or {})).to("cuda", dtype),
+        build_model,
         optimizer,
         memory=MemoryOptions(**memory),
         gradient_checkpointing=checkpointing,
@@ -77,22 +93,62 @@ def test_a_user_may_choose_another_form_of_adam():
     assert not MasterOptimizer([("weight", weight)], config).optimizer.defaults["fused"]
 
 
+def allocated_bytes():
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+def joined_layers(engine):
+    forwards = [module.forward for module in engine.module.modules()]
+    return [f.joined for f in forwards if isinstance(f, FusedAttention | FusedGate)]
+
+
 def test_offloaded_weights_take_no_room_on_the_gpu_and_score_the_same():
-    plain, offloaded = built(optimizer=None), built(optimizer=None, param_offload=True)
+    options = {
+        "optimizer": None,
+        "is_fused": True,
+        "shape": {"hidden_size": 1024, "intermediate_size": 8192, "scale": 0.02},
+    }
+    plain = built(**options)
+    expected = plain.infer_batch(batch().cuda(), micro_batching=CUT)  # workspaces exist now
+    num_bytes = sum(p.nbytes for p in plain.module.parameters())
+    before = allocated_bytes()
+    offloaded = built(**options, param_offload=True)
     assert all(p.is_pinned() for p in offloaded.module.parameters())
-    expected = plain.infer_batch(batch().cuda(), micro_batching=CUT)
+    assert allocated_bytes() - before < num_bytes / 20
+    with offloaded._in_use():
+        assert num_bytes <= allocated_bytes() - before < 1.2 * num_bytes, "there once"
+        assert len(joined_layers(offloaded)) == 4
+        assert all(joined.is_whole for joined in joined_layers(offloaded))
     found = offloaded.infer_batch(batch().cuda(), micro_batching=CUT)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert all(p.device.type == "cpu" for p in offloaded.module.parameters())
+    assert allocated_bytes() - before < num_bytes / 20
 
 
-def test_a_model_with_offloaded_weights_trains():
-    engine = built(param_offload=True, optimizer_offload=True)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_model_with_offloaded_weights_trains(is_fused):
+    engine = built(param_offload=True, optimizer_offload=True, is_fused=is_fused)
     before = [p.detach().clone() for p in engine.module.parameters()]
     for _ in range(2):
         assert engine.train_batch(batch().cuda(), weighted_sum, micro_batching=CUT).is_applied
     moved = [not torch.equal(a, b) for a, b in zip(engine.module.parameters(), before, strict=True)]
     assert all(moved)
+
+
+@pytest.mark.parametrize("optimizer_offload", [False, True])
+def test_a_resumed_fp32_model_with_offloaded_weights_makes_its_next_step(optimizer_offload):
+    options = {"param_offload": True, "optimizer_offload": optimizer_offload}
+    first, second = (built(dtype=torch.float32, **options) for _ in range(2))
+    data = batch().cuda()
+    assert first.train_batch(data, weighted_sum, micro_batching=CUT).is_applied
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    home = "cpu" if optimizer_offload else "cuda"
+    for moments in second.optimizer.optimizer.state.values():
+        assert moments["exp_avg"].device.type == home
+    for a, b in zip(second.module.parameters(), first.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert second.train_batch(data, weighted_sum, micro_batching=CUT).is_applied
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -1,12 +1,16 @@
 """Waiting in CPU memory changes where numbers are, never what they are."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.tiny_models import tiny_model
 from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.models.joined_linears import JoinedLinears
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.memory import MemoryOptions
@@ -109,6 +113,61 @@ def test_weights_come_back_to_their_place_when_a_pass_fails():
     with pytest.raises(RuntimeError, match="on purpose"), offloaded.on_device():
         raise RuntimeError("on purpose")
     assert layer.weight.data_ptr() == home
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_joined_layers_leave_no_storage_behind_and_are_one_product_again(bias):
+    layers = nn.ModuleList(nn.Linear(6, size, bias=bias) for size in (4, 2, 3))
+    joined, x = JoinedLinears(list(layers)), torch.randn(5, 6)
+    expected = joined.product(x).detach()  # a graph would keep the weights
+
+    def storages():
+        return {StorageWeakRef(p.untyped_storage()) for p in layers.parameters()}
+
+    before = storages()
+    offloaded = OffloadedWeights(layers, torch.device("cpu"))
+    assert all(storage.expired() for storage in before)
+    with offloaded.on_device():
+        in_use = storages()
+        assert len({storage.cdata for storage in in_use}) == 1 + bias, "each moved once"
+        assert joined.is_whole
+        assert torch.equal(joined.product(x), expected)
+        with torch.no_grad():
+            layers[1].weight.fill_(3)
+    assert all(storage.expired() for storage in in_use)
+    assert layers[1].weight.eq(3).all()
+    assert joined.is_whole
+
+
+def test_a_state_is_loaded_while_the_weights_are_on_the_device():
+    """An fp32 weight is its own master, and moments go to the device of their master."""
+    engine = built(param_offload=True)
+    weights_after_steps(engine, steps=1)
+    weight = dict(engine.module.named_parameters())["model.norm.weight"]
+    home, places = weight.data_ptr(), []
+
+    class Masters(dict):
+        def __getitem__(self, name):
+            places.append(weight.data_ptr())
+            return super().__getitem__(name)
+
+    state = copy.deepcopy(engine.state_dict())
+    state["optimizer"]["masters"] = Masters(state["optimizer"]["masters"])
+    engine.load_state_dict(state)
+    assert places
+    assert home not in places
+    assert weight.data_ptr() == home
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_model_with_offloaded_weights_is_saved_and_continues_bit_for_bit(dtype, tmp_path):
+    straight, first, second = (built(dtype=dtype, param_offload=True) for _ in range(3))
+    expected = weights_after_steps(straight, steps=4)
+    weights_after_steps(first, steps=2)
+    save_state(tmp_path, "engine", first.state_dict())
+    second.load_state_dict(load_state(tmp_path, "engine"))
+    for a, b in zip(weights_after_steps(second, steps=2), expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

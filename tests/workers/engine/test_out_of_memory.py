@@ -179,6 +179,24 @@ def test_rows_are_filled_up_to_the_limit_and_one_that_exceeds_it_goes_alone():
     assert fill([], [], 6) == [[]], "a pass without rows is still a pass"
 
 
+@pytest.mark.parametrize("limit", [None, 40])
+def test_the_limit_is_never_raised_and_holds_for_what_waits_already(limit):
+    passes, tried = FittingPasses("nothing"), []
+    passes.max_tokens = limit
+
+    def make_pass(rows):
+        tried.append(rows)
+        if len(rows) > 1:
+            raise torch.OutOfMemoryError("too many rows")
+        return rows
+
+    rows = list(range(8))
+    assert passes.run(rows, [10] * 8, make_pass) == [[row] for row in rows]
+    assert passes.max_tokens == 10
+    assert passes.num_splits == (3 if limit is None else 2), "every size failed once"
+    assert tried[-6:] == [[2], [3], [4], [5], [6], [7]]
+
+
 def test_after_a_failure_the_limit_is_the_larger_half():
     passes, tried = FittingPasses("nothing"), []
 

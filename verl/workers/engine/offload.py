@@ -7,7 +7,7 @@ side is pinned and kept for the next time, so that copies run at full speed and 
 anew. On a CPU the same copies are made; they save nothing there.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import contextmanager
 
 import torch
@@ -36,19 +36,20 @@ class HostMemory:
 
 
 class OffloadedWeights:
-    """A model's weights in CPU memory, on the device only inside `on_device`."""
+    """A model's weights in CPU memory, on the device only inside `on_device`.
+
+    Those that share a storage (layers with one product, `joined_linears`) share one on both sides.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._parameters = list(module.parameters())  # tied weights once
         self._device = device
-        for parameter in self._parameters:
-            parameter.data = host_buffer(parameter.data).copy_(parameter.data)
+        move_storages(self._parameters, lambda storage: host_buffer(storage).copy_(storage))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         homes = [parameter.data for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.data = device_copy(parameter.data, self._device)
+        move_storages(self._parameters, lambda storage: device_copy(storage, self._device))
         try:
             yield
         finally:
@@ -120,6 +121,24 @@ class OffloadedActivations:
             return tensor if device is None else device_copy(tensor, device)
 
         return saved_tensors_hooks(pack, unpack)
+
+
+def move_storages(parameters: Iterable[nn.Parameter], copy: Callable[[Tensor], Tensor]) -> None:
+    """Give the parameters what `copy` makes of their storages, each of which it gets once, as
+    bytes. Views of one storage stay that."""
+    copies: dict[int, Tensor] = {}  # by the address of the old storage
+    for parameter in parameters:
+        storage = parameter.untyped_storage()
+        if storage.data_ptr() not in copies:
+            content = torch.empty(0, dtype=torch.uint8, device=parameter.device).set_(storage)
+            copies[storage.data_ptr()] = copy(content)
+        moved = copies[storage.data_ptr()]
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=moved.device).set_(
+            moved.untyped_storage(),
+            parameter.storage_offset(),
+            parameter.shape,
+            parameter.stride(),
+        )
 
 
 def is_movable(tensor: Tensor, weights: Set[int]) -> bool:

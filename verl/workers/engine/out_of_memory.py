@@ -55,9 +55,12 @@ class FittingPasses:
         `lengths` are the tokens of every row of the batch. After a failed pass, `before_halves()`
         surrounds those that take its place.
         """
+        parts = self.cut(rows, lengths)
+        if len(parts) == 1:
+            return self._pass_or_halves(rows, lengths, make_pass, before_halves)
         results = []
-        for part in self.cut(rows, lengths):
-            results += self._pass_or_halves(part, lengths, make_pass, before_halves)
+        for part in parts:  # cut again in its turn: one before it may have lowered the limit
+            results += self.run(part, lengths, make_pass, before_halves)
         return results
 
     def cut(self, rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
@@ -86,10 +89,11 @@ class FittingPasses:
         results = []
         with before_halves():
             for part in parts:
-                results += self._pass_or_halves(part, lengths, make_pass, before_halves)
+                results += self.run(part, lengths, make_pass, before_halves)
         return results
 
     def _lower(self, num_tokens: int, num_rows: int, max_tokens: int) -> None:
+        assert self.max_tokens is None or max_tokens <= self.max_tokens, "cut before it ran"
         self.num_splits += 1
         self.max_tokens = max_tokens
         logger.warning(
