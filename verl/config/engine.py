@@ -45,7 +45,8 @@ class EngineConfig(BaseConfig):
     """Seed of the random numbers drawn while training, such as dropout."""
 
     full_determinism: bool = False
-    """Use deterministic kernels only. Slower; for finding out why two runs differ."""
+    """Use deterministic kernels only, in the whole process of the role. Slower; for finding out why
+    two runs differ."""
 
     forward_only: bool = False
     """Build no optimizer and keep no gradients, as for a reference policy."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.models.attention import AttentionLayout, AttentionOptions
+from verl.models.picked_rows import picked_rows
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class UnfoldedLayout(AttentionLayout):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        query_, key_, value_ = (x.index_select(0, self._unfold) for x in (query, key, value))
+        query_, key_, value_ = (picked_rows(x, self._unfold) for x in (query, key, value))
         whole = self.inner.attend(layer, query_, key_, value_, options)
         output = whole.index_select(0, self._fold)
         padding = output.new_zeros(len(query) - self.num_tokens, *output.shape[1:])

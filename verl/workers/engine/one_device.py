@@ -22,11 +22,13 @@ from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, sum_squared_probs, token_log_probs
 from verl.models.kernels.availability import can_run_triton
 from verl.models.lora import hf_weights, without_adapters
+from verl.models.picked_rows import picked_rows
 from verl.models.ulysses import SequenceShare, UlyssesLayout, refuse_undividable
 from verl.models.value import score_head
 from verl.utils.device import without_waiting
 from verl.utils.garbage import spare_present_objects
 from verl.workers.engine.base import BaseEngine, Columns, LossFunction, MicroBatching, TrainResult
+from verl.workers.engine.gradient_sums import GradientSums
 from verl.workers.engine.memory import (
     CudaMemory,
     DeviceMemory,
@@ -98,6 +100,9 @@ class OneDeviceEngine(BaseEngine):
         else:
             self.optimizer = self._build_optimizer(self._optimizer_config)
         self._arrivals = GradientArrivals(self.module.parameters())
+        self._gradient_sums = GradientSums(
+            [] if self.meets_others_in_a_pass else self.module.parameters()
+        )
         self._activations = OffloadedActivations(self.module)
         self._weights = self._compiled = None
         if self._memory.param_offload:
@@ -154,6 +159,7 @@ class OneDeviceEngine(BaseEngine):
         """Start a step anew; what an earlier one has left open is forgotten."""
         optimizer = self._require_optimizer()
         optimizer.zero_grad()
+        self._gradient_sums.clear()
         scale = None if optimizer.loss_scale is None else optimizer.loss_scale.value
         self._open_step = OpenStep(self._training.num_splits, scale)
 
@@ -192,12 +198,15 @@ class OneDeviceEngine(BaseEngine):
         passes, lengths = self._require_open_step().passes, row_lengths(data)
         self.module.train()  # for gradient checkpointing; dropout is 0 everywhere
         for rows in self._training_schedule(data, lengths, micro_batching):
-            passes += self._run(self._training, rows, lengths, make_pass, self._arrivals.frozen)
+            made = self._run(self._training, rows, lengths, make_pass, self._arrivals.frozen)
+            self._gradient_sums.count_passes(len(made))
+            passes += made
         self.module.eval()
 
     def _close_step(self, gradient_factor: float) -> TrainResult:
         step = self._require_open_step()
         self._open_step = None
+        self._gradient_sums.give_back()
         return step.result(
             self._optimizer_step(gradient_factor),
             learning_rate=self._require_optimizer().learning_rate,
@@ -231,7 +240,8 @@ class OneDeviceEngine(BaseEngine):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._require_optimizer().load_state_dict(state["optimizer"])
+        with self._in_use():  # where a weight is its own master, its moments go where it is
+            self._require_optimizer().load_state_dict(state["optimizer"])
         self.policy_version = int(state["policy_version"])
 
     def disable_adapter(self) -> AbstractContextManager[None]:
@@ -362,7 +372,7 @@ class OneDeviceEngine(BaseEngine):
         hidden = hidden_states(self.module, packed.input_ids, packed.position_ids, layout)
         if self._is_value_model:
             return {"values": packed.unpack(self._values(hidden, packed))}
-        head, sources = OutputHead.of(self.module), hidden.index_select(0, packed.sources)
+        head, sources = OutputHead.of(self.module), picked_rows(hidden, packed.sources)
         log_probs, entropy = token_log_probs(sources, head, packed.targets, temperature=temperature)
         columns = {"log_probs": log_probs, "entropy": entropy}
         if with_sum_pi_squared:
@@ -370,7 +380,7 @@ class OneDeviceEngine(BaseEngine):
         return {name: packed.unpack(values) for name, values in columns.items()}
 
     def _values(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        return score_head(self.module)(hidden[packed.sources]).squeeze(-1).float()
+        return score_head(self.module)(picked_rows(hidden, packed.sources)).squeeze(-1).float()
 
     def _build_optimizer(self, config: FSDPOptimizerConfig) -> MasterOptimizer:
         return MasterOptimizer(

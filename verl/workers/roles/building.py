@@ -17,6 +17,7 @@ from verl.models.loading import empty_causal_lm, load_causal_lm
 from verl.models.lora import LoraOptions, add_lora, lora_options
 from verl.models.value import empty_value_model, load_value_model
 from verl.utils.collectives import is_distributed
+from verl.utils.determinism import use_deterministic_kernels
 from verl.utils.device import check_cpu_bf16
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
@@ -55,6 +56,8 @@ def build_engine(
     from, for the reference. `is_shared` says that a rollout engine uses the weights in place.
     """
     import_external_libs(model.external_lib)
+    if engine.full_determinism:
+        use_deterministic_kernels()
     is_frozen = optimizer is None
     build_model = ModelBuilder(
         model=model,
