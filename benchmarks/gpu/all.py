@@ -65,10 +65,14 @@ PLAN = [
     Part("a", "decode", "decode", "--shape 0.5B --repeats 3 --generate-pairs 3", 32),
     Part("b", "train", "train", "--shape 0.5B --rounds 3", 20),
     Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 40),
-    Part("b", "train", "train", "--shape 1.5B --rounds 2", 25),
+    Part("b", "train", "train", "--shape 1.5B --rounds 1", 21),
     Part(
         "e", "exact", "grpo_step",
-        "--shape 0.5B --variants approximate,exact --rounds 1 --prompts 64", 26,
+        "--shape 0.5B --variants approximate --rounds 2 --prompts 64", 21,
+    ),
+    Part(
+        "e", "exact", "grpo_step",
+        "--shape 0.5B --variants exact --rounds 2 --prompts 64", 21,
     ),
     Part("a", "decode", "decode", "--shape 1.5B --repeats 2", 24),
     Part(
@@ -90,7 +94,8 @@ TINY_PLAN = [
     Part("b", "train", "train", f"{TINY} --rounds 1", 20),
     Part("c", "grpo_step", "grpo_step", f"{TINY} --rounds 1", 20),
     Part("d", "trl_step", "trl_step", f"{TINY} --steps 2 --micro-rows 4", 30),
-    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants approximate,exact", 20),
+    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants approximate", 20),
+    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants exact", 20),
     Part("f", "filtered", "filtered", f"{TINY} --rounds 1", 20),
     Part("g", "overlap", "overlap", f"{TINY} --rounds 1 --micro-tokens 64", 25),
     Part("h", "grpo_step", "trainer_step", f"{TINY} --steps 2", 40),

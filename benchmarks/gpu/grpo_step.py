@@ -8,8 +8,9 @@ few tokens and one of few prompts: kernels are compiled, and memory has grown to
     base            old log-probs are the update's own; prompts are computed once per group
     old_log_probs   the same with a pass for old log-probs before the update
     whole_prompts   the same with every prompt computed once per sample
-    exact           a second model that gives rollout and training the same bits, with that pass
-    approximate     the base model with that pass: what `exact` is to be compared with
+    approximate     prompts per sample, and a pass for old log-probs
+    exact           the same with equal bits in rollout and training; it runs alone, for cuBLAS is
+                    told how to add in the whole process
 """
 
 import argparse
@@ -43,16 +44,16 @@ class Variant:
 def build_variants(options: argparse.Namespace, work: Workload) -> dict[str, Variant]:
     """The variants asked for; those of one kind of model share one policy."""
     names = options.variants.split(",")
-    policy = Policy(options, work, is_exact=False)
+    if "exact" in names and len(names) > 1:
+        raise SystemExit("exact holds for a whole process; run it alone: --variants exact")
+    policy = Policy(options, work, is_exact="exact" in names)
     known = {
         "base": Variant(policy, shares_prefix=True),
         "old_log_probs": Variant(policy, with_old_log_probs=True, shares_prefix=True),
         "whole_prompts": Variant(policy),
         "approximate": Variant(policy, with_old_log_probs=True),
+        "exact": Variant(policy, with_old_log_probs=True),
     }
-    if "exact" in names:
-        exact = Policy(options, work, is_exact=True)
-        known["exact"] = Variant(exact, with_old_log_probs=True)
     return {name: known[name] for name in names}
 
 

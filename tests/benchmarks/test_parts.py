@@ -96,12 +96,17 @@ def test_computing_prompts_once_changes_the_numbers_by_rounding_only(run):
 
 
 def test_the_exact_variant_gives_rollout_and_training_the_same_bits(run, tmp_path):
-    found = run(grpo_step, "--rounds", "1", "--variants", "approximate,exact")
+    found = run(grpo_step, "--rounds", "1", "--variants", "exact")
     (exact,) = found["samples"]["exact"]
     assert exact["difference_from_rollout"] == {"mean": 0.0, "max": 0.0}
     runs = [{"arguments": "", "status": "done", **found}]
     (tmp_path / "exact.json").write_text(json.dumps({"claim": "exact", "runs": runs}))
     assert "Equal bits in rollout and training" in summarise(tmp_path)
+
+
+def test_the_exact_variant_does_not_run_beside_others(run):
+    with pytest.raises(SystemExit, match="run it alone"):
+        run(grpo_step, "--rounds", "1", "--variants", "approximate,exact")
 
 
 def test_passes_beside_generation_make_the_same_step(run, tmp_path):
