@@ -30,6 +30,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
     "gemma3_text": {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
+    "gpt2": {"num_key_value_heads": 4},
     "phi": {},
     "phi3": {},
     "smollm3": {},

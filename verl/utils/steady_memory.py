@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.utils.device import free_cached_memory
+
 PINNED_ALLOCATION = 1
 ON_DEVICE = 1
 READ_AND_WRITE = 3
+OUT_OF_MEMORY = 2
 
 
 class _Location(ctypes.Structure):
@@ -36,6 +39,10 @@ class _Access(ctypes.Structure):
 
 class CudaDriverError(RuntimeError):
     """A driver call that failed; the message has its name and its error."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class SteadyMemory:
@@ -77,14 +84,28 @@ class SteadyMemory:
         """Put memory behind the address; what it holds is undefined."""
         if self.is_mapped:
             return
-        size, zero = ctypes.c_size_t(self.num_bytes), ctypes.c_uint64(0)
-        created = ctypes.byref(self._handle)
-        self._call("cuMemCreate", created, size, ctypes.byref(self._properties), zero)
-        self._call("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, zero)
+        try:
+            self._create()
+        except CudaDriverError as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+            free_cached_memory()  # torch keeps what its tensors gave back, unknown to the driver
+            self._create()
+        size = ctypes.c_size_t(self.num_bytes)
+        zero, one = ctypes.c_uint64(0), ctypes.c_size_t(1)
         access = _Access(self._location, READ_AND_WRITE)
-        one = ctypes.c_size_t(1)
-        self._call("cuMemSetAccess", self._address, size, ctypes.byref(access), one)
+        try:
+            self._call("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, zero)
+            self._call("cuMemSetAccess", self._address, size, ctypes.byref(access), one)
+        except CudaDriverError:
+            self._call("cuMemRelease", self._handle)
+            raise
         self.is_mapped = True
+
+    def _create(self) -> None:
+        created, properties = ctypes.byref(self._handle), ctypes.byref(self._properties)
+        size, zero = ctypes.c_size_t(self.num_bytes), ctypes.c_uint64(0)
+        self._call("cuMemCreate", created, size, properties, zero)
 
     def unmap(self) -> None:
         """Give the memory back once all work that uses it is done; the address stays ours."""
@@ -111,7 +132,8 @@ class SteadyMemory:
             text = ctypes.c_char_p()
             self._driver["cuGetErrorString"](ctypes.c_int(status), ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
-            raise CudaDriverError(f"{name} for {self._size_text()} failed: {reason} ({status})")
+            text = f"{name} for {self._size_text()} failed: {reason} ({status})"
+            raise CudaDriverError(text, status)
 
     def _size_text(self) -> str:
         return f"{self.num_bytes >> 20} MiB" if "num_bytes" in vars(self) else "a GPU"

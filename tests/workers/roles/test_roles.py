@@ -148,7 +148,7 @@ def test_a_critic_gives_values_and_learns(model_path, tmp_path):
 
 
 def test_an_engine_that_nobody_has_registered_is_refused_with_the_known_ones(model_path):
-    with pytest.raises(RuntimeError, match=r"rollout.name is 'vlm'; known: hf, native, .*vllm"):
+    with pytest.raises(RuntimeError, match=r"rollout.name is 'vlm'; known: .*\bhf, native, .*vllm"):
         policy(model_path, name="vlm")
 
 

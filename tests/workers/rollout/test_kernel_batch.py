@@ -49,7 +49,7 @@ def outputs(model, params, plain, is_late=None):
 
 @on_each_device
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt2"])
 def test_responses_are_those_of_plain_torch(device, architecture, name):
     model = tiny_model(architecture).to(device)
     plain_class, expected = outputs(model, SETTINGS[name], plain=True)

@@ -8,6 +8,7 @@ from tests.workers.rollout.helpers import EOS, LIMITS, build_engine, request, tr
 from verl.models.exact import make_exact
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native.engine import EngineLimits
+from verl.workers.rollout.native.row_table import RowTable
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20], [30, 31]]
 CAPACITY = LIMITS.max_prompt_tokens + LIMITS.max_response_tokens
@@ -90,3 +91,13 @@ def test_generation_leaves_no_gradient_and_the_module_in_its_mode():
     build_engine(model).generate_batch(requests(SamplingParams(max_tokens=3)))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not model.training
+
+
+def test_rows_of_a_graph_that_nobody_uses_are_at_a_position_that_exists(monkeypatch):
+    runner = build_engine(tiny_model("gpt2")).runner
+    seen = []
+    monkeypatch.setattr(
+        runner, "_hidden_states", lambda ids, positions, layout: seen.append(positions)
+    )
+    runner.decode_hidden(None, RowTable.empty(3, 2, torch.device("cpu")))
+    assert seen[0].tolist() == [0, 0, 0]

@@ -3,7 +3,7 @@
 An exact model gives the same bits however it is run. Other models: on one thread, products of at
 least `ROW_TILE` rows give each row the same bits. On several threads the library splits products
 differently for different sizes, unless it is told not to (MKL_CBWR=AUTO,STRICT, which Intel's
-library heeds on Intel's processors); then everything the engine reports is the same to the last bit.
+library heeds on Intel's processors); then all that the engine reports is the same to the last bit.
 """
 
 import itertools

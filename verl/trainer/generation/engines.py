@@ -57,6 +57,7 @@ def engine_here(config: GenerationConfig, model_path: str, device: str, dtype: s
         rollout=config.rollout,
         tokenizer=hf_tokenizer(model_path, trust_remote_code=trusts_code),
         version=lambda: 0,
+        owns_module=True,
     )
     rollout = module_engines[config.rollout.name](order)
     return Engine(rollout, restart=lambda: None, close=lambda: None)

@@ -20,6 +20,7 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from verl.utils.device import free_cached_memory
 from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
@@ -102,6 +103,8 @@ class GeneratingWorker(RankWorker):
         module: PreTrainedModel,
         version: Callable[[], int],
         tp_group: dist.ProcessGroup | None = None,
+        *,
+        owns_module: bool = False,
     ) -> None:
         """An engine that generates with the weights of `module`, whatever they are by then.
 
@@ -117,6 +120,7 @@ class GeneratingWorker(RankWorker):
                     version=version,
                     seed=self._engine_number,
                     tp_group=tp_group,
+                    owns_module=owns_module,
                 )
             )
         )
@@ -129,7 +133,8 @@ class GeneratingWorker(RankWorker):
         config, tp_size = self.config, self.config.rollout.tensor_model_parallel_size
         module = load_copy(config.model, self.fsdp_config, self.device)
         copy = ModuleCopy(module, bucket_bytes=self.bucket_bytes, is_divided=tp_size > 1)
-        self.start_on_module(module, lambda: copy.version, self.neighbours(tp_size))
+        group = self.neighbours(tp_size)
+        self.start_on_module(module, lambda: copy.version, group, owns_module=True)
         self.rollout_copy = copy
 
     def module_with_adapter(self) -> PreTrainedModel | None:
@@ -218,6 +223,8 @@ class GeneratingWorker(RankWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_wake_up(self) -> None:
+        if isinstance(self.rollout, EngineProcess):
+            free_cached_memory()  # it may share the device, and cannot take what torch keeps here
         self.rollout.wake_up()
 
     # ---- a whole batch ---------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.hf_rollout import HFRollout
 from verl.workers.rollout.native.end_tokens import end_tokens
 from verl.workers.rollout.native.engine import NativeEngine
-from verl.workers.rollout.native.memory import cache_budget
+from verl.workers.rollout.native.memory import beside_weights, cache_budget
 from verl.workers.rollout.native.requests import EngineLimits
 from verl.workers.rollout.process.client import EngineSpec
 from verl.workers.rollout.process.native import BUILD as BUILD_NATIVE
@@ -59,6 +59,8 @@ class ModuleOrder:
     """Another for each engine of a run: what is drawn for requests without a seed depends on it."""
 
     tp_group: ProcessGroup | None = None
+    owns_module: bool = False
+    """Nobody else uses the module, so its weights count as the engine's memory."""
 
     @property
     def end_tokens(self) -> list[int]:
@@ -116,9 +118,13 @@ class EngineOrder:
 
 
 def native(order: ModuleOrder) -> Rollout:
+    limits = native_limits(order.rollout, next(order.module.parameters()).device)
+    if order.owns_module:
+        num_ranks = 1 if order.tp_group is None else order.tp_group.size()
+        limits = beside_weights(limits, order.module, num_ranks)
     return NativeEngine(
         order.module,
-        native_limits(order.rollout, next(order.module.parameters()).device),
+        limits,
         eos_token_ids=order.end_tokens,
         version=order.version,
         decode_text=order.decode_text,

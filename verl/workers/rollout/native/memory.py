@@ -1,11 +1,14 @@
 """How much memory keys and values may take."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from verl.utils.device import memory_info
+from verl.workers.rollout.native.requests import EngineLimits
 
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -18,6 +21,14 @@ def cache_budget(device: torch.device, share: float) -> int:
     if device.type == "cpu":
         return int(share * host_memory())
     return int(share * memory_info(device)[1])
+
+
+def beside_weights(limits: EngineLimits, module: nn.Module, num_ranks: int = 1) -> EngineLimits:
+    """The limits of an engine with weights of its own, which take their part of its memory.
+    `num_ranks` divide them."""
+    weights = sum(weight.numel() * weight.element_size() for weight in module.parameters())
+    taken = weights // num_ranks
+    return replace(limits, max_cache_bytes=max(1, limits.max_cache_bytes - taken))
 
 
 def host_memory() -> int:

@@ -40,12 +40,12 @@ class StepGraphs:
 
     def _capture(self, run: Callable[[], None], state: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
         kept = [tensor.clone() for tensor in state]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        # Always the same stream: libraries keep a workspace for every stream they have seen.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(NUM_WARM_UPS):  # kernels are compiled and libraries set up
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may go on with work of their own on the device.

@@ -18,6 +18,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
 from verl.workers.rollout.native.end_tokens import end_tokens
 from verl.workers.rollout.native.engine import NativeEngine, outputs_of
+from verl.workers.rollout.native.memory import beside_weights
 from verl.workers.rollout.native.requests import EngineLimits
 from verl.workers.rollout.native.sequence import Group
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
@@ -63,7 +64,7 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
     tokenizer = hf_tokenizer(options["tokenizer_path"], trust_remote_code=trusts)
     engine = NativeEngine(
         module.requires_grad_(False).eval(),
-        EngineLimits(**options["limits"]),
+        beside_weights(EngineLimits(**options["limits"]), module),
         eos_token_ids=end_tokens(module, tokenizer),
         decode_text=lambda ids: str(tokenizer.decode(ids)),
         seed=options["seed"],
