@@ -1,12 +1,15 @@
 """Packed sequences give what each sequence gives alone in an unmodified model."""
 
+import gc
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_models import ARCHITECTURES, VOCABULARY, plain_twin, tiny_model
 from verl.models.forward import hidden_states, packed_positions
 from verl.models.head import OutputHead, scaled_logits, token_log_probs
-from verl.models.packed import PackedLayout, similar_lengths
+from verl.models.packed import PackedLayout, similar_lengths, window_mask
 
 LENGTHS = [7, 1, 12, 3, 9]
 
@@ -97,6 +100,46 @@ def test_groups_waste_little_on_padding_and_hold_every_sequence_once():
     for group in groups:
         real = sum(lengths[i] for i in group)
         assert real >= 0.8 * len(group) * max(lengths[i] for i in group)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 9])
+def test_a_token_sees_itself_and_the_nearest_before_it(window):
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    expected = (distance >= 0) & (distance < window)
+    assert torch.equal(window_mask(5, window, torch.device("cpu")), expected)
+
+
+def test_a_mask_is_made_on_its_device_and_nothing_larger_on_the_way():
+    made = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(func(*args, **(kwargs or {})))
+            return made[-1]
+
+    with Recorder():
+        mask = window_mask(50, 7, torch.device("meta"))
+    assert {x.device.type for x in made} == {"meta"}
+    assert max(x.numel() * x.element_size() for x in made) == mask.numel() == 2500
+
+
+# Gemma 2 has layers with and without a window, and a soft cap that needs a mask in both.
+@pytest.mark.parametrize(("model_type", "num_masks"), [("mistral", 1), ("gemma2", 2)])
+def test_layers_share_masks_which_are_freed_with_the_pass(model_type, num_masks):
+    length = 37
+
+    def masks():
+        tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+        return [x for x in tensors if x.dtype == torch.bool and x.shape == (length, length)]
+
+    model = tiny_model(model_type, num_hidden_layers=4)
+    ids, layout = random_ids([length]), PackedLayout([length])
+    hidden = hidden_states(model, ids, packed_positions(layout.lengths), layout)
+    assert len(masks()) == num_masks
+    hidden.sum().backward()
+    del hidden, layout
+    gc.collect()
+    assert masks() == []
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

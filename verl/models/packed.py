@@ -7,7 +7,6 @@ back. This is the reference that faster kernels are compared with, and the path 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,9 @@ from torch import Tensor
 from verl.models.attention import AttentionLayout, AttentionOptions
 
 MAX_PADDED_SHARE = 0.2
+
+Masks = dict[tuple[int, int], Tensor]
+"""Which tokens see which, by the length of the block and the tokens that one sees at most."""
 
 
 class PackedLayout(AttentionLayout):
@@ -28,6 +30,9 @@ class PackedLayout(AttentionLayout):
             _Block.build(self.lengths, members, torch.device(device))
             for members in similar_lengths(self.lengths)
         ]
+        # Shared by the layers of a pass and freed with it: every pass has other lengths, and a mask
+        # of 8,192 tokens takes 64 MiB.
+        self._masks: Masks = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -36,7 +41,7 @@ class PackedLayout(AttentionLayout):
         parts, places = [], []
         for block in self.blocks:
             q, k, v = (block.gather(x) for x in (query, key, value))
-            output = block_attention(q, k, v, options)
+            output = block_attention(q, k, v, options, self._masks)
             parts.append(output.transpose(1, 2).flatten(0, 1)[block.real])  # (real tokens, H, D)
             places.append(block.tokens[block.real])
         merged = torch.cat(parts)
@@ -84,17 +89,26 @@ def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """Causal attention in a right-padded block; q is (B, H, L, D), k and v (B, KV, L, D)."""
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, masks: Masks | None = None
+) -> Tensor:
+    """Causal attention in a right-padded block; q is (B, H, L, D), k and v (B, KV, L, D).
+
+    A mask is taken from `masks`, where it is left the first time it is needed.
+    """
     length = q.shape[2]
-    window = options.sliding_window
-    has_window = window is not None and window < length
-    if options.softcap is None and options.sinks is None:
-        mask = window_mask(length, window, q.device) if has_window and window else None
+    num_seen = min(options.sliding_window or length, length)
+    is_plain = options.softcap is None and options.sinks is None
+    if is_plain and num_seen == length:
         return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=options.scaling, enable_gqa=True
+            q, k, v, is_causal=True, scale=options.scaling, enable_gqa=True
         )
-    mask = window_mask(length, window if has_window and window else length, q.device)
+    masks = {} if masks is None else masks
+    if (length, num_seen) not in masks:
+        masks[length, num_seen] = window_mask(length, num_seen, q.device)
+    mask = masks[length, num_seen]
+    if is_plain:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=options.scaling, enable_gqa=True)
     return explicit_attention(q, k, v, mask, options)
 
 
@@ -107,7 +121,7 @@ def explicit_attention(
     scores = q @ k.transpose(-1, -2) * options.scaling
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
+    scores = torch.where(visible, scores, -torch.inf)  # keeps the mask itself for backward, no copy
     if options.sinks is not None:
         sinks = options.sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
@@ -115,8 +129,7 @@ def explicit_attention(
     return weights[..., : v.shape[2]] @ v
 
 
-@lru_cache(maxsize=64)
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """(length, length), True where the row's token sees the column's."""
-    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-    return ((distance >= 0) & (distance < window)).to(device)
+    every = torch.ones(length, length, dtype=torch.bool, device=device)
+    return every.tril_().triu_(1 - window)

@@ -36,6 +36,7 @@ from verl.models.kernels.attention_blocks import (
 )
 from verl.models.kernels.availability import can_start_early
 from verl.models.kernels.prompt_states import prompt_states
+from verl.models.kernels.shared_memory import stages_that_fit
 
 NUM_WARPS, NUM_WARPS_OF_WIDE_HEADS = 4, 2
 NUM_STAGES = 3
@@ -87,6 +88,8 @@ def slot_decode_attention(
         prompt = response
     has_states = sliding_window is None and has_prompts
     is_wide = key_dim > WIDEST_OF_NARROW_HEADS
+    heads_padded = max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads))
+    num_stages = stages_of_pages(NUM_STAGES, key_dim) if is_paged else NUM_STAGES
     has_one_step = all(x.stride(2) == y.stride(2) for x, y in zip(prompt, response, strict=True))
     starts_early = has_states and can_start_early(query.device)
     states = (query,) * 4  # not read without states
@@ -106,7 +109,7 @@ def slot_decode_attention(
         *prompt[0].stride()[:3], *prompt[1].stride()[:3],
         *response[0].stride()[:3], *response[1].stride()[:3],
         HEADS=num_heads // num_kv_heads,
-        HEADS_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
+        HEADS_PADDED=heads_padded,
         KEY_DIM=key_dim,
         KEY_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(key_dim)),
         VALUE_DIM=value_dim,
@@ -120,7 +123,9 @@ def slot_decode_attention(
         STARTS_EARLY=starts_early,
         PAGED=is_paged,
         num_warps=NUM_WARPS_OF_WIDE_HEADS if is_wide else NUM_WARPS,
-        num_stages=stages_of_pages(NUM_STAGES, key_dim) if is_paged else NUM_STAGES,
+        num_stages=stages_that_fit(
+            num_stages, query, heads_padded, num_keys=BLOCK, is_paged=is_paged
+        ),
         **LAUNCH | ({"launch_pdl": True} if starts_early else {}),
     )  # fmt: skip
     return output

@@ -29,7 +29,11 @@ from verl.models.kernels.attention_blocks import (
     visit,
     with_sink,
 )
-from verl.models.kernels.availability import has_large_shared_memory
+from verl.models.kernels.shared_memory import (
+    has_large_shared_memory,
+    rows_that_fit,
+    stages_that_fit,
+)
 from verl.utils.device import without_waiting
 
 ROWS, ROWS_OF_WIDE_HEADS = 128, 64
@@ -41,7 +45,7 @@ NUM_STAGES, NUM_STAGES_OF_WIDE_HEADS = 3, 2
 WIDE = 256
 """Bytes of a head; wider ones leave room for fewer queries and blocks."""
 
-ROWS_PER_WARP = 16
+ROWS_PER_WARP, FEWEST_WARPS = 16, 4
 NARROW, REGISTERS_OF_NARROW_HEADS = 128, 128
 """Two programs share a multiprocessor if heads have so few bytes and threads so few registers."""
 
@@ -87,18 +91,20 @@ def tokens_per_tile(query: Tensor, key: Tensor) -> int:
 def launch_options(query: Tensor, num_rows: int) -> dict[str, int]:
     """For programs of `num_rows` queries that go over blocks of keys."""
     width = _width(query)
-    options = {
-        "num_warps": max(1, num_rows // ROWS_PER_WARP),
-        "num_stages": NUM_STAGES if width <= WIDE else NUM_STAGES_OF_WIDE_HEADS,
-    }
+    num_stages = NUM_STAGES if width <= WIDE else NUM_STAGES_OF_WIDE_HEADS
     if _is_crowded(query):
-        options["num_stages"] = 1
+        num_stages = 1
+    options = {
+        "num_warps": max(FEWEST_WARPS, num_rows // ROWS_PER_WARP),
+        "num_stages": stages_that_fit(num_stages, query, num_rows, num_keys=BLOCK),
+    }
     return options | {"maxnreg": REGISTERS_OF_NARROW_HEADS} if width <= NARROW else options
 
 
 def _num_rows(query: Tensor) -> int:
     has_room = _width(query) <= WIDE and not _is_crowded(query)
-    return ROWS if has_room else ROWS_OF_WIDE_HEADS
+    num_rows = ROWS if has_room else ROWS_OF_WIDE_HEADS
+    return rows_that_fit(num_rows, query, num_keys=BLOCK)
 
 
 def _is_crowded(query: Tensor) -> bool:

@@ -24,6 +24,7 @@ from verl.models.kernels.attention_blocks import (
     stages_of_pages,
     visit,
 )
+from verl.models.kernels.shared_memory import rows_that_fit, stages_that_fit
 
 ROWS = 64
 """Queries of a program: a few rows with all query heads of a KV head."""
@@ -55,11 +56,15 @@ def prompt_states(
     num_rows, num_heads, key_dim = query.shape
     num_kv_heads, value_dim = values.shape[1], values.shape[3]
     heads = num_heads // num_kv_heads
-    tile = max(1, previous_power_of_2(ROWS // heads))
+    tile = max(1, previous_power_of_2(rows_that_fit(ROWS, query, num_keys=BLOCK) // heads))
+    num_queries = max(SMALLEST_DOT, triton.next_power_of_2(tile * heads))
     num_seen = torch.empty(num_rows, dtype=torch.int32, device=query.device)
     top, total = (query.new_empty(num_rows, num_heads, dtype=torch.float32) for _ in range(2))
     mix = query.new_empty(num_rows, num_heads, value_dim, dtype=torch.float32)
     num_stages = NUM_STAGES if key_dim <= 64 else NUM_STAGES_OF_WIDE_HEADS
+    is_paged = pages is not None
+    if is_paged:
+        num_stages = stages_of_pages(num_stages, key_dim)
     _prompt_states[(triton.cdiv(num_rows, tile), num_kv_heads)](
         query, keys, values, prompt_slot, num_shared, num_seen, top, total, mix,
         slot, slot if pages is None else pages, scaling, softcap or 0.0, num_rows,
@@ -67,7 +72,7 @@ def prompt_states(
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         HEADS=heads,
         TILE=tile,
-        ROWS=max(SMALLEST_DOT, triton.next_power_of_2(tile * heads)),
+        ROWS=num_queries,
         KEY_DIM=key_dim,
         KEY_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(key_dim)),
         VALUE_DIM=value_dim,
@@ -75,9 +80,11 @@ def prompt_states(
         BLOCK=BLOCK,
         HAS_SOFTCAP=softcap is not None,
         IS_OVERTAKEN=is_overtaken,
-        PAGED=pages is not None,
+        PAGED=is_paged,
         num_warps=NUM_WARPS,
-        num_stages=num_stages if pages is None else stages_of_pages(num_stages, key_dim),
+        num_stages=stages_that_fit(
+            num_stages, query, num_queries, num_keys=BLOCK, is_paged=is_paged
+        ),
         **LAUNCH,
     )  # fmt: skip
     return num_seen, top, total, mix
