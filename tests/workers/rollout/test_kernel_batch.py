@@ -83,7 +83,8 @@ def test_reading_results_one_visit_late_changes_no_token(device, params):
     _, at_once = outputs(model, params, plain=False, is_late=False)
     _, late = outputs(model, params, plain=False, is_late=True)
     for ours, theirs in zip(late, at_once, strict=True):
-        assert (ours.token_ids, ours.log_probs) == (theirs.token_ids, theirs.log_probs)
+        assert ours.token_ids == theirs.token_ids
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=2e-6)  # other neighbours
         assert (ours.stop_reason, ours.policy_versions) == (
             theirs.stop_reason,
             theirs.policy_versions,
