@@ -84,7 +84,7 @@ config: $(STAMP)  ## Regenerate the YAML files and docs/config.md from the datac
 	$(BIN)/python -m verl.config.generate
 
 bench-gpu: $(STAMP)  ## Measure on a GPU, beside TRL (ten minutes); tables go to docs/performance.md
-	$(BIN)/pip install --quiet --no-deps --target build/trl trl==1.16.0 datasets dill multiprocess xxhash
+	$(BIN)/pip install --quiet --no-deps --target build/trl -r requirements/trl.txt
 	$(BIN)/python benchmarks/gpu/all.py --out benchmarks/results/gpu --trl build/trl
 	$(BIN)/python -m benchmarks.gpu.summary benchmarks/results/gpu docs/performance.md
 

@@ -19,5 +19,5 @@ rm -rf "$kit" "$trl"
 "${pip[@]}" install --no-deps --no-compile --target "$kit" -c requirements/constraints.txt \
     --upgrade --only-binary=:all: --python-version "${GPU_PYTHON:-3.12}" tensordict
 "${pip[@]}" install --no-deps --no-compile --target "$trl" -c requirements/constraints.txt \
-    --only-binary=:all: --python-version "${GPU_PYTHON:-3.12}" trl==1.16.0 datasets dill multiprocess xxhash
+    --only-binary=:all: --python-version "${GPU_PYTHON:-3.12}" -r requirements/trl.txt
 du -sh "$kit" "$trl"

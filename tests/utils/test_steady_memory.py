@@ -76,3 +76,4 @@ def test_memory_that_cannot_be_mapped_is_not_lost(monkeypatch, name):
     with pytest.raises(CudaDriverError, match=name):
         memory.map()
     assert driver.free == 100
+    assert ("cuMemUnmap" in driver.calls) == (name == "cuMemSetAccess")

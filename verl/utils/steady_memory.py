@@ -6,6 +6,7 @@ driver's virtual memory calls directly, because torch offers no way to them.
 """
 
 import ctypes
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -94,12 +95,12 @@ class SteadyMemory:
         size = ctypes.c_size_t(self.num_bytes)
         zero, one = ctypes.c_uint64(0), ctypes.c_size_t(1)
         access = _Access(self._location, READ_AND_WRITE)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._call, "cuMemRelease", self._handle)
             self._call("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, zero)
+            undo.callback(self._call, "cuMemUnmap", self._address, size)
             self._call("cuMemSetAccess", self._address, size, ctypes.byref(access), one)
-        except CudaDriverError:
-            self._call("cuMemRelease", self._handle)
-            raise
+            undo.pop_all()
         self.is_mapped = True
 
     def _create(self) -> None:

@@ -65,18 +65,36 @@ def test_parameters_without_a_gradient_and_fp32_ones_are_left_alone():
     assert idle.grad is None
 
 
+def bf16_engine():
+    model = tiny_model("llama").to(torch.bfloat16)
+    engine = OneDeviceEngine(lambda: model, FSDPOptimizerConfig(lr=0.0), max_grad_norm=1e9)
+    engine.initialize()
+    return engine
+
+
+def copies_of_a_row(number):
+    row = batch(7)[6:]  # the first has no response
+    columns = {name: row[name].repeat(number, 1) for name in row.keys()}  # noqa: SIM118
+    return TensorDict(columns, batch_size=[number])
+
+
+def grad_norm(rows):
+    passes = [[row] for row in range(len(rows))]
+    return bf16_engine().train_batch(rows, weighted_sum, micro_batching=passes).grad_norm
+
+
 def test_equal_rows_in_passes_of_their_own_give_a_multiple_of_one():
     """A sum in bf16 would stand still at 256 times one row."""
-
-    def grad_norm(passes):
-        model = tiny_model("llama").to(torch.bfloat16)
-        engine = OneDeviceEngine(lambda: model, FSDPOptimizerConfig(lr=0.0), max_grad_norm=1e9)
-        engine.initialize()
-        return engine.train_batch(rows, weighted_sum, micro_batching=passes).grad_norm
-
-    last = batch(7)[6:]  # the first has no response
-    copies = {name: last[name].repeat(NUM_ROWS, 1) for name in last.keys()}  # noqa: SIM118
-    rows = TensorDict(copies, batch_size=[NUM_ROWS])
-    expected = NUM_ROWS * grad_norm([[0]])
+    expected = NUM_ROWS * grad_norm(copies_of_a_row(1))
     assert expected > 0
-    assert grad_norm([[row] for row in range(NUM_ROWS)]) == pytest.approx(expected, rel=0.01)
+    assert grad_norm(copies_of_a_row(NUM_ROWS)) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_step_that_was_given_up_leaves_nothing_to_the_next():
+    engine, many, one = bf16_engine(), copies_of_a_row(PASSES_AT_ONCE), copies_of_a_row(1)
+    engine.begin_step()
+    passes = [[row] for row in range(len(many))]
+    engine.add_to_step(many, weighted_sum, micro_batching=passes)
+    engine.begin_step()
+    engine.add_to_step(one, weighted_sum, micro_batching=[[0]])
+    assert engine.finish_step().grad_norm == grad_norm(one)

@@ -1,20 +1,25 @@
 """From `rollout.name` to the process that serves it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_tokenizer import save_tiny_model
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import save_tiny_model, tiny_tokenizer
 from verl.config.rollout import RolloutConfig
 from verl.config.serving import CheckpointEngineConfig, ServerConfig
 from verl.workers.rollout.factory import (
+    ModuleOrder,
     engine_spec,
     has_own_process,
+    native,
     process_engines,
     process_spec,
     ranks_per_engine,
 )
 from verl.workers.rollout.process.client import EngineSpec
+from verl.workers.rollout.process.native import build as build_native
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +77,25 @@ def test_an_engine_of_ones_own_is_one_function(model_path):
     assert isinstance(spec, EngineSpec)
     assert (spec.build, spec.options, spec.has_weights) == ("mine:build", {"seed": 9}, True)
     assert has_own_process("engine_of_this_test")
+
+
+def test_weights_of_its_own_are_part_of_an_engines_memory():
+    module = tiny_model("llama")
+    order = ModuleOrder(
+        module=module,
+        rollout=rollout("native"),
+        tokenizer=tiny_tokenizer(),
+        version=lambda: 0,
+    )
+    shared, own = (native(replace(order, owns_module=owns)) for owns in (False, True))
+    taken = shared.limits.max_cache_bytes - own.limits.max_cache_bytes
+    assert taken == sum(weight.nbytes for weight in module.parameters())
+
+
+def test_so_they_are_in_a_process_of_its_own(model_path):
+    options = engine_spec(
+        rollout("native_process"), model_path, device="cpu", has_weights=True
+    ).options
+    engine = build_native(options).engine
+    weights = sum(weight.nbytes for weight in engine.runner.module.parameters())
+    assert engine.limits.max_cache_bytes == options["limits"]["max_cache_bytes"] - weights

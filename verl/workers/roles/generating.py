@@ -20,7 +20,6 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl.utils.device import free_cached_memory
 from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
@@ -223,8 +222,6 @@ class GeneratingWorker(RankWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_wake_up(self) -> None:
-        if isinstance(self.rollout, EngineProcess):
-            free_cached_memory()  # it may share the device, and cannot take what torch keeps here
         self.rollout.wake_up()
 
     # ---- a whole batch ---------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.utils.collectives import all_reduce_
-from verl.utils.device import free_cached_memory
 from verl.workers.engine.base import BaseEngine
 from verl.workers.roles.rollout_copy import RolloutCopy
 from verl.workers.rollout.base import EngineLostError
@@ -113,7 +112,6 @@ class ProcessCopy(RolloutCopy):
     def _revive(self, process: EngineProcess) -> None:
         """A process that takes weights: alive, and with memory for them."""
         if process.is_alive():
-            free_cached_memory()  # it may share the device, and cannot take what torch keeps here
             process.wake_up()
         else:
             logger.warning("the rollout engine's process is gone; starting it again")

@@ -10,6 +10,7 @@ import torch
 from tests.workers.rollout.process.counting import REFUSED, expected_log_prob
 from tests.workers.rollout.process.helpers import counting_spec, counting_weights, request, started
 from verl.workers.rollout.base import EngineLostError, SamplingParams
+from verl.workers.rollout.process import client
 from verl.workers.rollout.process.client import EngineProcess, EngineSpec, EngineStartError
 from verl.workers.rollout.process.messages import EngineStateError, request_fields, request_of
 from verl.workers.rollout.process.wire import decode, encode
@@ -326,3 +327,12 @@ def test_weights_from_disk_are_version_0_and_a_closed_engine_is_lost(tmp_path, c
         engine.generate_batch([request([1])])
     engine.abort("r")
     engine.close_session("s")
+
+
+def test_before_an_engine_wakes_torch_gives_back_what_it_keeps_here(ready, monkeypatch):
+    calls = []
+    monkeypatch.setattr(client, "free_cached_memory", lambda: calls.append(ready.is_alive()))
+    ready.sleep()
+    assert calls == []
+    ready.wake_up()
+    assert calls == [True]

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from verl.utils.device import free_cached_memory
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
@@ -204,6 +205,7 @@ class EngineProcess(StreamingRollout):
             link.version = None
 
     def wake_up(self) -> None:
+        free_cached_memory()  # it may share the device, and cannot take what torch keeps here
         self._require_link().call("wake_up")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Published:
