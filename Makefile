@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
+GPU_TESTS := tests/models tests/utils tests/workers tests/trainer/test_sft_gpu.py
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 # One variable prevents an illegal instruction where the CPU advertises AMX but cannot run it.
@@ -45,7 +46,7 @@ test-kernels: $(STAMP)  ## Compare the GPU kernels with plain torch, through Tri
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py tests/workers/rollout/test_prefill_buckets.py tests/workers/rollout/test_paged_batch.py
 
 test-gpu: $(STAMP)  ## Run the tests that need a GPU
-	$(BIN)/python -m pytest -m gpu -W default -n 8 --dist loadfile
+	$(BIN)/python -m pytest -m gpu -W default -n 8 --dist loadfile $(GPU_TESTS)
 
 test-vllm: $(STAMP) $(if $(VERL_VLLM_PYTHON),,$(VLLM_STAMP))  ## Test with a real vLLM, in .venv-vllm or what VERL_VLLM_PYTHON names
 	VERL_VLLM_PYTHON=$(or $(VERL_VLLM_PYTHON),$(CURDIR)/$(VLLM_VENV)/bin/python) \

@@ -3,7 +3,7 @@
 # machine has torch, triton, transformers, peft and pytest, but no network. On it:
 #
 #     export PYTHONPATH=$PWD:$PWD/build/gpu_kit HF_HUB_OFFLINE=1
-#     python3 -m pytest -m gpu -W default -n 8 --dist loadfile
+#     python3 -m pytest -m gpu -W default -n 8 --dist loadfile tests/models tests/utils tests/workers
 #     python3 benchmarks/gpu/all.py --out OUT --trl build/trl
 #
 # GPU_PYTHON is that machine's Python version.

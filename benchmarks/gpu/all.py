@@ -1,22 +1,29 @@
 """Every GPU measurement in one command, in at most ten minutes on an H200.
 
-    python benchmarks/gpu/all.py --out DIR [--only a,c] [--add] [--trl build/trl] [--seconds 570]
+    python benchmarks/gpu/all.py --out DIR [--only a,c] [--add] [--trl build/trl] [--seconds 590]
 
     a  decode      generation beside its floor and beside `generate`
     b  train       forward, backward, optimizer; prompts computed once per group and once per row
     c  grpo_step   the whole step by phase, and what each option costs
     d  trl_step    the same step in TRL, whose packages are in a folder of their own
-    e  exact       the step with equal bits in rollout and training, on a smaller workload
+    e  exact       the step with equal bits in rollout and training, on a small workload: with few
+                   rows there are sums that cuBLAS would split
     f  filtered    what top-k, top-p and a repetition penalty cost in generation
     g  overlap     rewards and passes beside the tail of generation, with heavy-tailed responses
     h  grpo_step   the step of the real command, `main_ppo`
-    i  trl_step    TRL with an option of the allocator, and with larger models; only when asked for
+    k  kernels     where the time of a training step goes
+
+and, when asked for,
+
+    i  trl_step    TRL with larger models
+    j  decode, train   generation with a model of 7B, training of one with 1.5B
+    l  trl_step    TRL with an option of the allocator
 
 Each line of the plan is a process of its own, one after the other, so that none finds another's
-memory. DIR gets one JSON per name above with all its runs, written after each of them, and
-`summary.md`; with `--add`, what DIR has of other lines stays. What fails is reported and the rest
-goes on; the exit code is then 1. What would not be done in time by its estimate is left out and
-named.
+memory. DIR gets one JSON per name above with all its runs, written after each of them; with
+`--add`, what DIR has of other lines stays. At the end the tables are printed. What fails is
+reported and the rest goes on; the exit code is then 1. What would not be done in time by its
+estimate is left out and named.
 """
 
 import argparse
@@ -58,35 +65,33 @@ class Part:
 PLAN = [
     Part(
         "c", "grpo_step", "grpo_step",
-        "--shape 0.5B --rounds 3 --variants base,old_log_probs", 60,
+        "--shape 0.5B --rounds 2 --variants base,old_log_probs", 72,
     ),
-    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 3", 115),
+    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 3", 118),
     Part("h", "grpo_step", "trainer_step", "--shape 0.5B --steps 4", 60),
-    Part("a", "decode", "decode", "--shape 0.5B --repeats 3 --generate-pairs 3", 32),
-    Part("b", "train", "train", "--shape 0.5B --rounds 3", 20),
-    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 40),
-    Part("b", "train", "train", "--shape 1.5B --rounds 1", 21),
+    Part("a", "decode", "decode", "--shape 0.5B --repeats 3 --generate-pairs 3", 37),
+    Part("b", "train", "train", "--shape 0.5B --rounds 3", 23),
+    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 51),
     Part(
         "e", "exact", "grpo_step",
-        "--shape 0.5B --variants approximate --rounds 2 --prompts 64", 21,
+        "--shape 0.5B --variants approximate --rounds 3 --prompts 4", 15,
     ),
-    Part(
-        "e", "exact", "grpo_step",
-        "--shape 0.5B --variants exact --rounds 2 --prompts 64", 21,
-    ),
-    Part("a", "decode", "decode", "--shape 1.5B --repeats 2", 24),
+    Part("e", "exact", "grpo_step", "--shape 0.5B --variants exact --rounds 3 --prompts 4", 15),
+    Part("a", "decode", "decode", "--shape 1.5B --repeats 2", 27),
     Part(
         "c", "grpo_step", "grpo_step",
-        "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 54,
+        "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 62,
     ),
-    Part("a", "decode", "decode", "--shape 7B --repeats 1 --new-tokens 128", 28),
-    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 1", 52),
-    Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 2", 22),
-    Part("i", "trl_step", "trl_step", "--shape 0.5B --steps 2", 80, allocator=GROWING),
+    Part("k", "kernels", "kernels", "--shape 0.5B", 25),
+    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 1", 45),
+    Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 1", 25),
+    Part("j", "decode", "decode", "--shape 7B --repeats 1 --new-tokens 128", 30),
+    Part("j", "train", "train", "--shape 1.5B --rounds 1", 27),
     Part("i", "trl_step", "trl_step", "--shape 1.5B --steps 2", 130),
     Part("i", "trl_step", "trl_step", "--shape 3B --steps 2 --micro-rows 16", 210),
+    Part("l", "trl_step", "trl_step", "--shape 0.5B --steps 2", 80, allocator=GROWING),
 ]  # fmt: skip
-USUAL = "a,b,c,d,e,f,g,h"
+USUAL = "a,b,c,d,e,f,g,h,k"
 
 TINY = "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-tokens 8 --new-tokens 12"
 TINY_PLAN = [
@@ -99,6 +104,7 @@ TINY_PLAN = [
     Part("f", "filtered", "filtered", f"{TINY} --rounds 1", 20),
     Part("g", "overlap", "overlap", f"{TINY} --rounds 1 --micro-tokens 64", 25),
     Part("h", "grpo_step", "trainer_step", f"{TINY} --steps 2", 40),
+    Part("k", "kernels", "kernels", f"{TINY} --micro-tokens 64", 20),
 ]
 
 
@@ -121,7 +127,8 @@ class Chain:
         name = f"{part.claim} {part.arguments}"
         left = self.end - time.monotonic()
         if part.seconds > left:
-            self.keep(part, {"status": "left out", "reason": f"{left:.0f} s were left"})
+            if not self.is_known(part):
+                self.keep(part, {"status": "left out", "reason": f"{left:.0f} s were left"})
             self.say(f"left out (needs about {part.seconds} s, {left:.0f} s are left): {name}")
             return
         self.say(f"begins, about {part.seconds} s: {name}")
@@ -165,11 +172,21 @@ class Chain:
             variables["PYTHONPATH"] = f"{self.trl.resolve()}{os.pathsep}{own}"
         return variables
 
+    def is_known(self, part: Part) -> bool:
+        """Whether an earlier chain has measured it."""
+        return any(run["status"] == "done" for run in self.runs_of(part))
+
+    def runs_of(self, part: Part) -> list[dict[str, Any]]:
+        return [
+            run
+            for run in self.runs.get(part.claim, [])
+            if (run["arguments"], run.get("allocator", "")) == (part.arguments, part.allocator)
+        ]
+
     def keep(self, part: Part, found: dict[str, Any]) -> None:
-        line = {"arguments": part.arguments, "allocator": part.allocator}
         runs = self.runs.setdefault(part.claim, [])
-        runs[:] = [run for run in runs if {key: run.get(key, "") for key in line} != line]
-        runs.append({**line, **found})
+        runs[:] = [run for run in runs if run not in self.runs_of(part)]
+        runs.append({"arguments": part.arguments, "allocator": part.allocator, **found})
         text = json.dumps({"claim": part.claim, "runs": runs}, indent=1)
         (self.out / f"{part.claim}.json").write_text(text + "\n")
 
@@ -188,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=USUAL, help="letters of the parts to run")
     parser.add_argument("--add", action="store_true", help="keep what DIR has of other parts")
     parser.add_argument("--trl", type=Path, default=ROOT / "build/trl")
-    parser.add_argument("--seconds", type=float, default=570.0)
+    parser.add_argument("--seconds", type=float, default=590.0)
     parser.add_argument("--tiny", action="store_true", help="try it on a CPU")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -198,9 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chain.say(f"{len(plan)} parts, about {sum(part.seconds for part in plan)} s in all")
     for part in plan:
         chain.run(part)
-    text = summarise(options.out)
-    (options.out / "summary.md").write_text(text)
-    print(text)
+    print(summarise(options.out))
     failures = chain.failures()
     chain.say(f"failed: {'; '.join(failures)}" if failures else "nothing failed")
     return 1 if failures else 0

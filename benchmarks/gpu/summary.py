@@ -1,7 +1,7 @@
 """From the JSON files of `all.py` to tables. Every number comes from a file.
 
 python -m benchmarks.gpu.summary DIR                         # print the tables
-python -m benchmarks.gpu.summary DIR docs/performance.md     # put them between the page's marks
+python -m benchmarks.gpu.summary DIR docs/performance.md     # put them between the marks for DIR
 """
 
 import json
@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-CLAIMS = ("decode", "train", "grpo_step", "trl_step", "exact", "filtered", "overlap")
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+CLAIMS = ("decode", "train", "kernels", "grpo_step", "trl_step", "exact", "filtered", "overlap")
 
 WORK = "prompts x samples x tokens, prompt tokens"
 
@@ -28,6 +27,7 @@ def summarise(folder: Path) -> str:
         machine([run for found in done.values() for run in found]),
         generation(done["decode"]),
         training(done["train"]),
+        kernels(done["kernels"]),
         steps(begun, done["trl_step"]),
         exactness(done["exact"]),
         filtering(done["filtered"]),
@@ -142,6 +142,28 @@ def training(runs: list[Run]) -> str:
             for name, found in run["variants"].items()
         ],
     )  # fmt: skip
+
+
+def kernels(runs: list[Run]) -> str:
+    if not runs:
+        return ""
+    return table(
+        "Where a training step's time goes: seconds of kernels, prompts once per group",
+        ["shape", WORK, *runs[0]["seconds"], "TFLOP/s of the products", "ceiling"],
+        [
+            [
+                run["shape"],
+                size(run),
+                *(
+                    f"{seconds:.3f} ({percent(seconds / sum(run['seconds'].values()))})"
+                    for seconds in run["seconds"].values()
+                ),
+                f"{run['product_tflops']:.0f}",
+                f"{run['ceilings']['matmul_tflops']:.0f}",
+            ]
+            for run in runs
+        ],
+    )
 
 
 PHASES = ("step", "generate", "prefill", "reward", "old_log_probs", "forward_backward", "optimizer")
@@ -282,20 +304,23 @@ def missing(runs: dict[str, list[Run]]) -> str:
     return "\n".join(["Cut short or not measured:", "", *lines, ""]) if lines else ""
 
 
-def put_between_marks(page: str, text: str) -> str:
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"the page must hold {BEGIN} and {END}, once each")
-    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-    return f"{before}{BEGIN}\n{text}{END}{after}"
+def put_between_marks(page: str, name: str, text: str) -> str:
+    """`name` is that of the folder with the results; a page may show several."""
+    begin, end = (f"<!-- {name}: {place} -->" for place in ("begin", "end"))
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page must hold {begin} and {end}, once each")
+    before, after = page.partition(begin)[0], page.partition(end)[2]
+    return f"{before}{begin}\n{text}{end}{after}"
 
 
 def main(arguments: Sequence[str]) -> None:
-    text = summarise(Path(arguments[0]))
+    folder = Path(arguments[0])
+    text = summarise(folder)
     if len(arguments) == 1:
         print(text)
     else:
         page = Path(arguments[1])
-        page.write_text(put_between_marks(page.read_text(), text))
+        page.write_text(put_between_marks(page.read_text(), folder.name, text))
 
 
 if __name__ == "__main__":

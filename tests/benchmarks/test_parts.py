@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.gpu import decode, filtered, grpo_step, overlap, train, trainer_step
+from benchmarks.gpu import decode, filtered, grpo_step, kernels, overlap, train, trainer_step
 from benchmarks.gpu.policy import whole_groups
 from benchmarks.gpu.summary import summarise
 from benchmarks.gpu.workload import Workload
@@ -62,6 +62,35 @@ def test_training_counts_all_tokens_and_leaves_the_warm_up_out(run):
         assert variant["tokens_per_second"] == pytest.approx(52 / seconds["forward_backward"])
         assert seconds["train"] > seconds["forward_backward"] > 0
     assert set(found["warm_up_seconds"]) == set(found["variants"])
+
+
+def test_the_seconds_of_kernels_are_told_by_what_they_are_for(run, tmp_path):
+    found = run(kernels, "--micro-tokens", "26")
+    assert found["passes"] == 2
+    seconds = found["seconds"]
+    assert seconds["products"] > 0
+    assert seconds["other"] > 0
+    assert sum(kernel["seconds"] for kernel in found["kernels"].values()) <= sum(seconds.values())
+    runs = [{"arguments": "", "status": "done", **found}]
+    (tmp_path / "kernels.json").write_text(json.dumps({"claim": "kernels", "runs": runs}))
+    assert f"| tiny | 2 x 2 x 7, 6 | {seconds['products']:.3f} (" in summarise(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "meant"),
+    [
+        ("nvjet_sm90_tst_128x192_64x5_1x2_h_bz_coopB_NNN", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "products"),
+        ("_key_gradients", "attention"),
+        ("_gate_backward", "gates"),
+        ("_overwrite_with_gradient", "log-probs"),
+        ("_norm_backward", "norms and rotary embedding"),
+        ("void at::native::multi_tensor_apply_kernel<FusedOptimizer<4>>", "optimizer"),
+        ("Memset (Device)", "other"),
+    ],
+)  # fmt: skip
+def test_kernels_are_known_by_their_names(kernel, meant):
+    assert kernels.purpose(kernel) == meant
 
 
 def test_a_step_is_the_sum_of_its_phases_and_learns_something(run):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.summary import BEGIN, END, put_between_marks, summarise
+from benchmarks.gpu.summary import put_between_marks, summarise
 
 ROOT = Path(__file__).parents[2]
 WORK = {"prompts": 128, "samples": 8, "prompt_tokens": 256, "new_tokens": 512}
@@ -113,15 +113,13 @@ def test_a_step_that_was_cut_short_shows_what_it_had_measured_and_says_so(tmp_pa
 
 
 def test_the_tables_take_the_place_between_the_marks():
-    page = f"above\n{BEGIN}\nold\n{END}\nbelow\n"
-    assert put_between_marks(page, "new\n") == f"above\n{BEGIN}\nnew\n{END}\nbelow\n"
-    with pytest.raises(ValueError, match="once each"):
-        put_between_marks("no marks", "new\n")
+    page = "above\n<!-- gpu: begin -->\n{}\n<!-- gpu: end -->\nbelow\n"
+    assert put_between_marks(page.format("old"), "gpu", "new\n") == page.format("new")
+    with pytest.raises(ValueError, match="other: begin"):
+        put_between_marks(page, "other", "new\n")
 
 
-def test_the_page_shows_the_tables_of_the_results_beside_it():
+@pytest.mark.parametrize("name", ["gpu", "gpu_slow_host", "gpu_earlier"])
+def test_the_page_shows_the_tables_of_the_results_beside_it(name):
     page = (ROOT / "docs/performance.md").read_text()
-    results = ROOT / "benchmarks/results/gpu"
-    if not results.exists():
-        pytest.skip("nothing measured yet")
-    assert put_between_marks(page, summarise(results)) == page
+    assert put_between_marks(page, name, summarise(ROOT / "benchmarks/results" / name)) == page

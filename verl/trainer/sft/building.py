@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.config.data import CustomClassConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
 from verl.models.lora import add_lora
 from verl.trainer.sft.batches import Row
@@ -111,6 +112,7 @@ def load_model(settings: SFTSettings) -> PreTrainedModel:
         override_config=dict(model.override_config),
         trust_remote_code=model.trust_remote_code,
     )
+    fuse_model(loaded)  # on a GPU; elsewhere it changes nothing
     if settings.lora is None:
         return loaded
     return add_lora(loaded, settings.lora, seed=settings.trainer.seed)
