@@ -9,7 +9,8 @@ from tests.tiny_models import tiny_model
 from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.workers.engine.gradient_sums import PASSES_AT_ONCE, GradientSums
-from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.memory import DeviceMemory
+from verl.workers.engine.one_device import USABLE_SHARE, OneDeviceEngine
 
 NUM_ROWS = 512
 
@@ -65,9 +66,54 @@ def test_parameters_without_a_gradient_and_fp32_ones_are_left_alone():
     assert idle.grad is None
 
 
-def bf16_engine():
+def test_without_room_gradients_stay_where_they_are_and_that_is_said_once(caplog):
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    asked = []
+    sums = GradientSums([parameter], lambda num_bytes: bool(asked.append(num_bytes)))
+    for _ in range(3):
+        sums.clear()
+        parameter.grad = None
+        for _ in range(4 * PASSES_AT_ONCE):
+            add_pass(parameter, 1.0)
+            sums.count_passes(1)
+        sums.give_back()
+        assert parameter.grad.tolist() == [4.0 * PASSES_AT_ONCE] * 3
+    assert set(asked) == {12}
+    (record,) = caplog.records
+    assert "ppo_max_token_len_per_gpu" in record.getMessage()
+
+
+@pytest.mark.parametrize(("num_passes", "highest"), [(PASSES_AT_ONCE, 0.01), (4, 0.004)])
+def test_the_direction_of_a_sum_in_16_bits(num_passes, highest):
+    shares = torch.randn(num_passes, 50_000, generator=torch.Generator().manual_seed(1))
+    total = shares[0].bfloat16()
+    for share in shares[1:]:
+        total += share.bfloat16()
+    difference = (total.double() - shares.double().sum(0)).norm() / shares.double().sum(0).norm()
+    assert highest / 3 < difference < highest
+    assert total.double().norm() == pytest.approx(shares.double().sum(0).norm().item(), rel=1e-3)
+
+
+class FullMemory(DeviceMemory):
+    """Has so many bytes besides those in use."""
+
+    def __init__(self, free_bytes):
+        self.free_bytes = free_bytes
+
+    total_bytes = 1 << 40
+
+    def reset_peak(self):
+        pass
+
+    def peak_bytes(self):
+        return int(USABLE_SHARE * self.total_bytes) - self.free_bytes
+
+
+def bf16_engine(memory=None):
     model = tiny_model("llama").to(torch.bfloat16)
-    engine = OneDeviceEngine(lambda: model, FSDPOptimizerConfig(lr=0.0), max_grad_norm=1e9)
+    engine = OneDeviceEngine(
+        lambda: model, FSDPOptimizerConfig(lr=0.0), max_grad_norm=1e9, device_memory=memory
+    )
     engine.initialize()
     return engine
 
@@ -88,6 +134,18 @@ def test_equal_rows_in_passes_of_their_own_give_a_multiple_of_one():
     expected = NUM_ROWS * grad_norm(copies_of_a_row(1))
     assert expected > 0
     assert grad_norm(copies_of_a_row(NUM_ROWS)) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_sums_are_made_where_the_device_has_room_for_them(has_room):
+    num_bytes = 4 * tiny_model("llama").num_parameters()
+    engine = bf16_engine(FullMemory(num_bytes if has_room else num_bytes - 2))
+    rows = copies_of_a_row(PASSES_AT_ONCE)
+    engine.begin_step()
+    engine.add_to_step(rows, weighted_sum, micro_batching=[[row] for row in range(len(rows))])
+    gradients = [parameter.grad for parameter in engine.module.parameters()]
+    assert all(gradient is None for gradient in gradients) == has_room
+    assert engine.finish_step().grad_norm > 0
 
 
 def test_a_step_that_was_given_up_leaves_nothing_to_the_next():

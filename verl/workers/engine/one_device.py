@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 ROW_COLUMNS = ("input_ids", "attention_mask", "position_ids", "responses")
+USABLE_SHARE = 0.97
+"""Of the device's memory; the rest is lost between what is allocated."""
 
 
 class OneDeviceEngine(BaseEngine):
@@ -101,7 +103,7 @@ class OneDeviceEngine(BaseEngine):
             self.optimizer = self._build_optimizer(self._optimizer_config)
         self._arrivals = GradientArrivals(self.module.parameters())
         self._gradient_sums = GradientSums(
-            [] if self.meets_others_in_a_pass else self.module.parameters()
+            [] if self.meets_others_in_a_pass else self.module.parameters(), self._has_room
         )
         self._activations = OffloadedActivations(self.module)
         self._weights = self._compiled = None
@@ -203,6 +205,19 @@ class OneDeviceEngine(BaseEngine):
             passes += made
         self.module.eval()
 
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether passes like those so far would fit beside so many bytes more."""
+        memory = self._measured_memory()
+        if memory is None:
+            return True
+        return memory.peak_bytes() + num_bytes <= USABLE_SHARE * memory.total_bytes
+
+    def _measured_memory(self) -> DeviceMemory | None:
+        """None where there is nothing to measure."""
+        if self._device_memory is None and self.device.type == "cuda":
+            return CudaMemory(self.device)
+        return self._device_memory
+
     def _close_step(self, gradient_factor: float) -> TrainResult:
         step = self._require_open_step()
         self._open_step = None
@@ -269,9 +284,7 @@ class OneDeviceEngine(BaseEngine):
 
     def _probe(self, data: TensorDict, lengths: list[int], schedule: Passes) -> int | None:
         """How many tokens fit; None where memory cannot be measured or ranks meet in a pass."""
-        memory = self._device_memory
-        if memory is None and self.device.type == "cuda":
-            memory = CudaMemory(self.device)
+        memory = self._measured_memory()
         if memory is None or self._is_bound_to_others:
             reason = (
                 "ranks meet inside a pass"
