@@ -1,11 +1,11 @@
-"""Garbage is collected between steps; a run leaves the collector as it found it."""
+"""A run looks for garbage seldom, and leaves the collector as it found it."""
 
 import gc
 import weakref
 
 import pytest
 
-from verl.utils.garbage import NEW_OBJECTS, CollectsBetweenSteps
+from verl.utils.garbage import NEW_OBJECTS, collect_seldom, collecting_seldom
 
 
 class Node:
@@ -15,50 +15,45 @@ class Node:
         self.itself = self
 
 
-def test_inside_a_step_the_collector_seldom_runs():
-    runs = []
+def collections_during(work):
+    found = []
 
     def note(phase, info):
         if phase == "start":
-            runs.append(info["generation"])
+            found.append(info["generation"])
 
-    with CollectsBetweenSteps() as garbage:
-        garbage.step_done()
-        gc.callbacks.append(note)
-        try:
-            for _ in range(100):  # visits of an engine: each has a few objects per row
-                [[row] for row in range(NEW_OBJECTS // 2)]
-        finally:
-            gc.callbacks.remove(note)
-    assert not runs
-
-
-def test_the_garbage_of_a_step_is_collected_after_it():
-    with CollectsBetweenSteps() as garbage:
-        for _ in range(3):
-            node = weakref.ref(Node())
-            assert node() is not None
-            garbage.step_done()
-            assert node() is None
-
-
-def test_what_the_first_step_leaves_is_spared_until_the_run_is_over():
-    kept = Node()
-    node = weakref.ref(kept)
-    with CollectsBetweenSteps() as garbage:
-        garbage.step_done()
-        assert gc.get_freeze_count() > 1000
-        del kept
-        garbage.step_done()
-        gc.collect()
-        assert node() is not None
     gc.collect()
-    assert node() is None
+    gc.callbacks.append(note)
+    try:
+        work()
+    finally:
+        gc.callbacks.remove(note)
+    return found
+
+
+def visits_of_an_engine():
+    """Each has some objects per row at the same time."""
+    for _ in range(100):
+        [[row] for row in range(NEW_OBJECTS // 2)]
+
+
+def test_visits_of_an_engine_set_no_collection_off():
+    assert len(collections_during(visits_of_an_engine)) > 100
+    with collecting_seldom():
+        assert collections_during(visits_of_an_engine) == []
+
+
+def test_garbage_is_still_collected():
+    with collecting_seldom():
+        node = weakref.ref(Node())
+        assert node() is not None
+        kept = [[number] for number in range(2 * NEW_OBJECTS)]
+        assert node() is None
+        assert kept
 
 
 def failing_run():
-    with CollectsBetweenSteps() as garbage:
-        garbage.step_done()
+    with collecting_seldom():
         assert gc.get_threshold()[0] == NEW_OBJECTS
         raise RuntimeError("of a step")
 
@@ -68,4 +63,16 @@ def test_the_collector_is_afterwards_as_it_was():
     with pytest.raises(RuntimeError, match="of a step"):
         failing_run()
     assert gc.get_threshold() == before
-    assert gc.get_freeze_count() == 0
+
+
+def test_whoever_wants_fewer_collections_still_gets_them():
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(3 * NEW_OBJECTS, 5, 7)
+        collect_seldom()
+        assert gc.get_threshold() == (3 * NEW_OBJECTS, 5, 7)
+        gc.set_threshold(700, 5, 7)
+        collect_seldom()
+        assert gc.get_threshold() == (NEW_OBJECTS, 5, 7)
+    finally:
+        gc.set_threshold(*before)

@@ -220,3 +220,18 @@ def test_losses_and_reports_are_read_once_after_the_last_pass():
 
     result = engine.train_batch(data, loss, micro_batching=CUT)
     assert all(report["mean"].is_cuda for report in result.metrics)
+
+
+def test_an_engine_that_is_dropped_gives_its_memory_back():
+    def allocated_after_a_run():
+        engine = built(is_fused=True, shape={"hidden_size": 256, "intermediate_size": 512})
+        engine.train_batch(many_rows(4), weighted_sum, micro_batching=CUT)
+        during = torch.cuda.memory_allocated()
+        del engine
+        gc.collect()
+        return during - torch.cuda.memory_allocated(), torch.cuda.memory_allocated()
+
+    _, before = allocated_after_a_run()  # what libraries keep for good is there afterwards
+    given_back, after = allocated_after_a_run()
+    assert given_back > 1 << 20
+    assert after <= before

@@ -52,7 +52,7 @@ from verl.utils.checkpoint.errors import CheckpointSaveError, CheckpointUploadEr
 from verl.utils.dataset.rl_dataset import LearnsFromBatches
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.device import resolve_device
-from verl.utils.garbage import CollectsBetweenSteps
+from verl.utils.garbage import collecting_seldom
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
@@ -173,7 +173,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             RunProgress(self.total_training_steps or 0) as self.progress,
             Termination() as self.termination,
             self.checkpoint_manager.finishing(),
-            CollectsBetweenSteps() as self.garbage,
+            collecting_seldom(),
         ):
             yield
 
@@ -243,7 +243,6 @@ class TrainingRun(RunWorkers, RecipeMembers):
         metrics = {**metrics, **validation, **self._step_metrics(metrics), **warnings}
         self.tracking.log(metrics, step)
         self.progress.show(step)
-        self.garbage.step_done()
 
     def _step_metrics(self, metrics: Metrics) -> Metrics:
         place = {

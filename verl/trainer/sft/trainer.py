@@ -32,6 +32,7 @@ from verl.trainer.sft.settings import AnySFTConfig, SFTSettings, settings_of, st
 from verl.utils.checkpoint.errors import CheckpointSaveError
 from verl.utils.dataset.tables import DataError
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.utils.garbage import collecting_seldom
 from verl.utils.profiler import DistProfiler
 from verl.utils.tracking import Tracking
 from verl.workers.engine.base import Columns
@@ -77,6 +78,7 @@ class SFTTrainer:
         self.summary.first_step = self.summary.last_step = first
         with ExitStack() as stack:
             tracking, progress = self._reporting(stack)
+            stack.enter_context(collecting_seldom())
             stack.callback(self.profiler.stop)
             stack.callback(self._reader.close)
             for step in range(first + 1, self.total_steps + 1):

@@ -26,7 +26,6 @@ from verl.models.picked_rows import picked_rows
 from verl.models.ulysses import SequenceShare, UlyssesLayout, refuse_undividable
 from verl.models.value import score_head
 from verl.utils.device import without_waiting
-from verl.utils.garbage import spare_present_objects
 from verl.workers.engine.base import BaseEngine, Columns, LossFunction, MicroBatching, TrainResult
 from verl.workers.engine.gradient_sums import GradientSums
 from verl.workers.engine.memory import (
@@ -112,8 +111,6 @@ class OneDeviceEngine(BaseEngine):
         is_gpu = self.device.type == "cuda" and can_run_triton(self.device)
         if self._memory.use_torch_compile and is_gpu and not self.meets_others_in_a_pass:
             self._compiled = CompiledLayers(self.module)
-        if is_gpu:
-            spare_present_objects()
 
     @torch.no_grad()
     def infer_batch(

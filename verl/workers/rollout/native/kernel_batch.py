@@ -21,7 +21,7 @@ from verl.models.kernels.filters import Filters, Repetition
 from verl.models.kernels.row_steps import StepBlock, StepRows, end_step
 from verl.models.kernels.sampling import draw_tokens
 from verl.utils.device import without_waiting
-from verl.utils.garbage import spare_present_objects
+from verl.utils.garbage import collect_seldom
 from verl.workers.rollout.native.cache_size import CacheSize
 from verl.workers.rollout.native.kv_cache import KeysAndValues, KVCache
 from verl.workers.rollout.native.lockstep import as_on_first_rank
@@ -61,7 +61,7 @@ class KernelBatch(RunningBatch):
             self._buckets = PrefillBuckets(
                 runner, self.cache, limits.max_prefill_tokens, num_slots, self._graphs.replay
             )
-            spare_present_objects()
+            collect_seldom()
 
     def reset(self) -> None:
         self._slot_of_row = list(range(self.num_rows))
