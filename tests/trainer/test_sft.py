@@ -1,5 +1,6 @@
 """The loop of supervised fine-tuning: what is learnt, how often, and where it continues."""
 
+import gc
 import json
 import math
 
@@ -11,6 +12,7 @@ from tests.tiny_models import plain_twin
 from tests.trainer.sft_cases import SUMS, trainer, weights, write_model
 from verl.trainer.sft.batches import lay_out, load_rows, rows_of_step
 from verl.utils.checkpoint.errors import CheckpointMismatchError
+from verl.utils.garbage import NEW_OBJECTS
 
 
 @pytest.fixture(scope="module")
@@ -249,3 +251,10 @@ def test_rows_without_a_token_to_train_on_are_refused(model_folder, tmp_path):
     changes = {"data.max_length": 4, "data.truncation": "right"}
     with pytest.raises(ValueError, match="none of its 8 rows has a token to train on"):
         trainer(model_folder, tmp_path, **changes).train_step(1)
+
+
+def test_steps_are_not_held_up_by_full_collections_of_garbage(model_folder, tmp_path):
+    before = gc.get_threshold()
+    during = [gc.get_threshold()[0] for _ in trainer(model_folder, tmp_path).steps()]
+    assert during == [NEW_OBJECTS] * 4
+    assert gc.get_threshold() == before

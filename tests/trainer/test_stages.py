@@ -1,5 +1,6 @@
 """Each stage adds the columns that docs/batch.md promises, and no others."""
 
+import gc
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.toy import toy_run
 from verl.trainer.ppo.trainer import PPOTrainer
+from verl.utils.garbage import NEW_OBJECTS
 
 STAGES = ("prompts", "rollout", "score", "annotate", "assign_credit")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "batch.md"
@@ -127,3 +129,16 @@ def test_a_recipe_replaces_one_stage_and_keeps_the_loop(toy, tmp_path):
 
     metrics, _ = toy_run(toy, tmp_path, trainer_class=Constant)
     assert [step["critic/score/mean"] for step in metrics] == [1.5, 1.5]
+
+
+def test_no_stage_is_held_up_by_full_collections_of_garbage(toy, tmp_path):
+    before, during = gc.get_threshold(), []
+
+    class Watched(PPOTrainer):
+        def rollout(self, prompts):
+            during.append(gc.get_threshold()[0])
+            return super().rollout(prompts)
+
+    toy_run(toy, tmp_path, trainer_class=Watched)
+    assert during == [NEW_OBJECTS, NEW_OBJECTS]
+    assert gc.get_threshold() == before

@@ -133,8 +133,8 @@ class SteadyMemory:
             text = ctypes.c_char_p()
             self._driver["cuGetErrorString"](ctypes.c_int(status), ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
-            text = f"{name} for {self._size_text()} failed: {reason} ({status})"
-            raise CudaDriverError(text, status)
+            message = f"{name} for {self._size_text()} failed: {reason} ({status})"
+            raise CudaDriverError(message, status)
 
     def _size_text(self) -> str:
         return f"{self.num_bytes >> 20} MiB" if "num_bytes" in vars(self) else "a GPU"

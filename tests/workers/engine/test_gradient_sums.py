@@ -83,15 +83,13 @@ def test_without_room_gradients_stay_where_they_are_and_that_is_said_once(caplog
     assert "ppo_max_token_len_per_gpu" in record.getMessage()
 
 
-@pytest.mark.parametrize(("num_passes", "highest"), [(PASSES_AT_ONCE, 0.01), (4, 0.004)])
-def test_the_direction_of_a_sum_in_16_bits(num_passes, highest):
-    shares = torch.randn(num_passes, 50_000, generator=torch.Generator().manual_seed(1))
-    total = shares[0].bfloat16()
+def test_so_many_passes_may_be_added_up_in_16_bits():
+    shares = torch.randn(PASSES_AT_ONCE, 50_000, generator=torch.Generator().manual_seed(1))
+    exact, total = shares.double().sum(0), shares[0].bfloat16()
     for share in shares[1:]:
         total += share.bfloat16()
-    difference = (total.double() - shares.double().sum(0)).norm() / shares.double().sum(0).norm()
-    assert highest / 3 < difference < highest
-    assert total.double().norm() == pytest.approx(shares.double().sum(0).norm().item(), rel=1e-3)
+    assert (total.double() - exact).norm() < 0.01 * exact.norm()
+    assert total.double().norm() == pytest.approx(exact.norm().item(), rel=1e-3)
 
 
 class FullMemory(DeviceMemory):
