@@ -18,6 +18,7 @@ from verl.workers.reward_manager.loop_style import RewardManagerBase
 from verl.workers.reward_manager.results import Abstain, InfraError, Score
 
 LIMIT_SECONDS = 0.6
+SLACK_SECONDS = 5.0  # on a busy machine; what hangs does so for much longer
 FOREVER = threading.Event()
 
 
@@ -122,7 +123,7 @@ def test_one_response_is_hit_and_the_others_are_graded(manager, name):
     data = batch("5", "6", "7", reward_model=[{"ground_truth": {"answer": 7}}] * 3)
     start = time.perf_counter()
     five, six, seven = made(manager, on_six(bad)).grade(data)
-    assert time.perf_counter() - start < LIMIT_SECONDS + 1.0
+    assert time.perf_counter() - start < LIMIT_SECONDS + SLACK_SECONDS
     assert same(six, expected), six
     assert (five, seven) == (Score(1.0, {"acc": 1.0}), Score(1.0, {"acc": 1.0}))
     assert data.non_tensor_batch["extra_info"].tolist() == [{"index": i} for i in range(3)]
@@ -168,7 +169,7 @@ def test_an_async_function_hits_one_response_and_the_others_are_graded(manager, 
 
     start = time.perf_counter()
     five, six, seven = made(manager, function).grade(batch("5", "6", "7"))
-    assert time.perf_counter() - start < LIMIT_SECONDS + 1.0
+    assert time.perf_counter() - start < LIMIT_SECONDS + SLACK_SECONDS
     assert isinstance(six, InfraError)
     assert five.value == seven.value == 1.0
 
@@ -192,7 +193,7 @@ OF_A_BATCH = {
 def test_a_batch_function_that_fails_gives_no_scores_at_all(name):
     start = time.perf_counter()
     grades = made("batch", OF_A_BATCH[name]).grade(batch("5", "6", "7"))
-    assert time.perf_counter() - start < LIMIT_SECONDS + 1.0
+    assert time.perf_counter() - start < LIMIT_SECONDS + SLACK_SECONDS
     assert [type(grade) for grade in grades] == [InfraError] * 3
 
 
