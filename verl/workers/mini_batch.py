@@ -20,7 +20,7 @@ from verl.algos.aggregate import GlobalBatch
 from verl.utils.collectives import Group, all_reduce_, collective_device
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, TrainResult
-from verl.workers.engine.shared_packing import prompt_groups
+from verl.workers.engine.inputs import prompt_groups
 from verl.workers.schedule import MicroBatching, StepPlan, UpdatePlan, plan_update
 
 NUM_TOKENS = "num_tokens"

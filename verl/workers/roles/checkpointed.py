@@ -23,7 +23,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
 )
 from verl.utils.checkpoint.piece_files import rank_name
 from verl.utils.checkpoint.receipts import Receipt
-from verl.workers.engine.offload import HostMemory, wait_for_copies
+from verl.workers.engine.residency import HostMemory, wait_for_copies
 
 
 class CheckpointedWorker(Worker):
