@@ -21,12 +21,13 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl.utils.metric.declared import is_sum_of_shares
 from verl.utils.streams import on_stream, usual_stream
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.engine.base import Columns
 from verl.workers.engine.one_device import ROW_COLUMNS, OneDeviceEngine
 from verl.workers.engine.shared_packing import prompt_groups
-from verl.workers.mini_batch import is_sum, merge_reports, summarise
+from verl.workers.mini_batch import merge_reports, summarise
 from verl.workers.schedule import cut
 
 LOSS_COLUMNS = (
@@ -89,7 +90,10 @@ class GradualUpdate:
             result = self._engine.finish_step(factor)
             self._engine.lr_scheduler_step()
             reports = [
-                {name: value * factor if is_sum(name) else value for name, value in report.items()}
+                {
+                    name: value * factor if is_sum_of_shares(name) else value
+                    for name, value in report.items()
+                }
                 for report in result.metrics
             ]
             return summarise([(result, merge_reports(reports))], "actor")
