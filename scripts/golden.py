@@ -21,6 +21,7 @@ from safetensors import safe_open
 HERE = Path(__file__).resolve().parent.parent
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 20
+TIMEOUT_SECONDS = 600
 TWO_RANKS = ("trainer.n_gpus_per_node=2", "trainer.controller=local")
 PPO = (
     "algorithm.adv_estimator=gae",
@@ -135,14 +136,21 @@ def digests(checkpoint: Path) -> dict[str, str]:
 def call(tree: Path, *arguments: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True
+        [sys.executable, *arguments],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
     )
     if done.returncode:
         sys.exit(f"{tree}: {' '.join(arguments[:2])} failed:\n{done.stderr[-3000:]}")
 
 
 def git(*arguments: str) -> None:
-    subprocess.run(["git", "-C", str(HERE), *arguments], check=True, capture_output=True)
+    subprocess.run(
+        ["git", "-C", str(HERE), *arguments], check=True, capture_output=True, timeout=60
+    )
 
 
 if __name__ == "__main__":
