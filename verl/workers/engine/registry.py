@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from verl.config.engine import FSDPEngineConfig
-from verl.utils.collectives import is_distributed
-from verl.utils.determinism import use_deterministic_kernels
+from verl.utils.device import use_deterministic_kernels
+from verl.utils.distributed import is_distributed
 from verl.utils.import_utils import import_external_libs
 from verl.utils.registry import Registry
 from verl.workers.engine.base import BaseEngine

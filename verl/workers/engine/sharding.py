@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from verl.config.engine import FSDPEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.utils.collectives import all_reduce_, broadcast_dict_tensor, collective_device
+from verl.utils.distributed import all_reduce_, broadcast_dict_tensor, collective_device
 from verl.utils.torch_dtypes import PrecisionType
 
 BUCKET_ELEMENTS = 1 << 24

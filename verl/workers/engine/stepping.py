@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.lora import hf_weights, without_adapters
 from verl.models.ulysses import refuse_undividable
-from verl.utils.collectives import all_reduce_
+from verl.utils.distributed import all_reduce_
 from verl.workers.engine.base import BaseEngine, Columns, LossFunction, TrainResult
 from verl.workers.engine.forward import (
     forward_rows,

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils.checkpoint.pieces import FlatSlice, Part
-from verl.utils.collectives import all_reduce_
+from verl.utils.distributed import all_reduce_
 from verl.workers.engine.optimizer import MasterOptimizer, StepResult
 from verl.workers.engine.registry import MODEL_TYPES, EngineRegistry
 from verl.workers.engine.sharding import (
