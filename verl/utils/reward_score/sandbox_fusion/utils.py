@@ -57,6 +57,8 @@ def check_correctness(
     )
     outcomes = [tests.run(case) for case in read_cases(in_outs)]
     return [verdict for verdict, _ in outcomes], [record for _, record in outcomes]
+
+
 DEFAULT_MEMORY_MB = 1024
 MAX_RESPONSE_BYTES = 16 * 2**20
 _PAUSES_SECONDS = (1.0, 2.0)
