@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from verl.models.lora.files import CONFIG_FILE
-from verl.models.lora.layers import ADAPTER, is_adapter, peft_config
+from verl.models.lora import ADAPTER, CONFIG_FILE, is_adapter, peft_config
 
 
 def adapter_config(module: PreTrainedModel) -> dict[str, Any]:
