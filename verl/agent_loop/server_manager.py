@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ from verl.workers.rollout.base import (
 
 IGNORED_PARAMS = {"logprobs"}
 """Log-probabilities always come back."""
+
+sampled_turns: ContextVar[list[TokenOutput] | None] = ContextVar("sampled_turns", default=None)
+"""Set by whoever runs an agent loop: what engines sample for it is added, turn by turn."""
 
 PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
 
@@ -99,7 +103,11 @@ class AsyncLLMServerManager:
         if not self._waiting:
             loop.call_soon(self._send)  # runs after everything that is ready now
         self._waiting.setdefault(key, []).append(ticket)
-        return await ticket.answer
+        output = await ticket.answer
+        turns = sampled_turns.get()
+        if turns is not None:
+            turns.append(output)
+        return output
 
     def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
         """Check and complete the parameters that a loop passes."""
