@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from verl.agent_loop.server_manager import AsyncLLMServerManager, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics
-from verl.utils.dataset.prompts import Prompt
-from verl.utils.dataset.repeated_prompts import encode_prompt_once
+from verl.utils.dataset.prompts import Prompt, encode_prompt_once
 from verl.utils.registry import Registry
 from verl.utils.rollout_trace import rollout_trace_attr
 from verl.workers.rollout.base import TokenOutput
