@@ -25,7 +25,7 @@ class Score:
 
     value: float
     extras: dict[str, Any] = field(default_factory=dict)
-    token_values: np.ndarray | None = None
+    token_values: np.ndarray | None = field(default=None, compare=False)
     """Rewards of single response tokens, where the grader gives them; `value` is their sum."""
 
 
@@ -113,6 +113,9 @@ class Trajectory:
     seed: int | None = None
     session_id: str | None = None
     grade: Grade | None = None
+    text: str | None = None
+    """The response without special tokens, once somebody has decoded it."""
+
     reward_score: float | None = None
     """Set when the agent loop has scored the trajectory itself; then nobody else grades it."""
 
