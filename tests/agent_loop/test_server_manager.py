@@ -49,6 +49,7 @@ def test_prompts_go_to_the_engine_with_least_to_do():
     assert loads == [[2], [1, 1]], (
         "the second engine gets two prompts for the first one's two samples"
     )
+    manager.fleet.pause(keep=False)
     assert manager.fleet.outstanding == [0, 0]
 
 
@@ -109,6 +110,7 @@ def test_an_engine_that_fails_fails_those_who_wait_for_it():
     manager = AsyncLLMServerManager(loop_config(), [FakeRollout(error=OSError("gone"))])
     with pytest.raises(RuntimeError, match=r"request a failed: OSError\('gone'\)"):
         ask(manager, ("a", [1], 1))
+    manager.fleet.pause(keep=False)
     assert manager.fleet.outstanding == [0]
 
 
@@ -123,11 +125,13 @@ def test_there_must_be_an_engine():
         AsyncLLMServerManager(loop_config(), [])
 
 
-def test_the_request_id_reaches_the_engine_as_the_session():
+def test_the_request_id_reaches_the_engine_as_the_session_once_a_session_has_a_second_turn():
     engine = FakeRollout()
     manager = AsyncLLMServerManager(loop_config(), [engine])
-    ask(manager, ("a", [5, 6], 11), ("b", [5, 6], 12), ("c", [7], 13))
-    assert [request.session_ids for request in engine.requests] == [("a", "b"), ("c",)]
+    ask(manager, ("a", [5, 6], 11), ("b", [5, 6], 12))
+    ask(manager, ("b", [5, 6, 9], 12))
+    ask(manager, ("c", [5, 6], 11), ("d", [5, 6], 12))
+    assert [request.session_ids for request in engine.requests] == [None, ("b",), ("c", "d")]
     manager.close_session("b")
     assert engine.closed_sessions == ["b"]
 
@@ -154,6 +158,7 @@ def test_a_request_is_aborted_when_nobody_waits_for_any_of_its_samples():
             await asyncio.sleep(0.001)
 
     asyncio.run(asyncio.wait_for(run(), timeout=30))
+    manager.fleet.pause(keep=False)
     assert manager.fleet.outstanding == [0]
 
 

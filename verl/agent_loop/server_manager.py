@@ -36,6 +36,10 @@ from verl.workers.rollout.fleet import Fleet, Recover
 IGNORED_PARAMS = {"logprobs"}
 """Log-probabilities always come back."""
 
+MAX_PARAMS = 1000
+COLLECT_SECONDS = 0.001
+"""Samples that end in one step of an engine come one by one, within less than this."""
+
 PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
@@ -157,6 +161,8 @@ class AsyncLLMServerManager:
         )
         params = self._params.get(key)
         if params is None:
+            if len(self._params) >= MAX_PARAMS:
+                self._params.clear()
             params = self.sampling_params({name: stated[name] for name, _ in key})
             self._params[key] = params
         return params, stated.get("seed")
@@ -217,7 +223,7 @@ class Mailbox:
             is_first = len(self._arrived) == 1
         if is_first:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
-                self.loop.call_soon_threadsafe(self._deliver)
+                self.loop.call_soon_threadsafe(self.loop.call_later, COLLECT_SECONDS, self._deliver)
 
     def _deliver(self) -> None:
         with self._lock:

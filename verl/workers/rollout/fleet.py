@@ -12,6 +12,7 @@ sample has the seed it had before; one that was reported through `on_end` is rep
 """
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
@@ -90,7 +91,9 @@ class Fleet:
 
     `recover` restarts a lost engine; without it, and after `max_restarts` restarts in a row between
     which no request was finished, an engine stays out of service. A request is given to an engine
-    at most `max_attempts` times.
+    at most `max_attempts` times. Keeping keys and values for the next turn of a session costs a
+    copy per response, so engines are told of sessions from the first second turn on, or from the
+    start with `keep_sessions`.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Fleet:
         max_attempts: int = MAX_ATTEMPTS,
         max_restarts: int | None = None,
         max_sticky: int = MAX_STICKY,
+        keep_sessions: bool = False,
     ) -> None:
         if not engines:
             raise ValueError("a fleet needs at least one rollout engine")
@@ -111,6 +115,7 @@ class Fleet:
         self._max_attempts = max_attempts
         self._max_restarts = max_restarts
         self._max_sticky = max_sticky
+        self._keep_sessions = keep_sessions
         self._lock = threading.Condition()
         self._is_paused = False
         self._held: deque[Job] = deque()  # while paused, or while every engine is being recovered
@@ -156,7 +161,7 @@ class Fleet:
             engine, has_begun = job.slot.engine, False
             assert isinstance(engine, StreamingRollout), f"{type(engine).__name__} cannot stream"
             try:
-                async with aclosing(engine.stream(request)) as deltas:  # pyright: ignore[reportArgumentType]
+                async with aclosing(engine.stream(self._sent(request))) as deltas:  # pyright: ignore[reportArgumentType]
                     async for delta in deltas:
                         has_begun = True
                         self._discharge(job, len(delta.token_ids))
@@ -226,7 +231,9 @@ class Fleet:
         assert job.slot is not None
         try:
             job.outputs = submit_to(
-                job.slot.engine, job.request, lambda *sample: self._end_sample(job, *sample)
+                job.slot.engine,
+                self._sent(job.request),
+                lambda *sample: self._end_sample(job, *sample),
             )
         except Exception as error:
             self._end(job, error)
@@ -253,6 +260,7 @@ class Fleet:
         session = request.session_ids[0] if request.session_ids else None
         key = session or tuple(request.prompt_ids[:PREFIX_TOKENS])
         with self._lock:
+            self._keep_sessions |= not job.num_attempts and session in self._engine_of
             serving = [slot for slot in self.slots if not slot.is_lost]
             if not serving:
                 return False
@@ -275,6 +283,10 @@ class Fleet:
             slot.num_running += 1
             slot.num_requests += 1
         return True
+
+    def _sent(self, request: GenerationRequest) -> GenerationRequest:
+        has_sessions = self._keep_sessions or request.session_ids is None
+        return request if has_sessions else dataclasses.replace(request, session_ids=None)
 
     def _discharge(self, job: Job, num_tokens: int) -> None:
         """Count tokens as computed, or as no longer to come."""
