@@ -21,7 +21,7 @@ from verl.utils.distributed import Group, all_reduce_, collective_device
 from verl.utils.metric import Metric
 from verl.utils.metric.declared import is_sum_of_shares
 from verl.workers.engine.base import BaseEngine, TrainResult
-from verl.workers.engine.shared_packing import prompt_groups
+from verl.workers.engine.inputs import prompt_groups
 from verl.workers.schedule import MicroBatching, StepPlan, UpdatePlan, plan_update
 
 NUM_TOKENS = "num_tokens"

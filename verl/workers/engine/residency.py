@@ -1,23 +1,64 @@
-"""Tensors that wait in CPU memory while the device has no use for them. Nothing is rounded.
+"""Residency: which tensors are on the device, and which are offloaded to CPU memory meanwhile.
 
-Three kinds wait at different times: activations between the forward and the backward pass, the
-optimizer's state between steps, frozen weights between the batches they score. A tensor keeps its
-identity (an optimizer or a module goes on referring to it) and changes its storage. On CUDA the CPU
-side is pinned and kept for the next time, so that copies run at full speed and are not allocated
-anew. On a CPU the same copies are made; they save nothing there.
+Three kinds are offloaded at different times: activations between the forward and the backward pass,
+the optimizer's state between steps, weights that nobody shares between calls. A tensor keeps its
+identity (an optimizer or a module goes on referring to it) and changes its storage; nothing is
+rounded. On CUDA the CPU side is pinned and kept for the next time, so that copies run at full speed
+and are not allocated again. On a CPU the same copies are made; they save nothing there.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedModel
 
+from verl.models.compiled import CompiledLayers
+from verl.models.kernels.availability import can_run_triton
 from verl.utils.device import synchronize
+from verl.workers.engine.memory import MemoryOptions
 
 SMALL_ACTIVATION = 1 << 14
 """Elements. Smaller tensors (masks, statistics of norms) are not worth a copy."""
+
+
+class Residency:
+    """Where an engine's weights and activations are while it computes, and what is compiled."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        device: torch.device,
+        options: MemoryOptions,
+        *,
+        can_compile: bool,
+    ) -> None:
+        self.weights: OffloadedWeights | None = None
+        self.compiled: CompiledLayers | None = None
+        self.activations: OffloadedActivations | None = None
+        if options.activation_offload:
+            self.activations = OffloadedActivations(module)
+        if options.param_offload:
+            self.weights = OffloadedWeights(module, device)
+        is_gpu = device.type == "cuda" and can_run_triton(device)
+        if options.use_torch_compile and is_gpu and can_compile:
+            self.compiled = CompiledLayers(module)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Weights are on the device and compiled layers are active while the context lasts."""
+        with ExitStack() as stack:
+            if self.weights is not None:
+                stack.enter_context(self.weights.on_device())
+            if self.compiled is not None:
+                stack.enter_context(self.compiled.on())
+            yield
+
+    def during_forward(self) -> AbstractContextManager[object]:
+        """Surrounds the forward pass and the loss of a micro-batch."""
+        return nullcontext() if self.activations is None else self.activations.during_forward()
 
 
 class HostMemory:
