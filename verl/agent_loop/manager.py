@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from verl.agent_loop.fleet import Recover
 from verl.agent_loop.rollouter import Rollouter, RolloutOptions, rows_of
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.protocol import DataProto
@@ -17,6 +16,7 @@ from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager.results import GRADE_COLUMN, as_result
 from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.factory import has_own_process
+from verl.workers.rollout.fleet import Recover
 from verl.workers.rollout.replica import engines_of
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
