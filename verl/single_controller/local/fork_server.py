@@ -202,6 +202,7 @@ def _run_and_exit(pipe: "Connection[Any, Any]") -> NoReturn:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except BaseException:
         traceback.print_exc()
+        raise
     finally:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
