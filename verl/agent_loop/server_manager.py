@@ -37,7 +37,7 @@ from verl.workers.rollout.fleet import Fleet, Recover
 IGNORED_PARAMS = {"logprobs"}
 """Log-probabilities always come back."""
 
-sampled_turns: ContextVar[list[TokenOutput] | None] = ContextVar("sampled_turns", default=None)
+sampled_turns: ContextVar[list[TokenOutput] | None] = ContextVar("sampled_turns")
 """Set by whoever runs an agent loop: what engines sample for it is added, turn by turn."""
 
 MAX_PARAMS = 1000
@@ -133,7 +133,7 @@ class AsyncLLMServerManager:
             if call is not None and all(one.answer.done() for one in call.tickets):
                 call.outputs.cancel()  # which aborts the request
             raise
-        turns = sampled_turns.get()
+        turns = sampled_turns.get(None)
         if turns is not None:
             turns.append(output)
         return output
