@@ -1,36 +1,76 @@
-"""One program and its test cases, in the local sandbox.
+"""Code rewards in the local sandbox: does the program in a response pass its tests?
 
-The cases share one time limit: a program that uses it up has none left for later cases. Each case
-is a new process in a new sandbox. A statement about the program runs in a second sandbox, beside
-the program's own:
+Where no sandbox can be had the functions raise `SandboxUnavailable`; programs never run without
+one, and the failure is not a score. The cases of a program share one time limit: one that uses it
+up has none left for later cases. Each case is a new process in a new sandbox. A statement about the
+program runs in a second sandbox, beside the program's own:
 
     judge  ── calls, as JSON lines ──▶  program
     judge  ◀── values, as JSON lines ──  program        the judge's exit code is the verdict
 """
 
 import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from verl.utils.reward_score.code_programs import (
+    NOT_JUDGED,
+    function_program,
+    judge_program,
+    serving_program,
+)
 from verl.utils.reward_score.code_tests import (
     COMPILE_ERROR,
+    CONTINUOUS_CASES,
     RUNTIME_ERROR,
     TIMEOUT,
     Case,
     Verdict,
+    extract_code,
     is_right,
+    read_cases,
+    score_of,
 )
-from verl.utils.reward_score.code_tests.judge import NOT_JUDGED, judge_program, serving_program
-from verl.utils.reward_score.code_tests.programs import function_program
 from verl.utils.sandbox import Limits, RunResult, Sandbox
 
-_END_SECONDS = 60.0
-_STATUS_NAMES = {True: "success", False: "wrong_answer", RUNTIME_ERROR: "runtime_error"} | {
-    TIMEOUT: "timeout",
-    COMPILE_ERROR: "compile_error",
-}
-_COMPILE_ERRORS = (b"SyntaxError:", b"IndentationError:", b"TabError:")
+TIMEOUT_SECONDS = 10.0
+"""For all cases of a program together."""
+
+
+def compute_score(
+    completion: str, test_cases: str | Mapping[str, Any], continuous: bool = False
+) -> tuple[float, list[dict[str, Any]]]:
+    """1.0 if the program passes all cases, else 0.0; `continuous`: the fraction of the first ten.
+
+    The program is the last ```python block of the completion, else its first fenced block, else
+    all of it. The second value says how each case went that was run.
+    """
+    extracted = extract_code(completion)
+    program = completion if extracted is None else extracted
+    cases = read_cases(test_cases)
+    tests = LocalTests(program, timeout_seconds=TIMEOUT_SECONDS)
+    metadata: list[dict[str, Any]] = []
+    verdicts = _run(tests, cases[:CONTINUOUS_CASES] if continuous else cases, metadata)
+    return score_of(verdicts, continuous=continuous), metadata
+
+
+def apps_check_correctness(
+    in_outs: str | Mapping[str, Any], generation: str, timeout: float = 10, debug: bool = True
+) -> tuple[list[Verdict], list[dict[str, Any]]]:
+    """The verdict on each case: True, False, -2 runtime error, -3 time-out, -4 compile error.
+
+    `timeout` is for all cases together. `debug` is accepted for callers that pass it.
+    """
+    metadata: list[dict[str, Any]] = []
+    tests = LocalTests(generation, timeout_seconds=timeout)
+    return list(_run(tests, read_cases(in_outs), metadata)), metadata
+
+
+def _failure(result: RunResult) -> Verdict:
+    last_line = result.stderr.rstrip().rpartition(b"\n")[2]
+    return COMPILE_ERROR if last_line.startswith(_COMPILE_ERRORS) else RUNTIME_ERROR
 
 
 class LocalTests:
@@ -94,6 +134,23 @@ class LocalTests:
         return replace(self.limits, timeout_seconds=self.seconds_left)
 
 
+def _run(tests: LocalTests, cases: list[Case], metadata: list[dict[str, Any]]) -> Iterator[Verdict]:
+    for case in cases:
+        verdict, record = tests.run(case)
+        metadata.append(record)
+        yield verdict
+
+
+_END_SECONDS = 60.0
+_STATUS_NAMES = {True: "success", False: "wrong_answer", RUNTIME_ERROR: "runtime_error"} | {
+    TIMEOUT: "timeout",
+    COMPILE_ERROR: "compile_error",
+}
+
+
+_COMPILE_ERRORS = (b"SyntaxError:", b"IndentationError:", b"TabError:")
+
+
 def _verdict(case: Case, result: RunResult) -> Verdict:
     if result.status == "timeout":
         return TIMEOUT
@@ -115,11 +172,6 @@ def _verdict_of_judge(case: Case, judged: RunResult, result: RunResult) -> Verdi
             f"`assert f(2) == 4`; it is {case.assertion!r:.300}"
         )
     return False if result.is_finished else _failure(result)
-
-
-def _failure(result: RunResult) -> Verdict:
-    last_line = result.stderr.rstrip().rpartition(b"\n")[2]
-    return COMPILE_ERROR if last_line.startswith(_COMPILE_ERRORS) else RUNTIME_ERROR
 
 
 def _record(case: Case, status: str, result: RunResult | None = None) -> dict[str, Any]:
