@@ -37,7 +37,7 @@ from benchmarks.gpu.workload import Workload, requests, reward, workload_parser
 from verl.algos.advantages.group_relative import compute_grpo_outcome_advantage
 from verl.utils.streams import beside_usual_work
 from verl.workers.actor.gradual_update import GradualUpdate
-from verl.workers.reward_manager.results import Score
+from verl.workers.reward_manager.grader import Score
 from verl.workers.reward_manager.worker_pool import WorkerPool
 from verl.workers.rollout.base import GenerationRequest, TokenOutput
 from verl.workers.rollout.sequences import pad_floats, padded_sequences

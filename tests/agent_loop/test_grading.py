@@ -12,9 +12,9 @@ from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, re
 from verl.agent_loop.grading import GradedGeneration
 from verl.protocol import DataProto
 from verl.trainer.ppo.scoring import graded, score_batch
-from verl.workers.reward_manager.loop_style import RewardManagerBase
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.results import GRADE_COLUMN, InfraError
+from verl.workers.reward_manager.adapters import RewardManagerBase
+from verl.workers.reward_manager.grader import GRADE_COLUMN, InfraError
+from verl.workers.reward_manager.managers import NaiveRewardManager
 
 
 @register("noting_for_tests")

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from verl.workers.reward_manager.grading import PerResponseManager
 
 from tests.toy import ACTOR, ROLLOUT, toy_run, weights
 from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
@@ -17,9 +18,8 @@ from verl.trainer.ppo.credit import compute_advantage
 from verl.trainer.ppo.overlap import OverlappedUpdate
 from verl.trainer.ppo.reward import RewardError
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.workers.reward_manager.batch import BatchRewardManager
-from verl.workers.reward_manager.grading import PerResponseManager
-from verl.workers.reward_manager.results import Score
+from verl.workers.reward_manager.grader import Score
+from verl.workers.reward_manager.managers import BatchRewardManager
 
 ON = f"{ACTOR}.update_while_generating=true"
 SGD = f"{ACTOR}.optim.optimizer=SGD"

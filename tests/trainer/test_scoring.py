@@ -8,7 +8,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.reward import RewardError
 from verl.trainer.ppo.reward_functions import WholeBatchReward
 from verl.trainer.ppo.scoring import reported_metrics, score_batch, settle_groups
-from verl.workers.reward_manager.results import (
+from verl.workers.reward_manager.grader import (
     GRADE_COLUMN,
     Abstain,
     InfraError,

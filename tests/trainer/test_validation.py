@@ -8,7 +8,7 @@ from tests.toy import ROLLOUT, toy_run, weights
 from verl.protocol import DataProto
 from verl.trainer.ppo.recipe_members import sample_table
 from verl.trainer.ppo.validation import results_of, texts_of, validate
-from verl.workers.reward_manager.results import Abstain, InfraError, Score
+from verl.workers.reward_manager.grader import Abstain, InfraError, Score
 
 SAMPLING = [
     f"{ROLLOUT}.val_kwargs.{setting}" for setting in ("do_sample=true", "temperature=1.0", "n=4")

@@ -21,8 +21,8 @@ import numpy as np
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.follower import AsBatch, EndedRow, Follower, batch_of
 from verl.protocol import DataProto
+from verl.workers.reward_manager.grader import GRADE_COLUMN, as_result
 from verl.workers.reward_manager.grading import PerResponseManager
-from verl.workers.reward_manager.results import GRADE_COLUMN, as_result
 
 
 class GradedGeneration(Follower):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 Author = Literal["template", "user", "model", "tool"]
 
@@ -24,6 +25,8 @@ class Score:
 
     value: float
     extras: dict[str, Any] = field(default_factory=dict)
+    token_rewards: Tensor | None = field(default=None, compare=False)
+    """(T,) rewards of a grader that gives one per position; None puts `value` on the last token."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,9 @@ class Trajectory:
     seed: int | None = None
     session_id: str | None = None
     grade: Grade | None = None
+    text: str | None = None
+    """The response without special tokens, once somebody has decoded it."""
+
     stop_reason: str = ""
     num_turns: int = 0
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)

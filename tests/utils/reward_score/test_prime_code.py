@@ -4,12 +4,12 @@ import asyncio
 import json
 
 import pytest
+from verl.workers.reward_manager.guarded_call import GuardedCall
 
 from tests.utils.sandbox.needs import require_namespaces
 from verl.utils.reward_score import default_compute_score, prime_code
 from verl.utils.reward_score.prime_code import apps_check_correctness
-from verl.workers.reward_manager.guarded_call import GuardedCall
-from verl.workers.reward_manager.results import InfraError
+from verl.workers.reward_manager.grader import InfraError
 
 DOUBLE = {"inputs": ["1", "2", "3", "4"], "outputs": ["2", "4", "6", "8"]}
 RIGHT = "print(int(input()) * 2)"

@@ -14,8 +14,8 @@ from tests.workers.reward_manager.batches import batch
 from verl.trainer.ppo.reward import RewardError
 from verl.trainer.ppo.scoring import score_batch
 from verl.workers.reward_manager import get_reward_manager_cls
-from verl.workers.reward_manager.loop_style import RewardManagerBase
-from verl.workers.reward_manager.results import Abstain, InfraError, Score
+from verl.workers.reward_manager.adapters import RewardManagerBase
+from verl.workers.reward_manager.grader import Abstain, InfraError, Score
 
 LIMIT_SECONDS = 0.6
 SLACK_SECONDS = 5.0  # on a busy machine; what hangs does so for much longer

@@ -23,11 +23,11 @@ from verl.config.reward import FSDPRewardModelConfig
 from verl.protocol import DataProto
 from verl.utils.environment import temp_env_var
 from verl.utils.reward_score import default_compute_score
+from verl.workers.reward_manager.grader import Abstain, InfraError, Score
 from verl.workers.reward_manager.judge import Judge, JudgeRewardManager
 from verl.workers.reward_manager.judge_client import JudgeClient, JudgeEndpoint, JudgeUnavailable
 from verl.workers.reward_manager.judge_prompt import NoVerdict, Question
 from verl.workers.reward_manager.registry import get_reward_manager_cls
-from verl.workers.reward_manager.results import Abstain, InfraError, Score
 
 KEY = "TEST_JUDGE_KEY"
 FAST = {"api_key_env": KEY, "first_pause_seconds": 0.02, "request_timeout_seconds": 5.0}

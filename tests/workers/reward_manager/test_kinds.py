@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from omegaconf import OmegaConf
+from verl.workers.reward_manager.grading import UngradedResponses
 
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.batches import batch
@@ -16,11 +17,9 @@ from verl.workers.reward_manager import (
     PrimeRewardManager,
     RateLimitedRewardManager,
 )
-from verl.workers.reward_manager.grading import UngradedResponses
-from verl.workers.reward_manager.limited import AsyncTokenBucket, per_minute
-from verl.workers.reward_manager.prime import parallel_compute_score_async
-from verl.workers.reward_manager.remote import RemoteRewardManager
-from verl.workers.reward_manager.results import Score
+from verl.workers.reward_manager.grader import Score
+from verl.workers.reward_manager.managers import AsyncTokenBucket, per_minute
+from verl.workers.reward_manager.prime import RemoteRewardManager, parallel_compute_score_async
 
 # ---- batch ---------------------------------------------------------------------------------------
 

@@ -16,15 +16,15 @@ from verl.experimental.reward_loop.reward_manager import (
     register,
 )
 from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
-from verl.workers.reward_manager.batch import BatchRewardManager
-from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
-from verl.workers.reward_manager.results import (
+from verl.workers.reward_manager.grader import (
     Abstain,
     InfraError,
     Score,
     as_result,
     from_result,
 )
+from verl.workers.reward_manager.managers import BatchRewardManager
+from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
 
 
 def config(**reward_model):

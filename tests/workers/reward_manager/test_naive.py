@@ -10,15 +10,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from verl.workers.reward_manager.grading import UngradedResponses
+from verl.workers.reward_manager.rounds import GradingRound
 
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.batches import batch
 from verl.workers.reward_manager import get_reward_manager_cls
-from verl.workers.reward_manager.dapo import DAPORewardManager
-from verl.workers.reward_manager.grading import UngradedResponses
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.results import Abstain, InfraError, Score, as_grade
-from verl.workers.reward_manager.rounds import GradingRound
+from verl.workers.reward_manager.grader import Abstain, InfraError, Score, as_grade
+from verl.workers.reward_manager.managers import DAPORewardManager, NaiveRewardManager
 
 
 def manager(function, **options) -> NaiveRewardManager:

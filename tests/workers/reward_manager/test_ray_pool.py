@@ -7,9 +7,9 @@ from omegaconf import OmegaConf
 
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.batches import batch
+from verl.workers.reward_manager.grader import InfraError
+from verl.workers.reward_manager.prime import RemoteRewardManager
 from verl.workers.reward_manager.ray_pool import RayWorkerPool, is_attached
-from verl.workers.reward_manager.remote import RemoteRewardManager
-from verl.workers.reward_manager.results import InfraError
 
 CONFIG = OmegaConf.create({"reward_model": {"num_workers": 2}})
 

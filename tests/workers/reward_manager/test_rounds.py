@@ -4,8 +4,9 @@ import asyncio
 import threading
 import time
 
-from verl.workers.reward_manager.results import InfraError, Score
 from verl.workers.reward_manager.rounds import GradingLoop, GradingRound
+
+from verl.workers.reward_manager.grader import InfraError, Score
 
 
 def a_round(judge, **options):

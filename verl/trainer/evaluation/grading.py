@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.trainer.evaluation.responses import Task
+from verl.workers.reward_manager.grader import Grade
 from verl.workers.reward_manager.guarded_call import GuardedCall
-from verl.workers.reward_manager.results import Grade
 
 RewardFunction = Callable[..., Any]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.trainer.evaluation.grading import RewardFunction, Workers, isolated
 from verl.utils.import_utils import require
-from verl.workers.reward_manager.results import Grade, InfraError
+from verl.workers.reward_manager.grader import Grade, InfraError
 from verl.workers.reward_manager.worker_pool import MAX_RETRIES
 
 START_SECONDS = 600.0

@@ -16,8 +16,8 @@ from verl.trainer.evaluation.summary import PromptScores, SourceSummary, summari
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.trainer.ppo.reward_functions import name_of, takes_whole_batch
 from verl.utils.reward_score import default_compute_score
+from verl.workers.reward_manager.grader import Grade, Score
 from verl.workers.reward_manager.prime import one_per_core
-from verl.workers.reward_manager.results import Grade, Score
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from verl.agent_loop.follower import AsBatch, EndedRow, Follower, batch_of
 from verl.protocol import DataProto
 from verl.trainer.ppo.scoring import Scored, graded, score_batch, settle_groups, settled
 from verl.workers.reward_manager.abstract import precomputed_rewards
+from verl.workers.reward_manager.grader import Grade
 from verl.workers.reward_manager.grading import PerResponseManager
-from verl.workers.reward_manager.results import Grade
 
 ADVANTAGE_TOLERANCE = 1e-5
 """Sums over a group may be rounded differently beside other groups."""

@@ -25,9 +25,9 @@ from verl.trainer.ppo.reward_functions import (
     with_fixed_kwargs,
 )
 from verl.utils.import_utils import load_class_from_fqn, load_extern_object, load_module, require
-from verl.workers.reward_manager.batch import BatchRewardManager
+from verl.workers.reward_manager.adapters import RewardManagerBase
 from verl.workers.reward_manager.grading import GradingManager
-from verl.workers.reward_manager.loop_style import RewardManagerBase
+from verl.workers.reward_manager.managers import BatchRewardManager
 from verl.workers.reward_manager.registry import get_reward_manager_cls
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import scores_on_last_token
-from verl.workers.reward_manager.async_functions import is_async
-from verl.workers.reward_manager.batch import DEFAULT_BATCH_SECONDS
+from verl.workers.reward_manager.grader import is_async
 from verl.workers.reward_manager.guarded_call import call_with_deadline
+from verl.workers.reward_manager.managers import DEFAULT_BATCH_SECONDS
 
 _PER_SAMPLE = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _PER_SAMPLE_LISTS = {"data_sources", "solution_strs", "ground_truths", "extra_infos"}

@@ -17,8 +17,7 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import RewardError, compute_reward
 from verl.workers.reward_manager.abstract import precomputed_rewards
-from verl.workers.reward_manager.grading import graded_rewards
-from verl.workers.reward_manager.results import (
+from verl.workers.reward_manager.grader import (
     GRADE_COLUMN,
     Abstain,
     Grade,
@@ -26,6 +25,7 @@ from verl.workers.reward_manager.results import (
     Score,
     from_result,
 )
+from verl.workers.reward_manager.grading import graded_rewards
 
 logger = logging.getLogger(__name__)
 

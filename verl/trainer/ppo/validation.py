@@ -20,7 +20,7 @@ from verl.trainer.ppo.validation_metrics import (
 )
 from verl.utils.kept_tokens import kept_tokens
 from verl.workers.reward_manager.abstract import precomputed_rewards
-from verl.workers.reward_manager.results import Score
+from verl.workers.reward_manager.grader import Score
 
 Extras = dict[str, Any]
 

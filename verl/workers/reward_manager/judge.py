@@ -13,12 +13,12 @@ from typing import Any
 
 from verl.protocol import DataProto
 from verl.utils.reward_score import default_compute_score
+from verl.workers.reward_manager.grader import Abstain, Score
 from verl.workers.reward_manager.judge_client import JudgeClient, JudgeEndpoint
 from verl.workers.reward_manager.judge_prompt import DEFAULT_INSTRUCTIONS, NoVerdict, Question
-from verl.workers.reward_manager.limited import OPTIONS as LIMIT_OPTIONS
-from verl.workers.reward_manager.limited import RateLimitedRewardManager
+from verl.workers.reward_manager.managers import OPTIONS as LIMIT_OPTIONS
+from verl.workers.reward_manager.managers import RateLimitedRewardManager
 from verl.workers.reward_manager.response import Response
-from verl.workers.reward_manager.results import Abstain, Score
 
 ENDPOINT_OPTIONS = tuple(field.name for field in fields(JudgeEndpoint))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.single_controller.base.process_probe import is_stopped
 from verl.single_controller.local.parcel import Parcel
-from verl.workers.reward_manager.results import Grade, InfraError
+from verl.workers.reward_manager.grader import Grade, InfraError
 from verl.workers.reward_manager.worker_process import (
     NUMBER,
     START,

@@ -24,8 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from verl.single_controller.local.parcel import Parcel
-from verl.workers.reward_manager.async_functions import is_async
-from verl.workers.reward_manager.results import Grade, InfraError, safe_grade
+from verl.workers.reward_manager.grader import Grade, InfraError, is_async, safe_grade
 
 NUMBER = struct.Struct("q")
 START = 0

@@ -1,7 +1,7 @@
 """The manager `remote`, made from the configuration."""
 
 from verl.workers.reward_manager import remote
-from verl.workers.reward_manager.loop_style import loop_style
+from verl.workers.reward_manager.adapters import loop_style
 
 __all__ = ["RemoteRewardManager"]
 
