@@ -2,10 +2,9 @@
 
     python benchmarks/reward_overlap.py [--output benchmarks/results/reward_overlap.json]
 
-The same run three times: scores in a stage of their own, in the background while log-probabilities
-are computed, and as each response ends (the default). More responses are asked for than the engine
-takes at once, so responses end in waves, as they do when their lengths differ. The reward function
-waits, as one does that asks a service.
+The same run twice: scores in a stage of their own, and as each response ends (the default). More
+responses are asked for than the engine takes at once, so responses end in waves, as they do when
+their lengths differ. The reward function waits, as one does that asks a service.
 """
 
 import argparse
@@ -41,10 +40,6 @@ def compute_score(solution_str, seconds, **kwargs):
 """
 MANNERS = {
     "in a stage of its own": ["reward_model.use_reward_loop=false"],
-    "in the background": [
-        "reward_model.use_reward_loop=false",
-        "reward_model.launch_reward_fn_async=true",
-    ],
     "as each response ends": ["reward_model.use_reward_loop=true"],
 }
 

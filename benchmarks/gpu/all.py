@@ -9,7 +9,6 @@
     e  exact       the step with equal bits in rollout and training, on a small workload: with few
                    rows there are sums that cuBLAS would split
     f  filtered    what top-k, top-p and a repetition penalty cost in generation
-    g  overlap     rewards and passes beside the tail of generation, with heavy-tailed responses
     h  grpo_step   the step of the real command, `main_ppo`
     k  kernels     where the time of a training step goes
 
@@ -83,7 +82,6 @@ PLAN = [
         "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 62,
     ),
     Part("k", "kernels", "kernels", "--shape 0.5B", 25),
-    Part("g", "overlap", "overlap", "--shape 0.5B --rounds 1", 45),
     Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 1", 25),
     Part("j", "decode", "decode", "--shape 7B --repeats 1 --new-tokens 128", 30),
     Part("j", "train", "train", "--shape 1.5B --rounds 1", 27),
@@ -91,7 +89,7 @@ PLAN = [
     Part("i", "trl_step", "trl_step", "--shape 3B --steps 2 --micro-rows 16", 210),
     Part("l", "trl_step", "trl_step", "--shape 0.5B --steps 2", 80, allocator=GROWING),
 ]  # fmt: skip
-USUAL = "a,b,c,d,e,f,g,h,k"
+USUAL = "a,b,c,d,e,f,h,k"
 
 TINY = "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-tokens 8 --new-tokens 12"
 TINY_PLAN = [
@@ -102,7 +100,6 @@ TINY_PLAN = [
     Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants approximate", 20),
     Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants exact", 20),
     Part("f", "filtered", "filtered", f"{TINY} --rounds 1", 20),
-    Part("g", "overlap", "overlap", f"{TINY} --rounds 1 --micro-tokens 64", 25),
     Part("h", "grpo_step", "trainer_step", f"{TINY} --steps 2", 40),
     Part("k", "kernels", "kernels", f"{TINY} --micro-tokens 64", 20),
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-CLAIMS = ("decode", "train", "kernels", "grpo_step", "trl_step", "exact", "filtered", "overlap")
+CLAIMS = ("decode", "train", "kernels", "grpo_step", "trl_step", "exact", "filtered")
 
 WORK = "prompts x samples x tokens, prompt tokens"
 
@@ -31,7 +31,6 @@ def summarise(folder: Path) -> str:
         steps(begun, done["trl_step"]),
         exactness(done["exact"]),
         filtering(done["filtered"]),
-        overlapping(done["overlap"]),
         missing(runs),
     ]
     return "\n".join(block for block in blocks if block)
@@ -267,31 +266,6 @@ def filtering(runs: list[Run]) -> str:
             for name, found in run["variants"].items()
         ],
     )
-
-
-def overlapping(runs: list[Run]) -> str:
-    return table(
-        "GRPO step with heavy-tailed responses: what runs beside the tail",
-        ["shape", f"{WORK} (at most)", "mean tokens", "variant", "step seconds", "generate",
-         "after it", "rows trained before the last token", "GiB", "samples"],
-        [
-            [
-                run["shape"],
-                size(run),
-                f"{run['mean_response_tokens']:.0f}",
-                name.replace("_", " "),
-                *(
-                    f"{found['median_seconds'][phase]:.2f}"
-                    for phase in ("step", "generate", "after_generation")
-                ),
-                percent(found["overlapped_rows_ratio"]),
-                f"{found['peak_gib']:.0f}",
-                str(len(run["samples"][name])),
-            ]
-            for run in runs
-            for name, found in run["variants"].items()
-        ],
-    )  # fmt: skip
 
 
 def missing(runs: dict[str, list[Run]]) -> str:

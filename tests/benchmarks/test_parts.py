@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.gpu import decode, filtered, grpo_step, kernels, overlap, train, trainer_step
+from benchmarks.gpu import decode, filtered, grpo_step, kernels, train, trainer_step
 from benchmarks.gpu.policy import whole_groups
 from benchmarks.gpu.summary import summarise
 from benchmarks.gpu.workload import Workload
@@ -138,22 +138,6 @@ def test_the_exact_variant_does_not_run_beside_others(run):
         run(grpo_step, "--rounds", "1", "--variants", "approximate,exact")
 
 
-def test_passes_beside_generation_make_the_same_step(run, tmp_path):
-    sizes = ["--prompts=4", "--new-tokens=24", "--rounds=1", "--micro-tokens=64"]
-    found = run(overlap, *sizes)
-    after, beside = (found["samples"][name][0] for name in ("updates_after", "updates_beside"))
-    assert after["overlapped_rows_ratio"] == 0.0
-    assert 0 < beside["overlapped_rows_ratio"] < 1
-    norms = [sample["metrics"]["actor/grad_norm"] for sample in (after, beside)]
-    assert norms[0] == pytest.approx(norms[1], rel=0.01)  # one tiny update lies between them
-    for sample in (after, beside):
-        seconds = sample["seconds"]
-        assert seconds["step"] == pytest.approx(seconds["generate"] + seconds["after_generation"])
-    runs = [{"arguments": "", "status": "done", **found}]
-    (tmp_path / "overlap.json").write_text(json.dumps({"claim": "overlap", "runs": runs}))
-    assert "| updates beside |" in summarise(tmp_path)
-
-
 def test_the_command_makes_the_same_step(run):
     found = run(trainer_step, "--steps", "3")
     (name,) = found["variants"]
@@ -161,10 +145,3 @@ def test_the_command_makes_the_same_step(run):
     assert all(norm > 0 for norm in found["gradient_norms"])
     seconds = found["variants"][name]["median_seconds"]
     assert seconds["step"] > seconds["generate"] + seconds["update"] > 0
-
-
-def test_lengths_have_a_heavy_tail_below_the_cap():
-    lengths = overlap.heavy_tailed(Workload(prompts=1000, new_tokens=1024), seed=1)
-    assert 130 < sorted(lengths)[500] < 170
-    assert max(lengths) == 1024
-    assert 10 < sum(length == 1024 for length in lengths) < 60, "2.7% of a lognormal"

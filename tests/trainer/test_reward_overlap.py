@@ -1,5 +1,4 @@
-"""When responses are scored does not change what is trained: during generation, beside the
-log-probabilities, or in a stage of its own."""
+"""When responses are scored does not change what is trained: during generation or afterwards."""
 
 import pytest
 import torch
@@ -15,14 +14,6 @@ import {module}, time
     if extra_info["index"] == 2 and value == 3:
         return None
     return {{"score": value / 7, "acc": value > 3, "text": solution_str}}
-"""
-WHOLE = """
-def compute(data):
-    return (data.batch["responses"] % 7).float().mean(1)
-"""
-LISTS = """
-def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
-    return [{"score": sum(map(ord, text)) % 7, "parity": len(text) % 2} for text in solution_strs]
 """
 PLAIN = SLOW.format(module="math", kind="def", wait="time.sleep")
 LATER = SLOW.format(module="asyncio", kind="async def", wait="await asyncio.sleep")
@@ -55,7 +46,6 @@ def assert_same(one, other):
 
 
 ON, OFF = "reward_model.use_reward_loop=true", "reward_model.use_reward_loop=false"
-BACKGROUND = "reward_model.launch_reward_fn_async=true"
 
 
 @pytest.fixture(scope="module")
@@ -70,29 +60,14 @@ def alone(toy, tmp_path_factory):
         (PLAIN, [ON]),
         (LATER, [ON]),
         (PLAIN, [ON, "reward_manager.name=prime"]),
-        (LATER, [OFF, BACKGROUND]),
     ],
-    ids=["plain", "async", "prime", "background"],
+    ids=["plain", "async", "prime"],
 )
 def test_the_manner_of_scoring_changes_no_score_and_no_weight(toy, tmp_path, alone, text, changes):
     found = run(toy, tmp_path / "run", text, *changes)
     assert_same(found, alone)
     assert all(("timing_s/reward_wait" in step) == (ON in changes) for step in found[0])
     assert not any("timing_s/reward_wait" in step for step in alone[0])
-
-
-@pytest.mark.parametrize(
-    ("text", "changes"),
-    [
-        (LISTS, ["reward_manager.name=batch"]),
-        (WHOLE, ["custom_reward_function.name=compute"]),
-    ],
-    ids=["lists", "whole_batch"],
-)
-@pytest.mark.slow
-def test_scores_of_batches_in_the_background_are_the_same_too(toy, tmp_path, text, changes):
-    background = run(toy, tmp_path / "background", text, BACKGROUND, *changes)
-    assert_same(background, run(toy, tmp_path / "alone", text, *changes))
 
 
 def test_every_number_that_a_function_reports_is_logged(toy, tmp_path):
@@ -113,14 +88,14 @@ def compute_score(solution_str, **kwargs):
         assert "val-aux/sevens/format/mean@1" in logged
 
 
-def test_groups_that_fail_in_the_background_are_set_aside(toy, tmp_path):
+def test_groups_that_fail_are_set_aside(toy, tmp_path):
     text = """
 def compute_score(extra_info, solution_str, **kwargs):
     if extra_info["index"] % 4 == 0:
         raise OSError("the judge is not there")
     return len(solution_str) % 3
 """
-    changes = (OFF, BACKGROUND, "data.shuffle=false")
+    changes = (OFF, "data.shuffle=false")
     metrics, batch, _ = run(toy, tmp_path / "faulty", text, *changes)
     assert set(batch.non_tensor_batch["index"].tolist()) == {5, 6, 7}
     assert [step["reward/num_groups_set_aside"] for step in metrics] == [1.0, 1.0]

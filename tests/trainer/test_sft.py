@@ -12,7 +12,7 @@ from tests.tiny_models import plain_twin
 from tests.trainer.sft_cases import SUMS, trainer, weights, write_model
 from verl.trainer.sft.batches import lay_out, load_rows, rows_of_step
 from verl.utils.checkpoint.errors import CheckpointMismatchError
-from verl.utils.garbage import NEW_OBJECTS
+from verl.utils.device import NEW_OBJECTS
 
 
 @pytest.fixture(scope="module")

@@ -96,26 +96,18 @@ class AgentLoopManager:
         """From now on `recover` starts a lost engine again, with the current weights."""
         self._recover = recover
 
-    def generate_sequences(
-        self, prompts: DataProto, follow: MakeFollower | None = None
-    ) -> DataProto:
-        """Continue every row once. For code that has an event loop there is the async one.
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Continue every row once. For code that has an event loop there is the async one."""
+        return asyncio.run(self.generate_sequences_async(prompts))
 
-        `follow` makes something that is told of each trajectory when it has ended, and takes the
-        place of grading.
-        """
-        return asyncio.run(self.generate_sequences_async(prompts, follow))
-
-    async def generate_sequences_async(
-        self, prompts: DataProto, follow: MakeFollower | None = None
-    ) -> DataProto:
+    async def generate_sequences_async(self, prompts: DataProto) -> DataProto:
         params = self.sampling_params(prompts.meta_info)
         if self._may_lose_engines:
             self.wake_up()  # others wake by themselves
         versions = self._policy_versions()
         servers = AsyncLLMServerManager(self.config, self.rollout_replicas, recover=self._recover)
         rows = rows_of(prompts.non_tensor_batch)
-        make = follow or self._grading_of(prompts.meta_info)
+        make = self._grading_of(prompts.meta_info)
         follower = None if make is None else make(self._as_batch)
         # One task per row, made in row order: samples of a prompt reach the engine together.
         tasks = [

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import GlobalBatch
-from verl.utils.collectives import Group, all_reduce_, collective_device
+from verl.utils.distributed import Group, all_reduce_, collective_device
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, TrainResult
 from verl.workers.engine.shared_packing import prompt_groups

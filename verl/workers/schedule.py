@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.utils.partition import best_fit_decreasing
+from verl.utils.seqlen_balancing import best_fit_decreasing
 
 Passes = list[list[int]]
 """The rows of each pass through the model, as places in a rank's chunk; a pass may be empty."""

@@ -51,8 +51,7 @@ from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 from verl.utils.checkpoint.errors import CheckpointSaveError, CheckpointUploadError
 from verl.utils.dataset.rl_dataset import LearnsFromBatches
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
-from verl.utils.device import resolve_device
-from verl.utils.garbage import collecting_seldom
+from verl.utils.device import collecting_seldom, resolve_device
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger

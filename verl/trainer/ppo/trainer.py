@@ -10,40 +10,29 @@ between steps (validation, checkpoints, tracking) is in `verl.trainer.ppo.run`.
 from typing import Any
 
 import numpy as np
-import torch
 
-from verl.agent_loop.follower import MakeFollower
 from verl.algos.rollout_correction.apply import (
     apply_bypass_mode,
     compute_rollout_correction_and_add_to_batch,
 )
 from verl.protocol import DataProto
-from verl.trainer.ppo.background_scoring import BackgroundScores, join_scores
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.dataloader import EndOfData
 from verl.trainer.ppo.dynamic_sampling import fill_batch
 from verl.trainer.ppo.mismatch_metrics import calculate_debug_metrics
-from verl.trainer.ppo.overlap import OverlappedUpdate
 from verl.trainer.ppo.reporting import groups_without_spread
 from verl.trainer.ppo.run import Metrics, TrainingRun
 from verl.trainer.ppo.scoring import Scored, reported_metrics, score_batch
 from verl.trainer.ppo.seeds import keyed_seed
 from verl.trainer.ppo.tripwires import require_finite
-from verl.utils.masked import masked_mean
 from verl.utils.metric import reduce_metrics
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.utils.streams import beside_usual_work
+from verl.utils.torch_functional import masked_mean
 from verl.workers.rollout.sequences import SEED_COLUMN
 
 
 class PPOTrainer(TrainingRun):
     """Trains a policy by reinforcement learning, whatever the estimator and the loss."""
-
-    background_scores: BackgroundScores | None = None
-    """Scores on their way, with `reward_model.launch_reward_fn_async`."""
-
-    overlap: OverlappedUpdate | None = None
-    """The update of this step, with `actor.update_while_generating`."""
 
     def fit(self) -> None:
         """Train from where the last checkpoint left off until the last step, or the last row."""
@@ -71,11 +60,8 @@ class PPOTrainer(TrainingRun):
 
     def rollout(self, prompts: DataProto) -> DataProto:
         """`rollout.n` responses per prompt; with dynamic sampling, to prompts worth training."""
-        if self.config.actor_rollout_ref.actor.update_while_generating:
-            batch = self._respond_and_train(prompts)
-        else:
-            with self.timed("gen"):
-                batch = self.respond(prompts)
+        with self.timed("gen"):
+            batch = self.respond(prompts)
         groups = self.config.algorithm.filter_groups
         if groups.enable:
             filled = fill_batch(
@@ -101,34 +87,8 @@ class PPOTrainer(TrainingRun):
             batch = self._with_greedy_baselines(batch, prompts)
         return batch
 
-    def _respond_and_train(self, prompts: DataProto) -> DataProto:
-        """Responses whose passes are made group by group; the step itself is left to `update`."""
-        num_samples = self.config.actor_rollout_ref.rollout.n
-        overlap = self.overlap = OverlappedUpdate(
-            self.actor_rollout_wg,
-            self.reward_fn,
-            self.assign_credit,
-            num_prompts=len(prompts),
-            samples_per_prompt=num_samples,
-        )
-        with self.timed("gen"), beside_usual_work(torch.device(self.device_name)):
-            batch = self.generate(prompts, num_samples, follow=overlap.follow)
-        self.timing.update(batch.meta_info.pop("timing"))
-        self.metrics.update(batch.meta_info.pop("metrics"))
-        ratio = overlap.num_rows_before_end / len(batch)
-        self.metrics["training/overlapped_rows_ratio"] = ratio
-        scored = overlap.scored(batch)
-        return batch if scored is None else self._report_scores(scored)
-
-    def generate(
-        self,
-        prompts: DataProto,
-        num_samples: int,
-        *,
-        follow: MakeFollower | None = None,
-        **meta_info: Any,
-    ) -> DataProto:
-        """Repeat each prompt and let the agent loops continue it; `follow` goes along with them."""
+    def generate(self, prompts: DataProto, num_samples: int, **meta_info: Any) -> DataProto:
+        """Repeat each prompt and let the agent loops continue it."""
         samples = prompts.repeat(num_samples, interleave=True)
         request = self._get_gen_batch(samples)
         request.meta_info = {"global_steps": self.global_steps, **meta_info}
@@ -138,8 +98,7 @@ class PPOTrainer(TrainingRun):
             for row, uid in enumerate(samples.non_tensor_batch["uid"])
         ]
         request.non_tensor_batch[SEED_COLUMN] = np.array(seeds, dtype=object)
-        options = {} if follow is None else {"follow": follow}
-        return samples.union(self.async_rollout_manager.generate_sequences(request, **options))
+        return samples.union(self.async_rollout_manager.generate_sequences(request))
 
     def _respond_to_more(self) -> DataProto:
         with self.timed("gen"):
@@ -174,25 +133,8 @@ class PPOTrainer(TrainingRun):
             if self.use_rm:
                 batch, found = self.with_model_scores(batch)
                 self.metrics.update(found)
-            if self._scores_in_background():
-                self.background_scores = BackgroundScores(batch, self.reward_fn)
-                return batch
             scored = score_batch(batch, self.reward_fn)
         return self._report_scores(scored)
-
-    def _scores_in_background(self) -> bool:
-        """Dynamic sampling needs the scores before it goes on."""
-        is_asked_for = self.config.reward_model.launch_reward_fn_async
-        return is_asked_for and not self.config.algorithm.filter_groups.enable
-
-    def _with_background_scores(self, batch: DataProto) -> DataProto:
-        if self.background_scores is None:
-            return batch
-        with self.timed("reward"):
-            scored = self.background_scores.found()
-        self.background_scores = None
-        self._report_scores(scored)
-        return join_scores(batch, scored)
 
     def _report_scores(self, scored: Scored) -> DataProto:
         for name, count in scored.metrics.items():  # dynamic sampling scores several batches
@@ -220,7 +162,7 @@ class PPOTrainer(TrainingRun):
             with self.timed("values"):
                 batch = batch.union(self.critic_wg.compute_values(batch))
         require_finite(batch, "old_log_probs", "ref_log_prob", "values")
-        return self._with_background_scores(batch)
+        return batch
 
     def _with_old_log_probs(self, batch: DataProto) -> DataProto:
         correction = self.config.algorithm.rollout_correction
@@ -246,15 +188,13 @@ class PPOTrainer(TrainingRun):
 
         In exact mode it would return the very numbers that came with the tokens, as long as all of
         them were sampled with the current weights. `use_rollout_log_probs` asks for it outright.
-        An update while generating takes old and new policy to be the same, which they are.
         """
         section = self.config.actor_rollout_ref
         is_exact = section.rollout.exact and "policy_version" in batch.meta_info
         does_skip = is_exact and not section.actor.calculate_sum_pi_squared
         if does_skip:
             batch.meta_info["old_policy_version"] = batch.meta_info["policy_version"]
-        is_asked_for = section.actor.use_rollout_log_probs or self.overlap is not None
-        does_skip = does_skip or is_asked_for
+        does_skip = does_skip or section.actor.use_rollout_log_probs
         self.metrics["training/old_log_prob_pass_skipped"] = float(does_skip)
         return does_skip
 
@@ -309,15 +249,8 @@ class PPOTrainer(TrainingRun):
             self.metrics.update(reduce_metrics(found.meta_info["metrics"]))
         if self.config.trainer.critic_warmup <= self.global_steps:
             with self.timed("update_actor"):
-                found = self._update_actor(batch)
+                found = self.actor_rollout_wg.update_actor(batch)
+                found.meta_info["metrics"].update(self.sync_rollout())
             # What was measured before the update is about the policy that sampled.
             self.metrics = {**reduce_metrics(found.meta_info["metrics"]), **self.metrics}
         return self.metrics
-
-    def _update_actor(self, batch: DataProto) -> DataProto:
-        if self.overlap is None:
-            found = self.actor_rollout_wg.update_actor(batch)
-            found.meta_info["metrics"].update(self.sync_rollout())
-            return found
-        overlap, self.overlap = self.overlap, None
-        return overlap.finish_update(batch)

@@ -21,8 +21,8 @@ from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import resolve_device
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs, load_extern_object
-from verl.utils.schedules import get_wsd_schedule_with_warmup
 from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_functional import get_wsd_schedule_with_warmup
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.engine.replicated import ReplicatedEngine
 from verl.workers.roles.building import compute_dtype

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.utils.dataset.prompts import Message, render
 from verl.utils.dataset.special_text import Shield, shield, special_texts
 from verl.utils.dataset.tables import DataError
-from verl.utils.printable import printable
+from verl.utils.py_functional import printable
 
 ASSISTANT = "assistant"
 

@@ -21,7 +21,7 @@ from verl.utils.dataset.row_table import RowTable
 from verl.utils.dataset.sampler import Stateful
 from verl.utils.dataset.tables import DataError, Row, RowFile
 from verl.utils.import_utils import load_extern_object
-from verl.utils.printable import printable
+from verl.utils.py_functional import printable
 
 logger = logging.getLogger(__name__)
 

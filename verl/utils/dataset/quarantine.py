@@ -18,7 +18,7 @@ import numpy as np
 
 from verl.utils.dataset.row_table import RowTable
 from verl.utils.dataset.tables import DEFAULT_CACHE, BadRow, DataError
-from verl.utils.printable import printable
+from verl.utils.py_functional import printable
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from verl.utils.dataset.quarantine import sound_rows
 from verl.utils.dataset.row_checks import prompt_fault
 from verl.utils.dataset.row_table import open_table
 from verl.utils.dataset.tables import DataError
-from verl.utils.exit_codes import BadData
+from verl.utils.environment import BadData
 from verl.utils.tokenizer import hf_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.exit_codes import BadData
+from verl.utils.environment import BadData
 
 DEFAULT_CACHE = "~/.cache/verl/rlhf"
 

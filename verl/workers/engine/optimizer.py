@@ -20,8 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.utils import schedules
 from verl.utils.checkpoint.pieces import FlatSlice, Part, local_tensor
+from verl.utils.torch_functional import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 from verl.workers.engine.loss_scale import LossScale
 from verl.workers.engine.offload import OffloadedState
 
@@ -266,7 +270,7 @@ def build_schedule(
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
     if config.lr_scheduler_type == "constant":
-        return schedules.get_constant_schedule_with_warmup(optimizer, warmup)
+        return get_constant_schedule_with_warmup(optimizer, warmup)
     if total <= 0:
         raise ValueError(
             f"a {config.lr_scheduler_type} schedule needs its length, but "
@@ -274,9 +278,9 @@ def build_schedule(
             "in a script of your own"
         )
     if config.lr_scheduler_type == "linear":
-        return schedules.get_linear_schedule_with_warmup(
+        return get_linear_schedule_with_warmup(
             optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio
         )
-    return schedules.get_cosine_schedule_with_warmup(
+    return get_cosine_schedule_with_warmup(
         optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio, num_cycles=config.num_cycles
     )

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.utils.collectives import all_reduce_, broadcast_dict_tensor
+from verl.utils.distributed import all_reduce_, broadcast_dict_tensor
 from verl.workers.engine.base import LossFunction, MicroBatching, TrainResult
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.schedule import Passes

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.utils.collectives import all_reduce_
+from verl.utils.distributed import all_reduce_
 from verl.workers.engine.optimizer import StepResult
 from verl.workers.engine.ranks import RanksEngine, as_on_first_rank, in_buckets
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from verl.config.engine import FSDPEngineConfig
-from verl.utils.collectives import collective_device
+from verl.utils.distributed import collective_device
 from verl.utils.torch_dtypes import PrecisionType
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils.checkpoint.pieces import FlatSlice, Part
-from verl.utils.collectives import all_reduce_
+from verl.utils.distributed import all_reduce_
 from verl.workers.engine.optimizer import MasterOptimizer
 from verl.workers.engine.ranks import (
     RanksEngine,

@@ -16,9 +16,8 @@ from verl.models.fuse import fuse_model
 from verl.models.loading import empty_causal_lm, load_causal_lm
 from verl.models.lora import LoraOptions, add_lora, lora_options
 from verl.models.value import empty_value_model, load_value_model
-from verl.utils.collectives import is_distributed
-from verl.utils.determinism import use_deterministic_kernels
-from verl.utils.device import check_cpu_bf16
+from verl.utils.device import check_cpu_bf16, use_deterministic_kernels
+from verl.utils.distributed import is_distributed
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.torch_dtypes import PrecisionType

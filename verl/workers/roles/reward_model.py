@@ -26,8 +26,8 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
-from verl.utils.kept_tokens import kept_tokens
 from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_functional import kept_tokens
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.reward_manager.abstract import scores_on_last_token
