@@ -11,7 +11,7 @@ import torch
 
 import verl
 from verl.utils import device
-from verl.utils.checkpoint.rng import capture_rng, restore_rng
+from verl.utils.checkpoint.checkpoint_manager import capture_rng, restore_rng
 from verl.utils.device import (
     NEW_OBJECTS,
     auto_set_device,

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import yaml
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, DictConfigWrap, agent_loops
 from verl.agent_loop.fleet import Recover
 from verl.agent_loop.follower import Follower, MakeFollower
-from verl.agent_loop.grading import GradedGeneration
+from verl.agent_loop.grading import GradedGeneration, to_batch_with
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.agent_loop.trajectories import as_batch, timing_of
 from verl.agent_loop.trajectory_info import trajectory_info
@@ -26,7 +25,8 @@ from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
-from verl.workers.reward_manager.grading import PerResponseManager
+from verl.workers.reward_manager.adapters import as_grader
+from verl.workers.reward_manager.service import GradingService
 from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.factory import has_own_process
 from verl.workers.rollout.replica import engines_of
@@ -81,8 +81,8 @@ class AgentLoopManager:
             )
         self._loops = listed_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
         self._ready: set[type[AgentLoopBase]] = set()
-        self._reward_fn: Any = None
-        self._val_reward_fn: Any = None
+        self._grading: GradingService | None = None
+        self._val_grading: GradingService | None = None
 
     @property
     def server_handles(self) -> list[Rollout]:
@@ -90,7 +90,8 @@ class AgentLoopManager:
 
     def grade_with(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """From now on grade each response as soon as it ends, with a manager that can."""
-        self._reward_fn, self._val_reward_fn = reward_fn, val_reward_fn
+        self._grading = self._service_of(reward_fn)
+        self._val_grading = self._service_of(val_reward_fn)
 
     def recover_with(self, recover: Recover) -> None:
         """From now on `recover` starts a lost engine again, with the current weights."""
@@ -190,10 +191,16 @@ class AgentLoopManager:
     def _grading_of(self, meta_info: Mapping[str, Any]) -> MakeFollower | None:
         """None where responses are graded afterwards."""
         is_validation = bool(meta_info.get("validate", False))
-        manager = self._val_reward_fn if is_validation else self._reward_fn
-        if not isinstance(manager, PerResponseManager):
+        service = self._val_grading if is_validation else self._grading
+        if service is None or service.grader.scope != "trajectory":
             return None
-        return partial(GradedGeneration, manager)
+        length = self.config.actor_rollout_ref.rollout.response_length
+        return lambda _: GradedGeneration(service, length)
+
+    def _service_of(self, reward_fn: Any) -> GradingService | None:
+        if reward_fn is None:
+            return None
+        return GradingService(as_grader(reward_fn, to_batch_with(self._as_batch)))
 
     def _as_batch(self, outputs: Sequence[AgentLoopOutput]) -> DataProto:
         return as_batch(

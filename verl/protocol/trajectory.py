@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
 
 Author = Literal["template", "user", "model", "tool"]
 
@@ -25,8 +24,8 @@ class Score:
 
     value: float
     extras: dict[str, Any] = field(default_factory=dict)
-    token_rewards: Tensor | None = field(default=None, compare=False)
-    """(T,) rewards of a grader that gives one per position; None puts `value` on the last token."""
+    token_values: np.ndarray | None = field(default=None, compare=False)
+    """Rewards of single response tokens, where the grader gives them; `value` is their sum."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from verl.utils.checkpoint.checkpoint_manager import (
     get_checkpoint_tracker_filename,
     should_save_ckpt_esi,
 )
-from verl.utils.checkpoint.commit import staged_step
-from verl.utils.checkpoint.errors import CheckpointMismatchError, NoIntactCheckpointError
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.utils.checkpoint.store import CheckpointStore
+from verl.utils.checkpoint.layout import CheckpointMismatchError, NoIntactCheckpointError
+from verl.utils.checkpoint.store import CheckpointStore, staged_step
 from verl.utils.environment import temp_env_var
 from verl.workers.engine.optimizer import MasterOptimizer
 

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.checkpoint.commit import staged_step
-from verl.utils.checkpoint.errors import (
+from verl.utils.checkpoint.layout import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointSaveError,
     NoIntactCheckpointError,
     Skipped,
     as_os_error,
+    list_steps,
+    saving_folder,
+    step_of,
 )
-from verl.utils.checkpoint.layout import list_steps, saving_folder, step_of
-from verl.utils.checkpoint.manifest import in_threads
-from verl.utils.checkpoint.verify import verify_step
+from verl.utils.checkpoint.manifest import in_threads, verify_step
+from verl.utils.checkpoint.store import staged_step
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -210,7 +211,7 @@ def test_another_format_of_names_is_understood():
 
 def test_saving_needs_no_torch():
     """The part that commits and verifies is plain Python: cheap to start, easy to kill and test."""
-    code = "import sys, verl.utils.checkpoint.discover; print('torch' in sys.modules)"
+    code = "import sys, verl.utils.checkpoint.store; print('torch' in sys.modules)"
     root = Path(__file__).parents[3]
     run = subprocess.run(
         [sys.executable, "-c", code],

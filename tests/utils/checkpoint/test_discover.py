@@ -5,9 +5,8 @@ import os
 
 import pytest
 
-from verl.utils.checkpoint.commit import staged_step
-from verl.utils.checkpoint.discover import find_intact
-from verl.utils.checkpoint.errors import NoIntactCheckpointError
+from verl.utils.checkpoint.layout import NoIntactCheckpointError
+from verl.utils.checkpoint.store import find_intact, staged_step
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

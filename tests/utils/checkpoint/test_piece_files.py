@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.utils.two_ranks import run_on_ranks, run_on_two_ranks
 from verl.utils.checkpoint import piece_files
-from verl.utils.checkpoint.errors import CheckpointCorruptError
+from verl.utils.checkpoint.layout import CheckpointCorruptError
 from verl.utils.checkpoint.piece_files import (
     pieces_to_write,
     read_into,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.utils.checkpoint.rng import capture_rng, restore_rng
+from verl.utils.checkpoint.checkpoint_manager import capture_rng, restore_rng
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 
 

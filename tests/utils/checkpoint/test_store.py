@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from verl.utils.checkpoint.errors import (
+from verl.utils.checkpoint.layout import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointSaveError,
+    list_steps,
 )
-from verl.utils.checkpoint.layout import list_steps
 from verl.utils.checkpoint.store import CheckpointStore, steps_to_keep
 
 PRINT = {"config": {"algorithm.gamma": 1.0}}

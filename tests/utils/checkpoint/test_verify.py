@@ -9,12 +9,17 @@ import time
 import pytest
 import torch
 
-from verl.utils.checkpoint.commit import staged_step
-from verl.utils.checkpoint.errors import CheckpointCorruptError
-from verl.utils.checkpoint.manifest import FileRecord, Manifest, is_safe_name, record_file
+from verl.utils.checkpoint.layout import CheckpointCorruptError
+from verl.utils.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    is_safe_name,
+    record_file,
+    verify_step,
+)
 from verl.utils.checkpoint.safetensors_file import read_header
+from verl.utils.checkpoint.store import staged_step
 from verl.utils.checkpoint.tensor_store import save_state
-from verl.utils.checkpoint.verify import verify_step
 
 FILES = [
     "actor/huggingface/config.json",

@@ -4,8 +4,7 @@ import pytest
 
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.utils.dataset import repeated_prompts
-from verl.utils.dataset.prompts import PromptTooLong, encode_prompt
-from verl.utils.dataset.repeated_prompts import encode_prompt_once
+from verl.utils.dataset.prompts import PromptTooLong, encode_prompt, encode_prompt_once
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ mood }}{% endfor %}"
 

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from examples.quickstart.build_model import ASSISTANT, END, USER, build_tokenizer
-from verl.utils.dataset.json_file import JsonFile
-from verl.utils.dataset.prompts import PromptTooLong, encode_prompt
-from verl.utils.dataset.special_text import shield
-from verl.utils.dataset.tables import BadRow
+from verl.utils.dataset.prompts import PromptTooLong, encode_prompt, shield
+from verl.utils.dataset.tables import BadRow, JsonFile
 
 TOKENIZER = build_tokenizer()
 SPECIAL = sorted(TOKENIZER.all_special_tokens)

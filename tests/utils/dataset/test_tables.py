@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.utils.dataset.json_file import JsonFile
-from verl.utils.dataset.parquet_file import ParquetFile
-from verl.utils.dataset.row_table import RowTable, open_table
-from verl.utils.dataset.tables import BadRow, DataError
+from verl.utils.dataset.tables import BadRow, DataError, JsonFile, ParquetFile, RowTable, open_table
 
 ROWS = [{"number": number, "text": f"row {number}"} for number in range(3000)]
 

@@ -21,8 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.convert import to_dict
 from verl.trainer.sft.ranks import Ranks
 from verl.trainer.sft.settings import AnySFTConfig, SFTSettings
-from verl.utils.checkpoint.adapter import AdapterCheckpointManager, checkpoint_manager
-from verl.utils.checkpoint.fsdp_checkpoint_manager import HF_FOLDER
+from verl.utils.checkpoint.fsdp_checkpoint_manager import (
+    HF_FOLDER,
+    AdapterCheckpointManager,
+    checkpoint_manager,
+)
 from verl.utils.checkpoint.identity import (
     config_identity,
     dataset_identity,

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.config.checkpoint import CheckpointConfig
-from verl.utils.checkpoint.discover import find_intact
+from verl.utils.checkpoint.checkpoint_manager import capture_rng, restore_rng
 from verl.utils.checkpoint.hf_model import ProcessingClass
 from verl.utils.checkpoint.layout import STEP_FORMAT, TRACKER, remove_step
-from verl.utils.checkpoint.rng import capture_rng, restore_rng
+from verl.utils.checkpoint.store import find_intact
 from verl.utils.environment import (
     sagemaker_capacity_expiration,
     volcengine_capacity_expiration,

@@ -16,21 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.utils.checkpoint.durable import (
-    make_folders,
-    sync_folder,
-    write_durably,
-)
-from verl.utils.checkpoint.errors import CheckpointSaveError, as_os_error
 from verl.utils.checkpoint.layout import (
     TRACKER,
+    CheckpointSaveError,
+    as_os_error,
     displaced_folder,
     draft_of,
+    make_folders,
     remove_leftovers,
     remove_quietly,
     restore_displaced,
     saving_folder,
     step_folder,
+    sync_folder,
+    write_durably,
 )
 from verl.utils.checkpoint.manifest import (
     MANIFEST,

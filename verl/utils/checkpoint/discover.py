@@ -10,11 +10,16 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.utils.checkpoint.commit import read_tracker_text
-from verl.utils.checkpoint.errors import CheckpointCorruptError, NoIntactCheckpointError, Skipped
-from verl.utils.checkpoint.layout import STEP_FORMAT, TRACKER, list_steps
-from verl.utils.checkpoint.manifest import Manifest
-from verl.utils.checkpoint.verify import verify_step
+from verl.utils.checkpoint.layout import (
+    STEP_FORMAT,
+    TRACKER,
+    CheckpointCorruptError,
+    NoIntactCheckpointError,
+    Skipped,
+    list_steps,
+)
+from verl.utils.checkpoint.manifest import Manifest, verify_step
+from verl.utils.checkpoint.store import read_tracker_text
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from verl.utils.checkpoint.errors import as_os_error
+from verl.utils.checkpoint.layout import as_os_error
 
 CHUNK_BYTES = 16 << 20
 

@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from verl.config.checkpoint import CheckpointConfig
-from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, Stateful
-from verl.utils.checkpoint.errors import CheckpointMismatchError
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, Stateful, reseed_from
 from verl.utils.checkpoint.hf_model import (
     ProcessingClass,
     load_hf_weights,
@@ -34,26 +33,24 @@ from verl.utils.checkpoint.hf_model import (
     save_hf_description,
     write_hf_weights,
 )
+from verl.utils.checkpoint.layout import CheckpointMismatchError
 from verl.utils.checkpoint.piece_files import (
     StoredTensor,
+    differences,
+    join_state,
+    masters,
     pieces_to_write,
     rank_name,
     read_into,
+    read_parts,
     saved_world_size,
+    split_state,
     stored_hf_tensors,
+    stored_masters,
     stored_tensors,
     write_pieces,
 )
 from verl.utils.checkpoint.pieces import Part
-from verl.utils.checkpoint.rng import reseed_from
-from verl.utils.checkpoint.state_parts import (
-    differences,
-    join_state,
-    masters,
-    read_parts,
-    split_state,
-    stored_masters,
-)
 from verl.utils.checkpoint.tensor_store import encode_state, has_state, load_state, write_state
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from verl.utils.checkpoint.durable import naming
-from verl.utils.checkpoint.errors import CheckpointCorruptError
+from verl.utils.checkpoint.layout import CheckpointCorruptError, naming
 
 MANIFEST = "manifest.json"
 FORMAT = "verl-checkpoint"

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from verl.utils.checkpoint.durable import naming, write_all
-from verl.utils.checkpoint.errors import CheckpointCorruptError
+from verl.utils.checkpoint.layout import CheckpointCorruptError, naming, write_all
 from verl.utils.checkpoint.pieces import (
     FlatSlice,
     Part,
@@ -36,12 +35,13 @@ from verl.utils.checkpoint.pieces import (
     piece_of,
     whole,
 )
-from verl.utils.checkpoint.plain_state import TORCH_DTYPES, NamedArray
 from verl.utils.checkpoint.safetensors_file import TensorPlace, read_header, write_safetensors
 from verl.utils.checkpoint.tensor_store import (
     DEFAULT_SHARD_BYTES,
     MAX_TREE_BYTES,
     SAFETENSORS_DTYPES,
+    TORCH_DTYPES,
+    NamedArray,
     as_source,
     file_suffix,
     grouped,

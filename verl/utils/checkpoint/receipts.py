@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from verl.utils.checkpoint.durable import naming, write_all
-from verl.utils.checkpoint.errors import CheckpointError, as_os_error
+from verl.utils.checkpoint.layout import CheckpointError, as_os_error, naming, write_all
 
 RECEIPT_BYTES = 4096
 POLL_SECONDS = 0.05

@@ -17,12 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.utils.checkpoint.commit import staged_step
-from verl.utils.checkpoint.discover import IntactStep, find_intact
-from verl.utils.checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from verl.utils.checkpoint.identity import MAY_CHANGE, compare
-from verl.utils.checkpoint.layout import list_steps, remove_step, step_folder, step_of
-from verl.utils.checkpoint.verify import verify_listing, verify_step
+from verl.utils.checkpoint.layout import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    list_steps,
+    remove_step,
+    step_folder,
+    step_of,
+)
+from verl.utils.checkpoint.manifest import verify_listing, verify_step
+from verl.utils.checkpoint.store import IntactStep, find_intact, staged_step
 
 logger = logging.getLogger(__name__)
 

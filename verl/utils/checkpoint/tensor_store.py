@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from verl.utils.checkpoint.durable import naming, write_all
-from verl.utils.checkpoint.errors import CheckpointCorruptError
-from verl.utils.checkpoint.plain_state import Encoder, NamedArray, decode
+from verl.utils.checkpoint.layout import CheckpointCorruptError, naming, write_all
 from verl.utils.checkpoint.safetensors_file import (
     TensorSource,
     read_safetensors,
     write_safetensors,
 )
+from verl.utils.checkpoint.tensor_store import Encoder, NamedArray, decode
 
 Stored = TypeVar("Stored", NamedArray, TensorSource)
 

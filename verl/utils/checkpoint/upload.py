@@ -7,8 +7,7 @@ import subprocess
 from pathlib import Path
 
 from verl.utils import hdfs_io
-from verl.utils.checkpoint.errors import CheckpointUploadError
-from verl.utils.checkpoint.layout import TRACKER
+from verl.utils.checkpoint.layout import TRACKER, CheckpointUploadError
 
 
 def upload_step(folder: Path, remote: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from os import stat_result
 from pathlib import Path
 
-from verl.utils.checkpoint.errors import CheckpointCorruptError
+from verl.utils.checkpoint.layout import CheckpointCorruptError
 from verl.utils.checkpoint.manifest import (
     MANIFEST,
     FileRecord,

@@ -17,8 +17,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.dataset.prompts import Message, render
-from verl.utils.dataset.special_text import Shield, shield, special_texts
+from verl.utils.dataset.prompts import Message, Shield, render, shield, special_texts
 from verl.utils.dataset.tables import DataError
 from verl.utils.py_functional import printable
 

@@ -22,16 +22,19 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.sft import SFTEngineDataConfig
-from verl.utils.dataset.conversation import ASSISTANT, Conversation, encode_conversation
 from verl.utils.dataset.dataset_utils import DatasetPadMode
-from verl.utils.dataset.prompt_lengths import Verdict, measured
+from verl.utils.dataset.multiturn_sft_dataset import ASSISTANT, Conversation, encode_conversation
+from verl.utils.dataset.prompt_encoder import schema_without_nulls
 from verl.utils.dataset.prompts import without_nulls
-from verl.utils.dataset.quarantine import settle_refused, sound_rows
-from verl.utils.dataset.row_checks import prompt_fault
-from verl.utils.dataset.row_table import RowTable, open_table
+from verl.utils.dataset.quarantine import (
+    Verdict,
+    measured,
+    prompt_fault,
+    settle_refused,
+    sound_rows,
+)
 from verl.utils.dataset.sft_dataset import RowTooLong
-from verl.utils.dataset.tables import DataError
-from verl.utils.dataset.tool_schemas import schema_without_nulls
+from verl.utils.dataset.tables import DataError, RowTable, open_table
 from verl.utils.tokenizer import hf_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import DataConfig
-from verl.utils.dataset.prompt_row import Column, padded_prompt
-from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt, prompt_text, truncate
-from verl.utils.dataset.special_text import shield
+from verl.utils.dataset.prompt_encoder import Column, load_media, padded_prompt
+from verl.utils.dataset.prompts import (
+    Prompt,
+    PromptTooLong,
+    encode_prompt,
+    prompt_text,
+    shield,
+    truncate,
+)
 from verl.utils.dataset.tables import DataError
-from verl.utils.dataset.vision import load_media
 
 PADDED = ("input_ids", "attention_mask", "position_ids")
 

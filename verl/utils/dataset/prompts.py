@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.dataset.special_text import NOTHING_SHIELDED, Shield, shield, special_texts
+from verl.utils.dataset.prompts import NOTHING_SHIELDED, Shield, shield, special_texts
 
 Message = Mapping[str, Any]
 Prompt = str | list[dict[str, Any]]

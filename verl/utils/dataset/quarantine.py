@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.utils.dataset.row_table import RowTable
-from verl.utils.dataset.tables import DEFAULT_CACHE, BadRow, DataError
+from verl.utils.dataset.tables import DEFAULT_CACHE, BadRow, DataError, RowTable
 from verl.utils.py_functional import printable
 
 logger = logging.getLogger(__name__)

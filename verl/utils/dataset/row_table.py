@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from verl.utils.dataset.json_file import JSON_LINES, JsonFile
-from verl.utils.dataset.parquet_file import ParquetFile
-from verl.utils.dataset.tables import DEFAULT_CACHE, BadRow, DataError, Row, RowFile
+from verl.utils.dataset.tables import (
+    DEFAULT_CACHE,
+    JSON_LINES,
+    BadRow,
+    DataError,
+    JsonFile,
+    ParquetFile,
+    Row,
+    RowFile,
+)
 from verl.utils.fs import copy_to_local
 
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,9 +85,9 @@ def required_rewards(data: DataProto, grades: Sequence[Grade | None]) -> dict[st
 
 def graded_rewards(data: DataProto, grades: Sequence[Grade | None]) -> dict[str, Any]:
     """`reward_tensor` (B, T), 0 where there is no score, and what graders reported besides."""
-    per_token = [g.token_rewards for g in grades if isinstance(g, Score)]
-    if len(per_token) == len(grades) and all(rewards is not None for rewards in per_token):
-        rewards = torch.stack(per_token)  # pyright: ignore[reportArgumentType]
+    per_token = [g.token_values for g in grades if isinstance(g, Score)]
+    if len(per_token) == len(grades) and all(values is not None for values in per_token):
+        rewards = torch.from_numpy(np.stack(per_token))  # pyright: ignore[reportArgumentType]
     else:
         values = torch.tensor([g.value if isinstance(g, Score) else 0.0 for g in grades])
         rewards = scores_on_last_token(values, data)

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Grade, Group, Score, Segment, Trajectory
-from verl.utils.kept_tokens import kept_tokens
+from verl.utils.torch_functional import kept_tokens
 from verl.workers.reward_manager.abstract import precomputed_rewards, required_rewards
 from verl.workers.reward_manager.grader import (
     Grader,
     RewardError,
     as_result,
-    contained,
     from_result,
 )
 from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
@@ -59,7 +58,7 @@ def _is_users_own(manager: Any, method: str) -> bool:
 
 
 def trajectories_of(data: DataProto) -> list[Trajectory]:
-    """The rows of a batch; `sample` is the number of the row."""
+    """The responses of a batch; `sample` is the number of the row."""
     arrays, tokens = data.non_tensor_batch, data.batch["responses"]
     ids = kept_tokens(tokens, data.batch["attention_mask"][:, -tokens.shape[1] :])
     names = list(arrays)
@@ -67,12 +66,15 @@ def trajectories_of(data: DataProto) -> list[Trajectory]:
     trajectories = []
     for number, values in enumerate(rows):
         row = dict(zip(names, values, strict=True))
-        response = Segment(author="model", token_ids=ids[number].tolist(), is_trained=True)
+        prompt = Segment(author="template", token_ids=[])
+        response = Segment(
+            author="model", token_ids=ids[number].tolist(), is_trained=True, parent=0
+        )
         trajectory = Trajectory(
             uid=str(row.get("uid", number)),
             sample=number,
             row=row,
-            segments=[response],
+            segments=[prompt, response],
             num_turns=int(row.get("__num_turns__", -1)),
             extra_fields=row.get("tool_extra_fields") or {},
         )
@@ -175,15 +177,14 @@ class BatchGrader(Grader):
 
     async def grade_many(self, trajectories: Sequence[Trajectory]) -> list[Grade]:
         rewards, extras = compute_reward(self._to_batch(trajectories), self._reward_fn)
+        token_values = rewards.cpu().numpy()
         return [
-            Score(value, {name: values[row] for name, values in extras.items()}, rewards[row])
+            Score(value, {name: values[row] for name, values in extras.items()}, token_values[row])
             for row, value in enumerate(rewards.sum(-1).tolist())
         ]
 
 
-def compute_reward(
-    data: DataProto, reward_fn: Callable[..., Any]
-) -> tuple[Tensor, dict[str, Any]]:
+def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
     """Rewards per token, (B, T), and what was reported beside them, a list of B values per name."""
     try:
         if _accepts_return_dict(reward_fn):
@@ -260,7 +261,7 @@ class RewardManagerBase(ABC):
         self.tokenizer = tokenizer
 
     @classmethod
-    def init_class(cls, config: Any, tokenizer: Any) -> None:
+    def init_class(cls, config: Any, tokenizer: Any) -> None:  # noqa: B027
         """Called once per class before its first manager is made: for clients and the like."""
 
     @abstractmethod

@@ -54,7 +54,7 @@ class Grader(ABC):
     is_retryable: bool = True
     """Groups in which grading failed may be graded a second time without the others."""
 
-    def prepare(self, trajectories: Sequence[Trajectory]) -> None:
+    def prepare(self, trajectories: Sequence[Trajectory]) -> None:  # noqa: B027
         """Work that is cheaper for many at once, such as decoding; precedes their calls."""
 
     @abstractmethod
@@ -112,12 +112,14 @@ class RewardError(RuntimeError):
     """Scoring a batch failed; the cause is the error in the reward function or its manager."""
 
 
-def infra_error_of(error: BaseException, name: str, timeout_seconds: float) -> InfraError:
+def infra_error_of(
+    error: BaseException, name: str, timeout_seconds: float | None = None
+) -> InfraError:
     """What a grader's exception means; `name` is the grader's."""
     if isinstance(error, RewardError):
         return InfraError(str(error))
     is_timeout = isinstance(error, TimeoutError | asyncio.TimeoutError)
-    if is_timeout and not str(error):
+    if is_timeout and timeout_seconds is not None and not str(error):
         return InfraError(f"{name} took longer than {timeout_seconds} s", is_timeout=True)
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else repr(error)
     return InfraError(f"{name} raised {text}", is_timeout=is_timeout)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Grade, InfraError, Score, Trajectory
-from verl.utils.printable import printable
+from verl.utils.py_functional import printable
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.abstract import (
     AbstractRewardManager,

@@ -22,7 +22,7 @@ from verl.models.exact import make_exact
 from verl.models.lora import as_started, has_lora
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.checkpoint.adapter import checkpoint_manager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.profiler import DistProfiler, DistProfilerExtension

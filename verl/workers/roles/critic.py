@@ -5,7 +5,7 @@ import time
 from verl.config.critic import FSDPCriticConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.checkpoint.adapter import checkpoint_manager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.flops_counter import FlopsCounter
