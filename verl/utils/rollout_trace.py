@@ -22,8 +22,6 @@ from verl.utils.import_utils import require
 from verl.utils.registry import Registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 _is_traced: ContextVar[bool] = ContextVar("rollout_is_traced")  # unset means yes
 
 

@@ -24,11 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 Column: TypeAlias = Tensor | TensorDictBase
-
-
 RowIndex: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
-
-
 Table = TypeVar("Table")
 
 

@@ -275,8 +275,6 @@ def jsonable(value: Any) -> Any:
 
 
 QUIET_GROUPS = {"global_seqlen", "timing_per_token_ms", "val-aux", "variance_proxy"}
-
-
 FIRST_GROUPS = ["val-core", "critic", "actor", "response_length"]
 
 

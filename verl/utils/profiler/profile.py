@@ -385,8 +385,6 @@ def _require_cuda(option: str, instead: str = "tool=torch") -> None:
 
 
 _module_logger = logging.getLogger(__name__)
-
-
 _GIB = 1024**3
 
 
