@@ -39,12 +39,13 @@ class Scored:
 
 def score_batch(batch: DataProto, reward_fn: Callable[..., Any]) -> Scored:
     """Add `token_level_scores`, and each thing the grader reported as a column of its own."""
-    trajectories, num_errors = graded(batch, reward_fn)
-    return settled(batch, trajectories, groups_of(trajectories), num_errors)
+    return settled(batch, *graded(batch, reward_fn))
 
 
-def graded(batch: DataProto, reward_fn: Callable[..., Any]) -> tuple[list[Trajectory], int]:
-    """The rows of a batch with their final grades, and how many calls failed on the way."""
+def graded(
+    batch: DataProto, reward_fn: Callable[..., Any]
+) -> tuple[list[Trajectory], list[Group], int]:
+    """The rows of a batch with their final grades, their groups, and how many calls failed."""
     early = batch.non_tensor_batch.pop(GRADE_COLUMN, None)
     trajectories = trajectories_of(batch)
     grader = as_grader(reward_fn, rows_as_batch(batch))
@@ -52,12 +53,13 @@ def graded(batch: DataProto, reward_fn: Callable[..., Any]) -> tuple[list[Trajec
         early = precomputed_grades(batch)
     for trajectory, grade in zip(trajectories, [] if early is None else early, strict=False):
         trajectory.grade = grade
+    groups = groups_of(trajectories)
     service = GradingService(grader)
     try:
-        num_errors = service.wait(groups_of(trajectories))
+        num_errors = service.wait(groups)
     finally:
         service.close()
-    return trajectories, num_errors
+    return trajectories, groups, num_errors
 
 
 def precomputed_grades(batch: DataProto) -> list[Grade] | None:

@@ -91,7 +91,7 @@ def validate(
 
 def results_of(batch: DataProto, reward_fn: Any) -> list[tuple[float | None, Extras]]:
     """Score and further reports of each response; a score of None where there is no verdict."""
-    trajectories, _ = graded(batch, reward_fn)
+    trajectories, *_ = graded(batch, reward_fn)
     grades = [trajectory.grade for trajectory in trajectories]
     return [(g.value, g.extras) if isinstance(g, Score) else (None, {}) for g in grades]
 

@@ -43,7 +43,6 @@ from verl.utils.checkpoint.safetensors_file import (
     read_safetensors,
     write_safetensors,
 )
-from verl.utils.checkpoint.tensor_store import Encoder, NamedArray, decode
 
 
 @dataclass(frozen=True, kw_only=True)

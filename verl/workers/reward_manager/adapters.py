@@ -261,7 +261,7 @@ class RewardManagerBase(ABC):
         self.tokenizer = tokenizer
 
     @classmethod
-    def init_class(cls, config: Any, tokenizer: Any) -> None:  # noqa: B027
+    def init_class(cls, config: Any, tokenizer: Any) -> None:
         """Called once per class before its first manager is made: for clients and the like."""
 
     @abstractmethod

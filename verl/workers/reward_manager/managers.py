@@ -16,6 +16,7 @@ output need `isolate=True`, or the manager `prime`. The clock of a call starts w
 
 import asyncio
 import copy
+import inspect
 import logging
 import time
 from collections import Counter
@@ -262,6 +263,8 @@ class BatchRewardManager(FunctionManager):
 
 def entries_of(result: Any, num_responses: int) -> list[Grade]:
     """One grade per response, from what a function returned for all of them."""
+    if inspect.iscoroutine(result):
+        return [as_grade(result)] * num_responses
     if not isinstance(result, Sequence | np.ndarray | Tensor) or isinstance(result, str | bytes):
         text = f"{type(result).__name__}: {result!r:.200}"
     elif isinstance(result, np.ndarray | Tensor) and result.ndim != 1:

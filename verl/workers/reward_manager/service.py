@@ -33,6 +33,7 @@ from typing import Any
 from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
 from verl.workers.reward_manager.grader import (
     Grader,
+    RewardError,
     checked,
     completed,
     contained,
@@ -328,7 +329,7 @@ class GradingService:
     def _checked(self, call: Call, grades: list[Grade]) -> list[Grade]:
         if len(grades) != len(call):
             name, num = self.grader.name, len(grades)
-            raise ValueError(f"{name} gave {num} grades for {len(call)} responses")
+            raise RewardError(f"{name} gave {num} grades for {len(call)} responses")
         return [checked(grade) for grade in grades]
 
     # ---- the watchdog ----------------------------------------------------------------------------
