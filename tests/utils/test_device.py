@@ -225,13 +225,15 @@ from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.workers.roles.building import build_engine
+from verl.workers.engine import EngineRegistry, EngineSpec
 
-engine = build_engine(
-    HFModelConfig(path=str(save_tiny_model(FOLDER))),
-    FSDPEngineConfig(full_determinism=True),
-    FSDPOptimizerConfig(lr=0.01),
-    device="cpu",
+engine = EngineRegistry.new(
+    EngineSpec(
+        model=HFModelConfig(path=str(save_tiny_model(FOLDER))),
+        engine=FSDPEngineConfig(full_determinism=True),
+        optimizer=FSDPOptimizerConfig(lr=0.01),
+        device="cpu",
+    )
 )
 engine.train_batch(batch(4), weighted_sum, micro_batching=[[0, 1], [2, 3]])
 print(torch.are_deterministic_algorithms_enabled())

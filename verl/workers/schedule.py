@@ -38,6 +38,14 @@ class MicroBatching:
                 f"micro-batches are cut by rows ({self.rows}) or by tokens ({self.tokens}); set one"
             )
 
+    @classmethod
+    def of(
+        cls, *, by_tokens: bool, tokens: int, rows: int | None, ranks_per_sequence: int = 1
+    ) -> "MicroBatching":
+        """From the three options of a role; `tokens` are those of one device, and ranks that split
+        sequences run a micro-batch together."""
+        return cls(tokens=tokens * ranks_per_sequence) if by_tokens else cls(rows=rows)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:

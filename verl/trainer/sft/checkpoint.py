@@ -36,7 +36,7 @@ from verl.utils.checkpoint.layout import step_folder
 from verl.utils.checkpoint.store import CheckpointStore
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.fs import copy_to_local
-from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.base import BaseEngine
 
 RUN_STATE = "data"
 
@@ -48,7 +48,7 @@ class SFTCheckpoints:
         self,
         config: AnySFTConfig,
         settings: SFTSettings,
-        engine: OneDeviceEngine,
+        engine: BaseEngine,
         tokenizer: PreTrainedTokenizerBase,
         ranks: Ranks,
         *,

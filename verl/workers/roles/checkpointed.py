@@ -22,7 +22,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
 )
 from verl.utils.checkpoint.layout import as_os_error
 from verl.utils.checkpoint.piece_files import rank_name
-from verl.workers.engine.offload import HostMemory, wait_for_copies
+from verl.workers.engine.residency import HostMemory, wait_for_copies
 
 
 class CheckpointedWorker(Worker):

@@ -30,11 +30,12 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_functional import kept_tokens
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.spec import compute_dtype
 from verl.workers.reward_manager.abstract import scores_on_last_token
 from verl.workers.reward_model.scores import cut, sequence_scores
 from verl.workers.reward_model.template import RewardTemplate
-from verl.workers.roles.building import compute_dtype, micro_batching
 from verl.workers.roles.rank import RankWorker
+from verl.workers.schedule import MicroBatching
 
 MESH = "reward"
 
@@ -110,7 +111,7 @@ class RewardModelWorker(RankWorker):
 
     def _scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         config = self.config
-        cut_into = micro_batching(
+        cut_into = MicroBatching.of(
             by_tokens=config.use_dynamic_bsz,
             tokens=config.forward_max_token_len_per_gpu,
             rows=config.micro_batch_size_per_gpu,
