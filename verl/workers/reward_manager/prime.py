@@ -38,15 +38,13 @@ class PrimeRewardManager(NaiveRewardManager):
         num_workers: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_workers is None:
-            num_workers = min(MAX_PROCESSES, os.cpu_count() or 1)
         super().__init__(
             tokenizer,
             num_examine,
             compute_score,
             reward_fn_key,
             timeout_seconds=timeout_seconds,
-            num_workers=num_workers,
+            num_workers=one_per_core() if num_workers is None else num_workers,
             isolate=True,
             **kwargs,
         )
@@ -69,6 +67,10 @@ class RemoteRewardManager(PrimeRewardManager):
         if "num_workers" in section:
             options["num_workers"] = section["num_workers"]
         return options
+
+
+def one_per_core() -> int:
+    return min(MAX_PROCESSES, os.cpu_count() or 1)
 
 
 class PositionalCalls(Grader):
