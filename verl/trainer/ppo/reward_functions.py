@@ -151,7 +151,7 @@ def call_with_deadline(call: Callable[[], Any], seconds: float, name: str) -> An
     threading.Thread(target=run, daemon=True, name=name).start()
     if not wait([future], seconds).done:
         raise TimeoutError(f"{name} took longer than {seconds} s")
-    return future.result()
+    return future.result(timeout=0)
 
 
 def _is_data_proto(annotation: Any) -> bool:

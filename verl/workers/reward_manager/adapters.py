@@ -31,7 +31,7 @@ from verl.workers.reward_manager.grader import (
     from_result,
 )
 from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
-from verl.workers.reward_manager.service import GradingService
+from verl.workers.reward_manager.service import MAX_WAIT_SECONDS, GradingService
 
 ToBatch = Callable[[Sequence[Trajectory]], DataProto]
 """The padded batch of some trajectories, with the columns of their rows."""
@@ -109,7 +109,7 @@ def grades_of(data: DataProto, reward_fn: Any) -> list[Grade | None]:
     trajectories = trajectories_of(data)
     service = GradingService(as_grader(reward_fn, rows_as_batch(data)))
     try:
-        service.grade_once(trajectories).result()
+        service.grade_once(trajectories).result(timeout=MAX_WAIT_SECONDS)
     finally:
         service.close()
     return [trajectory.grade for trajectory in trajectories]

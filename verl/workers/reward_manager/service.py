@@ -43,6 +43,9 @@ from verl.workers.reward_manager.grader import (
 logger = logging.getLogger(__name__)
 
 MAX_WATCH_SECONDS = 0.25
+MAX_WAIT_SECONDS = 86400.0
+"""Calls have deadlines; this one is for a queue behind a rate limit."""
+
 IDLE_SECONDS = 600.0
 """A worker thread without calls ends after that."""
 
@@ -95,7 +98,7 @@ class GradingService:
 
     def wait(self, groups: Sequence[Group]) -> int:
         """`settle`, waited for."""
-        return self.settle(groups).result()
+        return self.settle(groups).result(timeout=MAX_WAIT_SECONDS)
 
     def cancel(self) -> None:
         """Forget all that has no grade yet; who waits for it gets a `CancelledError`."""
