@@ -9,9 +9,10 @@ import pytest
 from tests.agent_loop.fakes import FakeRollout, loop_config
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
-from verl.agent_loop.grading import GRADE_COLUMN, GradedGeneration
+from verl.agent_loop.manager import GRADE_COLUMN
+from verl.agent_loop.rollouter import GradedGeneration
 from verl.protocol import DataProto
-from verl.protocol.trajectory import InfraError, Score
+from verl.protocol.trajectory import InfraError, Score, Trajectory
 from verl.trainer.ppo.reward import RewardError
 from verl.trainer.ppo.scoring import graded, score_batch
 from verl.workers.reward_manager.adapters import RewardManagerBase
@@ -190,12 +191,11 @@ def test_a_row_keeps_its_own_column_beside_trajectories_that_bring_one():
 
 def test_a_generation_that_is_given_up_hands_nothing_over():
     service = GradingService(naive(lambda **kw: pytest.fail("graded")))
-    output = AgentLoopOutput(prompt_ids=[5], response_ids=[6], response_mask=[1])
 
     async def give_up():
-        follower = GradedGeneration(service, 8)
-        await follower.add(0, {}, output)  # it is about to be handed over
-        follower.cancel()
+        grading = GradedGeneration(service)
+        grading.add(Trajectory(uid="a", sample=0, row={}))
+        grading.cancel()  # it was about to be handed over
         await asyncio.sleep(0.05)
 
     asyncio.run(give_up())

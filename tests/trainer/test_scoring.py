@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.agent_loop.grading import GRADE_COLUMN
+from verl.agent_loop.manager import GRADE_COLUMN
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Abstain, InfraError, Score
 from verl.trainer.ppo.reward import RewardError

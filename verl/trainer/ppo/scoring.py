@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.agent_loop.grading import GRADE_COLUMN
+from verl.agent_loop.manager import GRADE_COLUMN
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Abstain, Grade, Group, Score, Trajectory
 from verl.workers.reward_manager.abstract import graded_rewards, precomputed_rewards
@@ -19,8 +19,8 @@ from verl.workers.reward_manager.adapters import (
     BatchGrader,
     as_grader,
     groups_of,
+    row_trajectories,
     rows_as_batch,
-    trajectories_of,
 )
 from verl.workers.reward_manager.grader import RewardError
 from verl.workers.reward_manager.service import GradingService
@@ -47,7 +47,7 @@ def graded(
 ) -> tuple[list[Trajectory], list[Group], int]:
     """The rows of a batch with their final grades, their groups, and how many calls failed."""
     early = batch.non_tensor_batch.pop(GRADE_COLUMN, None)
-    trajectories = trajectories_of(batch)
+    trajectories = row_trajectories(batch)
     grader = as_grader(reward_fn, rows_as_batch(batch))
     if early is None and not isinstance(grader, BatchGrader):
         early = precomputed_grades(batch)

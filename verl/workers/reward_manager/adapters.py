@@ -5,7 +5,7 @@
     manager with `__call__(data, return_dict)`, or a function `(DataProto) -> Tensor`
                                       `BatchGrader`, scope step
 
-Managers see batches, graders see trajectories. `trajectories_of` goes from the rows of a batch to
+Managers see batches, graders see trajectories. `row_trajectories` goes from the rows of a batch to
 trajectories; a `ToBatch`, which whoever generates provides, goes the other way.
 """
 
@@ -57,7 +57,7 @@ def _is_users_own(manager: Any, method: str) -> bool:
     return not owner.__module__.startswith("verl.workers.reward_manager.")
 
 
-def trajectories_of(data: DataProto) -> list[Trajectory]:
+def row_trajectories(data: DataProto) -> list[Trajectory]:
     """The responses of a batch; `sample` is the number of the row."""
     arrays, tokens = data.non_tensor_batch, data.batch["responses"]
     ids = kept_tokens(tokens, data.batch["attention_mask"][:, -tokens.shape[1] :])
@@ -106,7 +106,7 @@ def rows_as_batch(data: DataProto) -> ToBatch:
 
 def grades_of(data: DataProto, reward_fn: Any) -> list[Grade | None]:
     """One grade per row, each tried once."""
-    trajectories = trajectories_of(data)
+    trajectories = row_trajectories(data)
     service = GradingService(as_grader(reward_fn, rows_as_batch(data)))
     try:
         service.grade_once(trajectories).result(timeout=MAX_WAIT_SECONDS)
@@ -131,7 +131,7 @@ class GradingManager(Grader):
 
         `as_result` says how a response without a score is marked.
         """
-        (trajectory,) = trajectories_of(data)
+        (trajectory,) = row_trajectories(data)
         service = GradingService(self)
         try:
             await asyncio.wrap_future(service.grade_once([trajectory]))
@@ -260,7 +260,7 @@ class RewardManagerBase(ABC):
         self.config = config
         self.tokenizer = tokenizer
 
-    @classmethod
+    @classmethod  # noqa: B027
     def init_class(cls, config: Any, tokenizer: Any) -> None:
         """Called once per class before its first manager is made: for clients and the like."""
 

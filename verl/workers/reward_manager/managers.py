@@ -183,7 +183,7 @@ class DAPORewardManager(NaiveRewardManager):
         grade = await super().grade(trajectory)
         if not self._has_penalty or not isinstance(grade, Score):
             return grade
-        penalty = self.penalty(len(trajectory.response_ids))
+        penalty = self.penalty(trajectory.num_response_tokens)
         extras = dict(grade.extras)
         if (self.overlong_buffer_cfg or {}).get("log", False):
             extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
