@@ -1,6 +1,9 @@
 """An engine that answers from a table, and a configuration for agent loops."""
 
 import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
 
 from verl.config.agent import AgentLoopConfig
 from verl.config.data import DataConfig
@@ -8,6 +11,21 @@ from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.serving import SamplingConfig
 from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
+
+
+def run_apart(work: Coroutine) -> Future:
+    """A future for what a coroutine gives in an event loop and on a thread of its own."""
+    future = Future()
+
+    def run():
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(asyncio.run(work))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class FakeRollout(Rollout):
@@ -22,8 +40,15 @@ class FakeRollout(Rollout):
     def policy_version(self) -> int:
         return 0
 
-    def generate_batch(self, requests):
-        raise NotImplementedError
+    def submit(self, request, on_end=None):
+        return run_apart(self._answer(request, on_end))
+
+    async def _answer(self, request, on_end):
+        outputs = await self.generate(request)
+        for sample, output in enumerate(outputs):
+            if on_end is not None:
+                on_end(sample, output)
+        return outputs
 
     async def generate(self, request):
         self.requests.append(request)

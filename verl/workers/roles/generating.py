@@ -1,6 +1,6 @@
 """A worker that holds a rollout engine, and how others reach the engine.
 
-In the same process the engine is used as it is (`rollout`). From elsewhere it is called in visits,
+In the same process the engine is used as it is (`rollout`). From elsewhere it is called in polls,
 which suit loops that come and go, or with a whole batch at once (`generate_sequences`). Which
 engine it is `rollout.name` says (`verl.workers.rollout.factory`).
 """
@@ -38,6 +38,7 @@ from verl.workers.rollout.factory import (
     process_engines,
     ranks_per_engine,
 )
+from verl.workers.rollout.polling import Poll, Poller, PollReport, poller_of
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
 from verl.workers.rollout.sequences import (
@@ -48,7 +49,6 @@ from verl.workers.rollout.sequences import (
     requests_of,
     sampling_options,
 )
-from verl.workers.rollout.visits import Visit, VisitReport, Visits, visits_of
 
 ROLLOUT_MESH = "rollout"
 
@@ -65,7 +65,7 @@ class GeneratingWorker(RankWorker):
     rollout: Rollout
     """Not on a rank whose engine another rank leads."""
 
-    visits: Visits
+    poller: Poller
     rollout_copy: RolloutCopy | None = None
     """The engine's own weights; None where it generates with those that are trained."""
 
@@ -176,7 +176,7 @@ class GeneratingWorker(RankWorker):
         return process
 
     def _serve(self, rollout: Rollout) -> None:
-        self.rollout, self.visits = rollout, visits_of(rollout)
+        self.rollout, self.poller = rollout, poller_of(rollout)
 
     def stop_rollout(self) -> None:
         """End the engine's process, if it has one. It also ends with this process."""
@@ -187,12 +187,12 @@ class GeneratingWorker(RankWorker):
     def _engine_number(self) -> int:
         return self.rank // ranks_per_engine(self.config.rollout)
 
-    # ---- visits ----------------------------------------------------------------------------------
+    # ---- polls -----------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def rollout_visit(self, visit: Visit) -> VisitReport:
-        """Let requests in, generate for a while, and tell what has ended."""
-        return self.visits.visit(visit)
+    def rollout_poll(self, poll: Poll) -> PollReport:
+        """Take requests in, generate for a while, and report what has ended."""
+        return self.poller.poll(poll)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_version(self) -> int:
