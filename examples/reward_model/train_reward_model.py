@@ -34,8 +34,8 @@ from verl.utils.device import resolve_device
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine.base import Columns, MicroBatching
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.spec import compute_dtype
 from verl.workers.reward_model.scores import as_rows, sequence_scores
-from verl.workers.roles.building import compute_dtype
 
 Pair = tuple[list[int], list[int]]
 """The tokens of a chosen and of a rejected conversation."""

@@ -20,8 +20,7 @@ from verl.trainer.on_ray import wait_for_start
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import Role
 from verl.trainer.task_runner import TaskRunner
-from verl.utils.environment import temp_env_var
-from verl.utils.exit_codes import BadData
+from verl.utils.environment import BadData, temp_env_var
 from verl.workers.roles import ActorRolloutRefWorker
 
 # Each run starts processes that import torch, which takes its time on busy cores.

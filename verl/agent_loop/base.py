@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from verl.agent_loop.server_manager import AsyncLLMServerManager
-from verl.utils.dataset.prompts import Prompt
-from verl.utils.dataset.repeated_prompts import encode_prompt_once
+from verl.utils.dataset.prompts import Prompt, encode_prompt_once
 from verl.utils.registry import Registry
 
 Loop = TypeVar("Loop", bound="type[AgentLoopBase]")

@@ -16,7 +16,6 @@ import numpy as np
 import yaml
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, DictConfigWrap, agent_loops
-from verl.agent_loop.fleet import Recover
 from verl.agent_loop.follower import Follower, MakeFollower
 from verl.agent_loop.grading import GradedGeneration
 from verl.agent_loop.server_manager import AsyncLLMServerManager
@@ -29,6 +28,7 @@ from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.workers.reward_manager.grading import PerResponseManager
 from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.factory import has_own_process
+from verl.workers.rollout.fleet import Recover
 from verl.workers.rollout.replica import engines_of
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 

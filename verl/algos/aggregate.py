@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from verl.utils.masked import masked_sum
+from verl.utils.torch_functional import masked_sum
 
 LOSS_AGG_MODES = (
     "token-mean",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from verl.algos.aggregate import GlobalBatch, agg_loss
-from verl.utils.logprobs import entropy_from_logits
+from verl.utils.torch_functional import entropy_from_logits
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

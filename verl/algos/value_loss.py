@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl.algos.aggregate import GlobalBatch, agg_loss
-from verl.utils.masked import masked_mean
+from verl.utils.torch_functional import masked_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,7 +12,7 @@ from verl.algos.policy_losses.terms import (
 )
 from verl.algos.registry import register_policy_loss
 from verl.config.actor import ActorConfig
-from verl.utils.masked import masked_sum
+from verl.utils.torch_functional import masked_sum
 
 
 @register_policy_loss("geo_mean", built_in=True)

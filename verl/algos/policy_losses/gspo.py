@@ -13,7 +13,7 @@ from verl.algos.policy_losses.terms import (
 )
 from verl.algos.registry import register_policy_loss
 from verl.config.actor import ActorConfig
-from verl.utils.masked import masked_sum
+from verl.utils.torch_functional import masked_sum
 
 LOG_SEQUENCE_RATIO_LIMIT = 10.0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.algos.aggregate import agg_loss
 from verl.config.actor import ActorConfig
-from verl.utils.masked import masked_sum
+from verl.utils.torch_functional import masked_sum
 
 LOG_RATIO_LIMIT = 20.0
 

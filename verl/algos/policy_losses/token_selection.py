@@ -11,8 +11,8 @@ order of the rows, on padding, or on any generator's state, and a resumed run ma
 import torch
 from torch import Tensor
 
-from verl.utils.masked import masked_sum
 from verl.utils.scramble import scramble
+from verl.utils.torch_functional import masked_sum
 
 LARGEST = torch.iinfo(torch.int64).max
 

@@ -6,7 +6,7 @@ Only sequences with a kept token count; everything outside the mask is ignored.
 import torch
 from torch import Tensor
 
-from verl.utils.masked import masked_sum
+from verl.utils.torch_functional import masked_sum
 
 LOG_RATIO_LIMIT = 20.0
 

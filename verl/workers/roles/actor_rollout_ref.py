@@ -22,15 +22,12 @@ from verl.models.exact import make_exact
 from verl.models.lora import as_started, has_lora
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.checkpoint.adapter import checkpoint_manager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
 from verl.workers.actor.dp_actor import DataParallelPPOActor
-from verl.workers.actor.gradual_update import GradualUpdate
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.roles.building import build_engine, micro_batching
+from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
 from verl.workers.roles.checkpointed import CheckpointedWorker
 from verl.workers.roles.dealing import (
     INFERENCE_COLUMNS,
@@ -59,9 +56,6 @@ logger = logging.getLogger(__name__)
 
 class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerExtension):
     """Actor, rollout and reference policy of one rank; `role` names which of them it plays."""
-
-    gradual_update: GradualUpdate | None = None
-    """The update whose rows are coming."""
 
     def __init__(
         self,
@@ -99,19 +93,21 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     def _init_actor(self) -> None:
         config, actor = self.config, self.config.actor
         assert isinstance(actor, FSDPActorConfig)
-        self.engine = build_engine(
-            config.model,
-            actor.fsdp_config,
-            actor.optim,
-            device=self.device,
-            max_grad_norm=actor.grad_clip,
-            gradient_checkpointing=config.model.enable_gradient_checkpointing,
-            activation_offload=config.model.enable_activation_offload,
-            probe_micro_batch=actor.probe_micro_batch,
-            is_exact=config.rollout.exact,
-            keeps_start=self.is_ref,
-            is_shared=self.is_rollout and not has_own_process(config.rollout.name),
-            sequence_group=self.sequence_group,
+        self.engine = EngineRegistry.new(
+            EngineSpec(
+                model=config.model,
+                engine=actor.fsdp_config,
+                optimizer=actor.optim,
+                device=self.device,
+                max_grad_norm=actor.grad_clip,
+                gradient_checkpointing=config.model.enable_gradient_checkpointing,
+                activation_offload=config.model.enable_activation_offload,
+                probe_micro_batch=actor.probe_micro_batch,
+                is_exact=config.rollout.exact,
+                keeps_start=self.is_ref,
+                is_shared=self.is_rollout and not has_own_process(config.rollout.name),
+                sequence_group=self.sequence_group,
+            )
         )
         self.flops = FlopsCounter(self.engine.module.config)
         self.load_tokenizer()
@@ -171,7 +167,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
 
     def _shares_weights(self) -> bool:
         """Whether the engine generates with the very weights that are trained."""
-        config, is_divided = self.config, isinstance(self.engine, FSDPEngine)
+        config, is_divided = self.config, self.engine.is_sharded
         is_merged = has_lora(self.engine.module) and config.model.lora.merge
         is_alone = config.rollout.tensor_model_parallel_size == 1 and not is_divided
         return is_alone and not is_merged and not has_own_process(config.rollout.name)
@@ -249,7 +245,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     def inference_terms(self, model: str) -> MicroBatching:
         """How the rows of a pass without gradients are cut, for `actor` or `ref`."""
         section = self.config.rollout if model == "actor" else self.config.ref
-        return micro_batching(
+        return MicroBatching.of(
             by_tokens=section.log_prob_use_dynamic_bsz,
             tokens=section.log_prob_max_token_len_per_gpu,
             rows=section.log_prob_micro_batch_size_per_gpu,
@@ -262,7 +258,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         actor = self.config.actor
         return UpdateTerms(
             rows_per_step=actor.ppo_mini_batch_size * self.config.rollout.n,
-            micro_batching=micro_batching(
+            micro_batching=MicroBatching.of(
                 by_tokens=actor.use_dynamic_bsz,
                 tokens=actor.ppo_max_token_len_per_gpu,
                 rows=actor.ppo_micro_batch_size_per_gpu,
@@ -328,48 +324,20 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         metrics.update(utilisation("actor", self.flops, data, seconds, passes=passes))
         return DataProto(meta_info={"metrics": metrics})
 
-    # ---- an update whose rows come while others are generated ------------------------------------
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def begin_update(self, num_rows: int) -> None:
-        """Open an optimizer step on at most `num_rows` rows; one left open before is forgotten."""
-        rollout = self.config.rollout
-        self.gradual_update = GradualUpdate(
-            self.actor,
-            num_rows=num_rows,
-            num_columns=rollout.response_length,
-            temperature=rollout.temperature,
-        )
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def add_to_update(self, data: DataProto) -> int:
-        """Take rows of the current policy; how many rows have been run through the model so far."""
-        assert self.gradual_update is not None, "begin_update comes first"
-        self.gradual_update.add(data.batch)
-        return self.gradual_update.num_rows_run
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def finish_update(self) -> DataProto:
-        """Run what is left and make the step; metrics as from `update_actor`, without `perf/mfu`,
-        as the passes shared the device with generation."""
-        assert self.gradual_update is not None, "begin_update comes first"
-        metrics = self.gradual_update.finish()
-        self.gradual_update = None
-        self.update_weights()
-        return DataProto(meta_info={"metrics": metrics})
-
-    def _build_reference(self) -> OneDeviceEngine:
+    def _build_reference(self) -> BaseEngine:
         """The policy itself where its adapters can be taken off, else a frozen model beside it."""
         config = self.config
         if self.is_actor and has_lora(self.engine.module) and config.ref.model.path is None:
             return self.engine
         assert isinstance(config.ref, FSDPRefConfig)
-        return build_engine(
-            config.model,
-            config.ref.fsdp_config,
-            None,
-            device=self.device,
-            path=config.ref.model.path,
-            is_exact=config.rollout.exact,
-            sequence_group=self.sequence_group,
+        return EngineRegistry.new(
+            EngineSpec(
+                model=config.model,
+                engine=config.ref.fsdp_config,
+                optimizer=None,
+                device=self.device,
+                path=config.ref.model.path,
+                is_exact=config.rollout.exact,
+                sequence_group=self.sequence_group,
+            )
         )

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
-from verl.utils.checkpoint.background import Background
-from verl.utils.checkpoint.errors import as_os_error
+from verl.utils.checkpoint.background import Background, Receipt
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager,
     Write,
     as_it_is,
     refuse_what_concerns_steps,
 )
+from verl.utils.checkpoint.layout import as_os_error
 from verl.utils.checkpoint.piece_files import rank_name
-from verl.utils.checkpoint.receipts import Receipt
-from verl.workers.engine.offload import HostMemory, wait_for_copies
+from verl.workers.engine.residency import HostMemory, wait_for_copies
 
 
 class CheckpointedWorker(Worker):

@@ -5,12 +5,12 @@ import time
 from verl.config.critic import FSDPCriticConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.checkpoint.adapter import checkpoint_manager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
-from verl.workers.roles.building import build_engine, micro_batching
+from verl.workers.engine import EngineRegistry, EngineSpec
 from verl.workers.roles.checkpointed import CheckpointedWorker
 from verl.workers.roles.dealing import (
     INFERENCE_COLUMNS,
@@ -51,17 +51,20 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         """Load the value model and build its optimizer."""
         config = self.config
         self.join_ranks(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
-        self.engine = build_engine(
-            config.model,
-            config.model.fsdp_config,
-            config.optim,
-            device=self.device,
-            max_grad_norm=config.grad_clip,
-            is_value_model=True,
-            gradient_checkpointing=config.model.enable_gradient_checkpointing,
-            activation_offload=config.model.enable_activation_offload,
-            probe_micro_batch=config.probe_micro_batch,
-            sequence_group=self.neighbours(config.model.fsdp_config.ulysses_sequence_parallel_size),
+        sequence_ranks = config.model.fsdp_config.ulysses_sequence_parallel_size
+        self.engine = EngineRegistry.new(
+            EngineSpec(
+                model=config.model,
+                engine=config.model.fsdp_config,
+                optimizer=config.optim,
+                device=self.device,
+                model_type="value_model",
+                max_grad_norm=config.grad_clip,
+                gradient_checkpointing=config.model.enable_gradient_checkpointing,
+                activation_offload=config.model.enable_activation_offload,
+                probe_micro_batch=config.probe_micro_batch,
+                sequence_group=self.neighbours(sequence_ranks),
+            )
         )
         self.flops = FlopsCounter(self.engine.module.config)
         self.critic = DataParallelPPOCritic(config, self.engine)
@@ -77,7 +80,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
     def inference_terms(self, model: str) -> MicroBatching:
         """How the rows of a pass without gradients are cut."""
         config = self.config
-        return micro_batching(
+        return MicroBatching.of(
             by_tokens=config.use_dynamic_bsz,
             tokens=config.forward_max_token_len_per_gpu,
             rows=config.forward_micro_batch_size_per_gpu,
@@ -90,7 +93,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         config = self.config
         return UpdateTerms(
             rows_per_step=config.ppo_mini_batch_size * config.rollout_n,
-            micro_batching=micro_batching(
+            micro_batching=MicroBatching.of(
                 by_tokens=config.use_dynamic_bsz,
                 tokens=config.ppo_max_token_len_per_gpu,
                 rows=config.ppo_micro_batch_size_per_gpu,

@@ -27,7 +27,7 @@ from verl.single_controller.base.mesh_dispatch import (
     dispatch_nd_compute_dataproto,
 )
 from verl.single_controller.base.worker_group import WorkerGroup
-from verl.workers.engine.shared_packing import prompt_groups
+from verl.workers.engine.inputs import prompt_groups
 from verl.workers.schedule import (
     MicroBatching,
     Passes,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.rollout import RolloutConfig
-from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.base import BaseEngine
 from verl.workers.roles.process_copy import ProcessCopy
 from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.canary import METRIC, Canary, default_tolerance
@@ -59,7 +59,7 @@ class EngineCheck:
     """Of the engine with the weights `copy` against the policy that `engine` trains."""
 
     def __init__(
-        self, rollout: RolloutConfig, engine: OneDeviceEngine, copy: ProcessCopy, terms: EngineTerms
+        self, rollout: RolloutConfig, engine: BaseEngine, copy: ProcessCopy, terms: EngineTerms
     ) -> None:
         self._rollout = rollout
         self._process = copy.process

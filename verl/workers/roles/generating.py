@@ -23,8 +23,8 @@ from verl.single_controller.base.decorator import (
 from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.spec import compute_dtype
 from verl.workers.roles.adapter_sync import adapter_config, adapter_tensors
-from verl.workers.roles.building import compute_dtype
 from verl.workers.roles.devices import devices_of_ranks
 from verl.workers.roles.process_copy import ProcessCopy
 from verl.workers.roles.rank import RankWorker

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.utils.collectives import all_reduce_
+from verl.utils.distributed import all_reduce_
 from verl.workers.engine.base import BaseEngine
 from verl.workers.roles.rollout_copy import RolloutCopy
 from verl.workers.rollout.base import EngineLostError

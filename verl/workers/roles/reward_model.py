@@ -26,15 +26,16 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
-from verl.utils.kept_tokens import kept_tokens
 from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_functional import kept_tokens
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.spec import compute_dtype
 from verl.workers.reward_manager.abstract import scores_on_last_token
 from verl.workers.reward_model.scores import cut, sequence_scores
 from verl.workers.reward_model.template import RewardTemplate
-from verl.workers.roles.building import compute_dtype, micro_batching
 from verl.workers.roles.rank import RankWorker
+from verl.workers.schedule import MicroBatching
 
 MESH = "reward"
 
@@ -110,7 +111,7 @@ class RewardModelWorker(RankWorker):
 
     def _scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         config = self.config
-        cut_into = micro_batching(
+        cut_into = MicroBatching.of(
             by_tokens=config.use_dynamic_bsz,
             tokens=config.forward_max_token_len_per_gpu,
             rows=config.micro_batch_size_per_gpu,

@@ -24,7 +24,7 @@ from verl.models.loading import load_causal_lm
 from verl.models.tensor_parallel import load_weights
 from verl.utils.fs import copy_to_local
 from verl.workers.engine.base import BaseEngine
-from verl.workers.roles.building import compute_dtype
+from verl.workers.engine.spec import compute_dtype
 from verl.workers.weight_sync import (
     Published,
     ReceivingChannel,
