@@ -1,9 +1,10 @@
 """An engine that answers from a table, and a configuration for agent loops."""
 
 import asyncio
+import functools
+import os
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable
 
 from verl.config.agent import AgentLoopConfig
 from verl.config.data import DataConfig
@@ -13,19 +14,12 @@ from verl.config.serving import SamplingConfig
 from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
 
 
-def run_apart(work: Coroutine) -> Future:
-    """A future for what a coroutine gives in an event loop and on a thread of its own."""
-    future = Future()
-
-    def run():
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(asyncio.run(work))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+@functools.cache
+def engine_loop(pid: int) -> asyncio.AbstractEventLoop:
+    """An event loop on a thread of its own, for all fakes of this process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="fake engines", daemon=True).start()
+    return loop
 
 
 class FakeRollout(Rollout):
@@ -50,7 +44,8 @@ class FakeRollout(Rollout):
         return 0
 
     def submit(self, request, on_end=None):
-        return run_apart(self._answer(request, on_end))
+        work = self._answer(request, on_end)
+        return asyncio.run_coroutine_threadsafe(work, engine_loop(os.getpid()))
 
     async def _answer(self, request, on_end):
         outputs = await self.generate(request)
