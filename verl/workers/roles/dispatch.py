@@ -1,13 +1,13 @@
-"""Dealing the rows of a batch to ranks by a plan, and putting the answers back in order.
+"""Dispatch of the rows of a batch to ranks by a plan, and collection of results in row order.
 
     driver                                              ranks
-      lengths -> plan, rows reordered and cut  ---->      make the passes that the plan names
-      answers, back in the order of the rows   <----      columns, and whose row each entry is
+      lengths -> plan, rows reordered and split ---->     run the micro-batches of the plan
+      results, back in the order of the rows    <----     columns, and the row of each entry
 
-A dispatch mode of `register`, so whoever calls a role's method gets this, the trainer as well as a
-loop of somebody's own; any number of rows will do. The role says how it wants its rows cut
-(`inference_terms`, `update_terms`), the driver plans for all ranks (`verl.workers.schedule`). With
-one data-parallel rank there is nothing to deal, and the role makes its own plan.
+A dispatch mode of `register`, so every caller of a role's method gets it, the trainer as well as a
+user's own loop; any number of rows will do. The role has the settings of the split
+(`inference_settings`, `update_settings`), the driver plans for all ranks
+(`verl.workers.schedule`). With one data-parallel rank the role makes its own plan.
 """
 
 from collections.abc import Callable
@@ -47,8 +47,8 @@ ModeFunctions = dict[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateTerms:
-    """How a role wants the rows of an update cut; counts are over all ranks."""
+class UpdateSettings:
+    """How a role splits the rows of an update; counts are over all ranks."""
 
     rows_per_step: int
     micro_batching: MicroBatching
@@ -56,26 +56,26 @@ class UpdateTerms:
     shuffle_seed: int | None = None
 
 
-def deals_for_inference(mesh_name: str, model: str) -> ModeFunctions:
-    """The mode of a method that runs rows through one of the role's models and gives columns back.
+def dispatch_inference(mesh_name: str, model: str) -> ModeFunctions:
+    """The mode of a method that runs rows through one of the role's models and returns columns.
 
-    The role says with `inference_terms(model)` how it wants the rows cut.
+    The role has `inference_settings(model)`.
     """
     return {
-        "dispatch_fn": partial(deal_for_inference, mesh_name, model),
+        "dispatch_fn": partial(split_for_inference, mesh_name, model),
         "collect_fn": partial(gather_rows, mesh_name),
     }
 
 
-def deals_for_update(mesh_name: str) -> ModeFunctions:
-    """The mode of a method that trains on a batch; the role has `update_terms()`."""
+def dispatch_update(mesh_name: str) -> ModeFunctions:
+    """The mode of a method that trains on a batch; the role has `update_settings()`."""
     return {
-        "dispatch_fn": partial(deal_for_update, mesh_name),
+        "dispatch_fn": partial(split_for_update, mesh_name),
         "collect_fn": partial(collect_lazy_compute_data_proto, mesh_name),
     }
 
 
-def deal_for_inference(
+def split_for_inference(
     mesh_name: str, model: str, worker_group: WorkerGroup, data: DataProto | DataProtoFuture
 ) -> Arguments:
     dp_ranks, batch = worker_group.mesh_dp_ranks(mesh_name), as_batch(data)
@@ -84,42 +84,42 @@ def deal_for_inference(
         return dispatch_nd_compute_dataproto(dp_ranks, 1, worker_group, batch)
     plan = plan_inference(
         token_counts(batch, "attention_mask"),
-        micro_batching=worker_group.execute_rank_zero_sync("inference_terms", model),
+        micro_batching=worker_group.execute_rank_zero_sync("inference_settings", model),
         num_ranks=num_ranks,
         groups=prompts_to_keep_together(batch, len(batch), num_ranks),
     )
-    parts = dealt(batch, plan)
+    parts = planned_chunks(batch, plan)
     for rank, part in enumerate(parts):
         part.meta_info[PASSES] = plan.passes[rank]
     return dispatch_nd_compute(dp_ranks, num_ranks, worker_group, parts)
 
 
-def deal_for_update(
+def split_for_update(
     mesh_name: str, worker_group: WorkerGroup, data: DataProto | DataProtoFuture
 ) -> Arguments:
     dp_ranks, batch = worker_group.mesh_dp_ranks(mesh_name), as_batch(data)
     num_ranks = max(dp_ranks) + 1
     if num_ranks == 1:
         return dispatch_nd_compute_dataproto(dp_ranks, 1, worker_group, batch)
-    terms: UpdateTerms = worker_group.execute_rank_zero_sync("update_terms")
+    settings: UpdateSettings = worker_group.execute_rank_zero_sync("update_settings")
     plan = plan_update(
         token_counts(batch, "attention_mask"),
         token_counts(batch, "response_mask"),
-        rows_per_step=terms.rows_per_step,
-        micro_batching=terms.micro_batching,
+        rows_per_step=settings.rows_per_step,
+        micro_batching=settings.micro_batching,
         num_ranks=num_ranks,
-        epochs=terms.epochs,
-        shuffle_seed=terms.shuffle_seed,
-        groups=prompts_to_keep_together(batch, terms.rows_per_step, num_ranks),
+        epochs=settings.epochs,
+        shuffle_seed=settings.shuffle_seed,
+        groups=prompts_to_keep_together(batch, settings.rows_per_step, num_ranks),
     )
-    parts = dealt(batch.select(non_tensor_batch_keys=[]), plan)
+    parts = planned_chunks(batch.select(non_tensor_batch_keys=[]), plan)
     for part in parts:
         part.meta_info[UPDATE_PLAN] = plan.to_dict()
     return dispatch_nd_compute(dp_ranks, num_ranks, worker_group, parts)
 
 
 def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) -> DataProto:
-    """The answers in the order of the caller's rows, without those of padding."""
+    """The results in the order of the caller's rows, without those of padding."""
     batch = collect_lazy_compute_data_proto(mesh_name, worker_group, output)
     if ROW_COLUMN not in batch.batch.keys():  # noqa: SIM118 (a TensorDict)
         return batch
@@ -129,9 +129,9 @@ def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) ->
 
 
 def row_column(data: DataProto) -> dict[str, Tensor]:
-    """What a method adds to the columns it answers with; nothing if its rows were not dealt."""
-    is_dealt = ROW_COLUMN in data.batch.keys()  # noqa: SIM118 (a TensorDict)
-    return {ROW_COLUMN: data.batch[ROW_COLUMN]} if is_dealt else {}
+    """What a method adds to the columns it returns; nothing if its rows were not planned."""
+    is_planned = ROW_COLUMN in data.batch.keys()  # noqa: SIM118 (a TensorDict)
+    return {ROW_COLUMN: data.batch[ROW_COLUMN]} if is_planned else {}
 
 
 def planned_passes(data: DataProto) -> Passes | None:
@@ -140,12 +140,12 @@ def planned_passes(data: DataProto) -> Passes | None:
 
 
 def update_plan(data: DataProto) -> UpdatePlan | None:
-    """The plan that this rank's rows were dealt by, if they were."""
+    """The plan that this rank's rows were dispatched by, if there is one."""
     is_planned = UPDATE_PLAN in data.meta_info
     return UpdatePlan.from_dict(data.meta_info[UPDATE_PLAN]) if is_planned else None
 
 
-def dealt(batch: DataProto, plan: Placement) -> list[DataProto]:
+def planned_chunks(batch: DataProto, plan: Placement) -> list[DataProto]:
     """The chunk of each rank, its rows marked."""
     rows = torch.tensor(plan.order)
     chosen = batch.select_idxs(rows)

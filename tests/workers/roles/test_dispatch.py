@@ -1,4 +1,4 @@
-"""Rows are dealt to ranks by tokens, and answers come back as if there had been one rank."""
+"""Rows are dispatched to ranks by tokens, and results come back as if there had been one rank."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,10 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.utils.environment import temp_env_var
-from verl.workers.roles.dealing import (
-    UpdateTerms,
-    deals_for_inference,
-    deals_for_update,
+from verl.workers.roles.dispatch import (
+    UpdateSettings,
+    dispatch_inference,
+    dispatch_update,
     planned_passes,
     row_column,
     update_plan,
@@ -36,18 +36,18 @@ class Lengths(Worker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def inference_terms(self, model):
+    def inference_settings(self, model):
         return {"small": MicroBatching(rows=1), "large": MicroBatching(tokens=8)}[model]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_terms(self):
-        return UpdateTerms(rows_per_step=4, micro_batching=MicroBatching(rows=1), epochs=2)
+    def update_settings(self):
+        return UpdateSettings(rows_per_step=4, micro_batching=MicroBatching(rows=1), epochs=2)
 
-    @register(dispatch_mode=deals_for_inference("mesh", "small"), columns=COLUMNS)
+    @register(dispatch_mode=dispatch_inference("mesh", "small"), columns=COLUMNS)
     def measure(self, data):
         return self._measure(data)
 
-    @register(dispatch_mode=deals_for_inference("mesh", "large"))
+    @register(dispatch_mode=dispatch_inference("mesh", "large"))
     def measure_in_large_passes(self, data):
         return self._measure(data)
 
@@ -58,7 +58,7 @@ class Lengths(Worker):
             lengths[rows] = data.batch["attention_mask"][rows].sum(-1)
         return DataProto.from_dict({"lengths": lengths, **row_column(data)})
 
-    @register(dispatch_mode=deals_for_update("mesh"))
+    @register(dispatch_mode=dispatch_update("mesh"))
     def train(self, data):
         self.seen.append(data)
         return DataProto(meta_info={"metrics": {"rows": len(data)}})

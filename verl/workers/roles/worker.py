@@ -1,16 +1,21 @@
-"""What every role that trains does about checkpoints; the caller commits and verifies them.
+"""What the workers of all roles have in common: their ranks, their checkpoints, their utilisation.
 
-Each rank leaves a receipt that tells the caller when its files are written. With
-`checkpoint.async_save` it copies the state to host memory and returns; a thread writes the copies
-while training goes on.
+Ranks that share a sequence (`ulysses_sequence_parallel_size` consecutive ones) get the same rows;
+the first of them returns the result. Roles in one process share its process group. A role that
+trains writes checkpoints, which the caller commits and verifies: each rank leaves a receipt that
+tells when its files are written. With `checkpoint.async_save` it copies the state to host memory
+and returns; a thread writes the copies while training goes on.
 """
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from verl.models.lora import has_lora
+from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
 from verl.utils.checkpoint.background import Background, Receipt
@@ -22,7 +27,48 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
 )
 from verl.utils.checkpoint.layout import as_os_error
 from verl.utils.checkpoint.piece_files import rank_name
+from verl.utils.distributed import initialize_global_process_group
+from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine.residency import HostMemory, wait_for_copies
+
+
+class RankWorker(Worker):
+    """A role's worker; `config` is its section, `device` the kind of device it runs on."""
+
+    config: Any
+    device: str
+
+    def init_process_group(self, *, timeout_seconds: float) -> None:
+        """Take this rank's device and connect to the others; nothing to do alone."""
+        if self.world_size > 1:
+            initialize_global_process_group(timeout_seconds)
+
+    def register_mesh(self, mesh_name: str, *, ranks_per_sequence: int) -> None:
+        """Register which rows this rank gets, and whether its result is collected."""
+        self._register_dispatch_collect_info(
+            mesh_name,
+            dp_rank=self.rank // ranks_per_sequence,
+            is_collect=self.rank % ranks_per_sequence == 0,
+        )
+
+    def create_subgroups(self, size: int) -> dist.ProcessGroup | None:
+        """The group of `size` consecutive ranks that this one is in; None if it is alone there.
+
+        All ranks must call it, in the same order.
+        """
+        if size == 1:
+            return None
+        starts = range(0, self.world_size, size)
+        groups = [dist.new_group(list(range(first, first + size))) for first in starts]
+        group = groups[self.rank // size]
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def options_read(self) -> list[str]:
+        """The options that this process has read, if reads are logged."""
+        log = vars(self.config).get("_read_log")
+        return [] if log is None else sorted(log.paths)
 
 
 class CheckpointedWorker(Worker):
@@ -101,3 +147,24 @@ def write_with_receipt(writes: list[Write], folder: Path, receipt: Receipt) -> N
             raise
     else:
         receipt.end()
+
+
+def update_passes(epochs: int, model: nn.Module) -> float:
+    """What training over the rows costs, in passes.
+
+    The gradients of the weights are a third of a pass; with adapters nearly all are left out.
+    """
+    return epochs * (2 / 3 if has_lora(model) else 1)
+
+
+def utilisation(
+    role: str, flops: FlopsCounter, data: DataProto, seconds: float, *, passes: float
+) -> dict[str, float]:
+    """The share of the device's peak that `passes` passes over the rows reached.
+
+    A pass is forward and backward, forward alone a third. Empty where the peak is not known, as on
+    a CPU.
+    """
+    lengths = data.batch["attention_mask"].sum(-1).tolist()
+    share = flops.utilisation(lengths, seconds, passes=passes)
+    return {} if share is None else {f"perf/mfu/{role}": share}
