@@ -3,7 +3,7 @@
 import pytest
 
 from tests.config.test_validate import A, C, R, mistakes
-from verl.algos.policy_losses.preparation import is_prepared
+from verl.algos.policy_losses.terms import is_prepared
 from verl.algos.registry import get_policy_loss_fn
 from verl.config.names import ESTIMATORS, POLICY_LOSSES
 from verl.config.validate_overlap import (
