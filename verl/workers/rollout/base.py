@@ -9,12 +9,15 @@ can keep what it computed for the turns before.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.utils.registry import Registry
+
+WAKE_SECONDS = 10.0
+"""How often a thread that waits for an engine looks up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +186,12 @@ class Rollout(ABC):
         with self.together():
             futures = [self.submit(request) for request in requests]
         try:
-            return [future.result() for future in futures]
+            unfinished = set(futures)
+            while unfinished:  # the engine ends them all, if only with an error
+                done, unfinished = wait(unfinished, WAKE_SECONDS, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result(timeout=0)
+            return [future.result(timeout=0) for future in futures]
         finally:
             for future in futures:  # those that are left after an error
                 future.cancel()
