@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.faults import Fault, shown
-from verl.config.names import (
+from verl.config.roles import (
     ESTIMATORS,
     POLICY_LOSSES,
     ROLLOUTS,

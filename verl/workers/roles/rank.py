@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
 from verl.utils.distributed import initialize_global_process_group
 
@@ -44,9 +43,3 @@ class RankWorker(Worker):
         own = groups[self.rank // size]
         assert isinstance(own, dist.ProcessGroup)
         return own
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def options_read(self) -> list[str]:
-        """The options that this process has looked at, if somebody keeps a list of them."""
-        log = vars(self.config).get("_read_log")
-        return [] if log is None else sorted(log.paths)
