@@ -52,6 +52,16 @@ def test_the_defaults_are_consistent():
 # what is set, how the message begins, what it offers
 CASES = [
     (
+        {"algorithm.use_pf_ppo": True, "algorithm.adv_estimator": "grpo"},
+        'algorithm.use_pf_ppo is True, but algorithm.adv_estimator is "grpo"',
+        "only gae draws",
+    ),
+    (
+        {f"{R}.agent.default_agent_loop": "single_turn"},
+        f'{R}.agent.default_agent_loop is "single_turn"',
+        "did you mean 'single_turn_agent'",
+    ),
+    (
         {"reward_manager.name": "model"},
         "reward_manager.name is model, but reward_model.enable is False",
         "set reward_model.enable=True",

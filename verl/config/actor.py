@@ -185,7 +185,14 @@ class ActorConfig(BaseConfig):
     data_loader_seed: int = option(42, used_if=while_on("shuffle"))
     """Seed of that shuffle."""
 
-    clip_ratio: float = option(0.2, minimum=0)
+    clip_ratio: float = option(
+        0.2,
+        minimum=0,
+        used_if=When(
+            lambda here, run: here.clip_ratio in (here.clip_ratio_low, here.clip_ratio_high),
+            "clip_ratio_low and clip_ratio_high are both set",
+        ),
+    )
     """PPO's clip: the ratio of new to old probability earns nothing beyond 1 +- this."""
 
     clip_ratio_low: float = option(0.2, yaml="${.clip_ratio}", minimum=0)

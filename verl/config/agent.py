@@ -7,7 +7,7 @@ An agent loop turns one prompt into one trajectory; which loop runs is chosen pe
 from dataclasses import dataclass
 
 from verl.config.base import BaseConfig, When, never, option
-from verl.config.roles import NO_TOOLS, OWN_LOOPS
+from verl.config.roles import NO_TOOL_LOOP, NO_TOOLS, OWN_LOOPS
 
 
 @dataclass(kw_only=True)
@@ -87,9 +87,8 @@ class AgentLoopConfig(BaseConfig):
     num_workers: int = option(8, minimum=1, used_if=never("all loops run on one event loop"))
     """Processes that run agent loops."""
 
-    default_agent_loop: str = "single_turn_agent"
-    """Loop for rows without an `agent_name`: `single_turn_agent`, `tool_agent`, or a registered
-    one."""
+    default_agent_loop: str = option("single_turn_agent", absent=NO_TOOL_LOOP)
+    """Loop for rows without an `agent_name`: `single_turn_agent`, or a registered one."""
 
     agent_loop_config_path: str | None = None
     """YAML file that lists more loops as `{name, _target_, ...}`."""

@@ -129,25 +129,10 @@ class AlgoConfig(BaseConfig):
     )
     """The coefficient of that KL."""
 
-    use_pf_ppo: bool = option(
-        False,
-        used_if=When(
-            lambda here, run: here.adv_estimator == "gae",
-            "only adv_estimator=gae resamples the batch",
-        ),
-    )
+    use_pf_ppo: bool = False
     """Draw the training batch again by score before the update. Only with `gae`."""
 
-    pf_ppo: PFPPOConfig = option(
-        default_factory=PFPPOConfig,
-        used_if=(
-            When(
-                lambda here, run: here.adv_estimator == "gae",
-                "only adv_estimator=gae resamples the batch",
-            ),
-            while_on("use_pf_ppo"),
-        ),
-    )
+    pf_ppo: PFPPOConfig = option(default_factory=PFPPOConfig, used_if=while_on("use_pf_ppo"))
     """How that draw is weighted."""
 
     filter_groups: FilterGroupsConfig = option(

@@ -24,11 +24,12 @@ class When:
 
     holds: Callable[[Any, Any], bool]
     reason: str
+    is_never: bool = False
 
 
 def never(reason: str) -> When:
     """The condition of an option that is accepted and has no effect."""
-    return When(lambda here, run: False, reason)
+    return When(lambda here, run: False, reason, is_never=True)
 
 
 def while_on(switch: str) -> When:

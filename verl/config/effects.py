@@ -137,7 +137,7 @@ def default_of(item: Field[Any]) -> Any:
 def value_at(config: Any, key: str) -> Any:
     """The value of a key; "" where a dict or a section has no such key."""
     for name in key.split("."):
-        config = config[name] if name in config else ""
+        config = config.get(name, "")
         if not isinstance(config, dict | BaseConfig):
             break
     return config

@@ -10,10 +10,11 @@ reward model also has. Loading is left to `verl.models`.
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import Absent, BaseConfig, When, never, option, while_on
+from verl.config.base import Absent, BaseConfig, When, never, option
 from verl.config.roles import FUSED, NEW_ADAPTERS, PACKED, is_training, uses_lora
 
 DEFAULT_MODEL = "~/models/deepseek-llm-7b-chat"
+NO_MTP = never("mtp.enable is refused")
 
 
 @dataclass(kw_only=True)
@@ -59,7 +60,7 @@ class TiledMlpConfig(BaseConfig):
     )
     """Turn it on: less memory for activations, a little slower."""
 
-    num_shards: int = option(4, minimum=1, used_if=while_on("enabled"))
+    num_shards: int = option(4, minimum=1, used_if=never("tiled_mlp.enabled is refused"))
     """Slices per sequence."""
 
 
@@ -84,28 +85,28 @@ class MtpConfig(BaseConfig):
     )
     """Let the rollout engine draft with them, which speeds up generation."""
 
-    detach_encoder: bool = option(False, used_if=while_on("enable"))
+    detach_encoder: bool = option(False, used_if=NO_MTP)
     """Keep the gradient of their loss out of the rest of the model."""
 
-    mtp_loss_scaling_factor: float = option(0.1, minimum=0, used_if=while_on("enable"))
+    mtp_loss_scaling_factor: float = option(0.1, minimum=0, used_if=NO_MTP)
     """Weight of their loss."""
 
-    speculative_algorithm: str = option("EAGLE", used_if=while_on("enable"))
+    speculative_algorithm: str = option("EAGLE", used_if=NO_MTP)
     """SGLang's drafting algorithm."""
 
-    speculative_num_steps: int = option(2, minimum=1, used_if=while_on("enable"))
+    speculative_num_steps: int = option(2, minimum=1, used_if=NO_MTP)
     """SGLang: draft steps per verification."""
 
-    speculative_eagle_topk: int = option(2, minimum=1, used_if=while_on("enable"))
+    speculative_eagle_topk: int = option(2, minimum=1, used_if=NO_MTP)
     """SGLang: candidates kept per draft step."""
 
-    speculative_num_draft_tokens: int = option(4, minimum=1, used_if=while_on("enable"))
+    speculative_num_draft_tokens: int = option(4, minimum=1, used_if=NO_MTP)
     """SGLang: tokens verified at once."""
 
-    method: str = option("mtp", used_if=while_on("enable"))
+    method: str = option("mtp", used_if=NO_MTP)
     """vLLM's drafting method."""
 
-    num_speculative_tokens: int = option(1, minimum=1, used_if=while_on("enable"))
+    num_speculative_tokens: int = option(1, minimum=1, used_if=NO_MTP)
     """vLLM: tokens drafted at once."""
 
 
@@ -234,6 +235,9 @@ class HFModelConfig(BaseConfig):
 
     exclude_modules: str | list[str] | None = option(None, used_if=NEW_ADAPTERS)
     """Layers that get none, even if targeted."""
+
+    peft_type: str = option("lora", absent=Absent("LoRA is the only kind of adapter: leave it out"))
+    """Kind of adapter."""
 
     lora_adapter_path: str | None = None
     """Start from the adapter in this folder instead of a new one. Rank, scaling and layers are the

@@ -22,7 +22,7 @@ from verl.config.reward import (
     RewardManagerConfig,
     RewardModelConfig,
 )
-from verl.config.roles import ON_RAY, WITH_CRITIC, needs_reference
+from verl.config.roles import ON_RAY, SYNCHRONOUS, WITH_CRITIC, needs_reference
 from verl.config.rollout import McoreRolloutConfig, RolloutConfig
 from verl.config.trainer import RayKwargsConfig, TrainerConfig, TransferQueueConfig
 
@@ -106,6 +106,9 @@ class PPOConfig(BaseConfig):
 
     global_profiler: GlobalProfilerConfig = option(default_factory=GlobalProfilerConfig)
     """Which steps of the run are profiled, and with what."""
+
+    async_training: dict[str, Any] = option(default_factory=dict, absent=SYNCHRONOUS)
+    """Training on responses of earlier policies while the next ones are generated."""
 
     transfer_queue: TransferQueueConfig = option(default_factory=TransferQueueConfig)
     """Batches kept in a distributed store."""

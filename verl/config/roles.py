@@ -12,7 +12,7 @@ so it tells their variants apart by their keys and not by their classes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -264,12 +264,14 @@ ON_RAY = When(
     "the run does not use Ray",
 )
 RECORDED_WITH_ACTOR = never("the actor's ranks record: actor_rollout_ref.actor.profiler")
+SYNCHRONOUS = Absent("training is synchronous, there is no asynchronous mode yet: leave it out")
 ROUTES = Absent("expert routes are not recorded or replayed yet: leave it out")
 NO_TOOLS = Absent(
     "there is no agent loop with tools or several turns yet; leave it out, or register a loop of "
     "your own (actor_rollout_ref.rollout.agent.agent_loop_config_path)",
     unless=has_own_loops,
 )
+NO_TOOL_LOOP = replace(NO_TOOLS, values=("tool_agent",))
 BACK_END = Absent(
     "this training back-end is not built in yet: use fsdp", values=("megatron", "veomni")
 )

@@ -11,7 +11,14 @@ from verl.config.agent import AgentLoopConfig, MultiTurnConfig, TraceConfig
 from verl.config.base import Absent, BaseConfig, When, never, option, while_on
 from verl.config.model import MtpConfig
 from verl.config.profiler import ProfilerConfig, RolloutProfilerConfig
-from verl.config.roles import FOREIGN_ENGINE, OWN_PROCESS, RECORDED_WITH_ACTOR, ROUTES, is_training
+from verl.config.roles import (
+    FOREIGN_ENGINE,
+    OWN_PROCESS,
+    RECORDED_WITH_ACTOR,
+    ROUTES,
+    SYNCHRONOUS,
+    is_training,
+)
 from verl.config.serving import (
     CheckpointEngineConfig,
     PrometheusConfig,
@@ -243,6 +250,9 @@ class RolloutConfig(ServingConfig):
         used_if=while_on("skip_rollout"),
     )
     """Folder of those dumps."""
+
+    partial_rollout: bool = option(False, absent=SYNCHRONOUS)
+    """Stop generation at a weight update and go on with the new weights."""
 
     enable_rollout_routing_replay: bool = option(False, absent=ROUTES)
     """Return which experts each token used, for `actor.router_replay.mode=R3`."""

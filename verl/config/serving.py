@@ -144,9 +144,7 @@ class ServerConfig(BaseConfig):
 
     _target_: str = "verl.workers.config.ServerConfig"
 
-    host: str = option(
-        "127.0.0.1", used_if=When(lambda here, run: False, "only main_generation_server listens")
-    )
+    host: str = option("127.0.0.1", used_if=never("only main_generation_server listens"))
     """Address on which `main_generation_server` listens; the default is reachable from this machine
     only."""
 
@@ -154,7 +152,7 @@ class ServerConfig(BaseConfig):
         8000,
         minimum=0,
         maximum=65535,
-        used_if=When(lambda here, run: False, "only main_generation_server listens"),
+        used_if=never("only main_generation_server listens"),
     )
     """Port on which it listens; 0 takes a free one."""
 
@@ -189,20 +187,20 @@ class PrometheusConfig(BaseConfig):
         9090,
         minimum=1,
         maximum=65535,
-        used_if=while_on("enable"),
+        used_if=never("prometheus.enable is refused"),
     )
     """Port of the Prometheus server."""
 
     file: str = option(
         "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
-        used_if=while_on("enable"),
+        used_if=never("prometheus.enable is refused"),
     )
     """Prometheus configuration file that the servers are written to."""
 
     served_model_name: str | None = option(
         "~/models/deepseek-llm-7b-chat",
         yaml="${oc.select:actor_rollout_ref.model.path,null}",
-        used_if=while_on("enable"),
+        used_if=never("prometheus.enable is refused"),
     )
     """Name of the model in the metrics; follows `model.path`."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.base import Absent, BaseConfig, When, never, option, while_on
+from verl.config.base import Absent, BaseConfig, When, never, option
 from verl.config.roles import WITH_CRITIC
 
 RESUME_MODES = ("auto", "disable", "resume_path")
@@ -172,14 +172,16 @@ class TransferQueueConfig(BaseConfig):
     )
     """Use the store. Needs the TransferQueue package."""
 
-    num_global_batch: int = option(1, minimum=1, used_if=while_on("enable"))
+    num_global_batch: int = option(1, minimum=1, used_if=never("transfer_queue.enable is refused"))
     """Batches the store has room for."""
 
     storage_backend: str = option(
         "AsyncSimpleStorageManager",
-        used_if=while_on("enable"),
+        used_if=never("transfer_queue.enable is refused"),
     )
     """Class that manages the store."""
 
-    num_data_storage_units: int = option(8, minimum=1, used_if=while_on("enable"))
+    num_data_storage_units: int = option(
+        8, minimum=1, used_if=never("transfer_queue.enable is refused")
+    )
     """Processes that hold the data."""
