@@ -13,7 +13,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos test-all lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos golden test-all lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -35,7 +35,7 @@ serve: $(STAMP)  ## Chat with the quickstart's model in the browser (or MODEL=pa
 	@$(BIN)/python examples/serve/run.py $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE),--engine $(ENGINE))
 
 test: $(STAMP)  ## Run the tests (CPU; under fifteen minutes on two cores)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: apt-get install chromium)
 	$(BIN)/pip install --quiet playwright
@@ -81,8 +81,12 @@ format: $(STAMP)  ## Rewrite the files the way the linter wants them
 
 check: lint test  ## What a reviewer would run
 
-config: $(STAMP)  ## Regenerate the YAML files and docs/config.md from the dataclasses
+config: $(STAMP)  ## Regenerate the YAML files, docs/config.md and docs/metrics.md
 	$(BIN)/python -m verl.config.generate
+	$(BIN)/python -m verl.utils.metric.declared
+
+golden: $(STAMP)  ## Train in this tree and in BASE=commit, and compare the weights bit for bit
+	$(BIN)/python scripts/golden.py $(BASE)
 
 bench-gpu: $(STAMP)  ## Measure on a GPU, beside TRL (ten minutes); tables go to docs/performance.md
 	$(BIN)/pip install --quiet --no-deps --target build/trl -r requirements/trl.txt

@@ -22,7 +22,7 @@ def print_config(config: DictConfig) -> None:
     try:
         loaded = load_config(config, PPOConfig, overrides=command.task_overrides())
         command.say(loaded.notices)
-        print(OmegaConf.to_yaml(to_dictconfig(loaded.checked())))  # noqa: T201
+        print(OmegaConf.to_yaml(to_dictconfig(loaded.checked())))
     except ConfigError as error:
         command.refuse(str(error))
 

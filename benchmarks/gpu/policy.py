@@ -42,7 +42,7 @@ def build_engine(options: argparse.Namespace, *, capacity: int | None = None) ->
 
 def share_prefixes(engine: OneDeviceEngine, is_shared: bool) -> None:
     """Compute a prompt once per group or once per row from now on."""
-    engine._prefix_sharing = is_shared  # an option of its constructor; here both take turns
+    engine.prefix_sharing = is_shared  # an option of its constructor; here both take turns
 
 
 def whole_groups(work: Workload, micro_tokens: int) -> list[list[int]]:

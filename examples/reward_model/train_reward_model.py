@@ -26,16 +26,15 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.models.reward_head import load_reward_model
-from verl.models.value import load_value_model
+from verl.models.value import load_reward_model, load_value_model
 from verl.utils.checkpoint.hf_model import save_hf_model
 from verl.utils.dataset.rm_dataset import RMDataset
 from verl.utils.device import resolve_device
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine.base import Columns, MicroBatching
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.spec import compute_dtype
 from verl.workers.reward_model.scores import as_rows, sequence_scores
-from verl.workers.roles.building import compute_dtype
 
 Pair = tuple[list[int], list[int]]
 """The tokens of a chosen and of a rejected conversation."""

@@ -1,6 +1,7 @@
 """An engine that answers from a table, and a configuration for agent loops."""
 
 import asyncio
+from collections.abc import Callable
 
 from verl.config.agent import AgentLoopConfig
 from verl.config.data import DataConfig
@@ -11,12 +12,21 @@ from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
 
 
 class FakeRollout(Rollout):
-    """Answers with the prompt's last token, its seed and an end token, after some turns."""
+    """Answers with the prompt's last token, its seed and an end token, after some turns of the
+    event loop, and not before `hold` is false."""
 
-    def __init__(self, *, error: Exception | None = None, delay_of: dict[int, int] | None = None):
+    def __init__(
+        self,
+        *,
+        error: Exception | None = None,
+        delay_of: dict[int, int] | None = None,
+        hold: Callable[[], bool] = lambda: False,
+    ):
         self.requests: list[GenerationRequest] = []
         self.error = error
         self.delay_of = delay_of or {}
+        self.hold = hold
+        self.closed_sessions: list[str] = []
 
     @property
     def policy_version(self) -> int:
@@ -29,6 +39,8 @@ class FakeRollout(Rollout):
         self.requests.append(request)
         for _ in range(self.delay_of.get(request.prompt_ids[-1], 0)):
             await asyncio.sleep(0)
+        while self.hold():
+            await asyncio.sleep(0.001)
         if self.error is not None:
             raise self.error
         seeds = request.seeds or [0] * request.num_samples
@@ -46,13 +58,23 @@ class FakeRollout(Rollout):
         pass
 
     def close_session(self, session_id):
-        pass
+        self.closed_sessions.append(session_id)
 
     def sleep(self):
         pass
 
     def wake_up(self):
         pass
+
+
+def held_engines(num_engines: int, num_requests: int) -> list[FakeRollout]:
+    """Engines that answer once they have got so many requests together."""
+    engines: list[FakeRollout] = []
+    engines += [
+        FakeRollout(hold=lambda: sum(len(one.requests) for one in engines) < num_requests)
+        for _ in range(num_engines)
+    ]
+    return engines
 
 
 def loop_config(*, agent: AgentLoopConfig | None = None, **rollout) -> PPOConfig:

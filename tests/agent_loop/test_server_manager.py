@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from tests.agent_loop.fakes import FakeRollout, loop_config
+from tests.agent_loop.fakes import FakeRollout, held_engines, loop_config
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "logprobs": True}
@@ -42,18 +42,19 @@ def test_a_group_larger_than_the_engine_is_cut_up():
 
 
 def test_prompts_go_to_the_engine_with_least_to_do():
-    engines = [FakeRollout(delay_of={1: 3, 2: 3, 3: 3}) for _ in range(2)]
+    engines = held_engines(2, num_requests=3)
     manager = AsyncLLMServerManager(loop_config(), engines)
     ask(manager, ("a", [1], 1), ("b", [1], 2), ("c", [2], 3), ("d", [3], 4))
     loads = [[request.num_samples for request in engine.requests] for engine in engines]
     assert loads == [[2], [1, 1]], (
         "the second engine gets two prompts for the first one's two samples"
     )
-    assert manager._fleet.load == [0, 0]
+    manager.fleet.pause(keep=False)
+    assert manager.fleet.outstanding == [0, 0]
 
 
 def test_what_an_engine_has_to_do_is_counted_in_tokens():
-    engines = [FakeRollout(delay_of={1: 5, 2: 5, 3: 5, 4: 5}) for _ in range(2)]
+    engines = held_engines(2, num_requests=4)
     manager = AsyncLLMServerManager(loop_config(), engines)
     short = {**PARAMS, "max_tokens": 1}
 
@@ -70,7 +71,7 @@ def test_what_an_engine_has_to_do_is_counted_in_tokens():
 
 
 def test_a_later_turn_goes_to_the_engine_of_the_first():
-    engines = [FakeRollout(delay_of={1: 3, 2: 3}) for _ in range(2)]
+    engines = held_engines(2, num_requests=2)
     manager = AsyncLLMServerManager(loop_config(), engines)
 
     async def talk():
@@ -88,7 +89,7 @@ def test_a_later_turn_goes_to_the_engine_of_the_first():
 def test_only_the_newest_requests_are_remembered():
     manager = AsyncLLMServerManager(loop_config(), [FakeRollout()], max_cache_size=2)
     ask(manager, *((name, [ord(name)], 0) for name in "abcd"))
-    assert list(manager._engine_of) == ["c", "d"]
+    assert [manager.fleet.engine_of(name) for name in "abcd"] == [None, None, 0, 0]
 
 
 def test_responses_are_never_longer_than_the_configuration_allows():
@@ -109,7 +110,8 @@ def test_an_engine_that_fails_fails_those_who_wait_for_it():
     manager = AsyncLLMServerManager(loop_config(), [FakeRollout(error=OSError("gone"))])
     with pytest.raises(RuntimeError, match=r"request a failed: OSError\('gone'\)"):
         ask(manager, ("a", [1], 1))
-    assert manager._fleet.load == [0]
+    manager.fleet.pause(keep=False)
+    assert manager.fleet.outstanding == [0]
 
 
 def test_a_request_that_is_refused_says_why_in_its_own_words():
@@ -119,5 +121,64 @@ def test_a_request_that_is_refused_says_why_in_its_own_words():
 
 
 def test_there_must_be_an_engine():
-    with pytest.raises(ValueError, match="no rollout engine"):
+    with pytest.raises(ValueError, match="at least one rollout engine"):
         AsyncLLMServerManager(loop_config(), [])
+
+
+def test_the_request_id_reaches_the_engine_as_the_session_once_a_session_has_a_second_turn():
+    engine = FakeRollout()
+    manager = AsyncLLMServerManager(loop_config(), [engine])
+    ask(manager, ("a", [5, 6], 11), ("b", [5, 6], 12))
+    ask(manager, ("b", [5, 6, 9], 12))
+    ask(manager, ("c", [5, 6], 11), ("d", [5, 6], 12))
+    assert [request.session_ids for request in engine.requests] == [None, ("b",), ("c", "d")]
+    manager.close_session("b")
+    assert engine.closed_sessions == ["b"]
+
+
+def test_a_request_is_aborted_when_nobody_waits_for_any_of_its_samples():
+    engine = FakeRollout(hold=lambda: True)
+    manager = AsyncLLMServerManager(loop_config(), [engine])
+
+    async def run():
+        tasks = [
+            asyncio.create_task(
+                manager.generate(name, prompt_ids=[5], sampling_params={**PARAMS, "seed": 1})
+            )
+            for name in "ab"
+        ]
+        while not engine.requests:
+            await asyncio.sleep(0.001)
+        tasks[0].cancel()
+        await asyncio.sleep(0.01)
+        assert manager.fleet.slots[0].num_running == 1
+        tasks[1].cancel()
+        await asyncio.wait(tasks, timeout=10)
+        while manager.fleet.slots[0].num_running:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=30))
+    manager.fleet.pause(keep=False)
+    assert manager.fleet.outstanding == [0]
+
+
+def test_one_callback_delivers_all_samples_that_have_come():
+    engine = held_engines(1, num_requests=64)[0]
+    manager = AsyncLLMServerManager(loop_config(max_num_seqs=8), [engine])
+    delivered = []
+
+    async def run():
+        deliver = asyncio.get_running_loop().call_soon_threadsafe
+        asyncio.get_running_loop().call_soon_threadsafe = lambda *call: (
+            delivered.append(call),
+            deliver(*call),
+        )
+        asked = [
+            manager.generate(f"{i}", prompt_ids=[i // 8], sampling_params={**PARAMS, "seed": i})
+            for i in range(512)
+        ]
+        return await asyncio.gather(*asked)
+
+    outputs = asyncio.run(run())
+    assert [output.token_ids[1] for output in outputs] == [i % 50 for i in range(512)]
+    assert len(delivered) <= 64, "at most one for each request"

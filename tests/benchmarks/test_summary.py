@@ -119,7 +119,7 @@ def test_the_tables_take_the_place_between_the_marks():
         put_between_marks(page, "other", "new\n")
 
 
-@pytest.mark.parametrize("name", ["gpu", "gpu_slow_host", "gpu_earlier"])
+@pytest.mark.parametrize("name", ["gpu"])
 def test_the_page_shows_the_tables_of_the_results_beside_it(name):
     page = (ROOT / "docs/performance.md").read_text()
     assert put_between_marks(page, name, summarise(ROOT / "benchmarks/results" / name)) == page

@@ -27,7 +27,6 @@ LATER = {
     "verl.tools.utils.tool_registry": "initialize_tools_from_config get_tool_class ToolType",
     "verl.utils.fsdp_utils": "",
     "verl.utils.ulysses": "",
-    "verl.workers.engine": "EngineRegistry BaseEngine",
     "verl.workers.engine_workers": "ActorRolloutRefWorker TrainingWorker",
     "verl.workers.fsdp_workers": ("ActorRolloutRefWorker.dump_memory_snapshot"),
     "verl.workers.megatron_workers": "ActorRolloutRefWorker",

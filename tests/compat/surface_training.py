@@ -294,6 +294,19 @@ TRAINING = {
     "verl.utils.dataset.sft_dataset": """
         SFTDataset(parquet_files, tokenizer, config, max_samples=-1)
     """,
+    "verl.workers.engine": """
+        EngineRegistry
+        EngineRegistry.register(model_type, backend, device=...)
+        BaseEngine
+        BaseEngine.initialize()
+        BaseEngine.lr_scheduler_step()
+        BaseEngine.get_per_tensor_param()
+        BaseEngine.get_data_parallel_size()
+        BaseEngine.get_data_parallel_rank()
+        BaseEngine.get_data_parallel_group()
+        BaseEngine.is_mp_src_rank_with_outputs()
+        BaseEngine.disable_adapter()
+    """,
     "verl.workers.fsdp_workers": """
         AsyncActorRolloutRefWorker(config, role)
         ActorRolloutRefWorker(config, role)

@@ -28,8 +28,8 @@ from verl.utils.checkpoint.pieces import local_tensor
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.inputs import prompt_groups
 from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.engine.shared_packing import prompt_groups
 from verl.workers.engine.zero1 import Zero1Engine
 from verl.workers.schedule import MicroBatching, UpdatePlan, plan_update
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.toy import ACTOR, toy_run, weights
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.utils.checkpoint.errors import CheckpointSaveError
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.checkpoint.layout import CheckpointSaveError
 from verl.utils.checkpoint.store import intact_step_at
 
 ASYNC = [

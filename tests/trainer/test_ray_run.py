@@ -20,12 +20,11 @@ from verl.trainer.on_ray import wait_for_start
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import Role
 from verl.trainer.task_runner import TaskRunner
-from verl.utils.environment import temp_env_var
-from verl.utils.exit_codes import BadData
+from verl.utils.environment import BadData, temp_env_var
 from verl.workers.roles import ActorRolloutRefWorker
 
 # Each run starts processes that import torch, which takes its time on busy cores.
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 
 ROLLOUT_APART = (
     "actor_rollout_ref.hybrid_engine=false",
@@ -33,18 +32,6 @@ ROLLOUT_APART = (
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
 )
 ON_RAY = ("trainer.controller=ray", "trainer.n_gpus_per_node=2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    import ray
-
-    if ray.is_initialized():  # by the tests of another folder, which will also end it
-        yield
-        return
-    ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
 
 
 def ray_run(toy, output, *changes, task_runner_class=None):

@@ -14,7 +14,7 @@ from verl.trainer.ppo.run_state import RunState
 from verl.trainer.ppo.seeds import keyed_seed, seed_everything
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.tripwires import TooManyBadSteps
-from verl.utils.checkpoint.errors import CheckpointMismatchError
+from verl.utils.checkpoint.layout import CheckpointMismatchError
 
 PPO = [
     "algorithm.adv_estimator=gae",

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny_models import plain_twin
 from tests.trainer.sft_cases import SUMS, trainer, weights, write_model
 from verl.trainer.sft.batches import lay_out, load_rows, rows_of_step
-from verl.utils.checkpoint.errors import CheckpointMismatchError
-from verl.utils.garbage import NEW_OBJECTS
+from verl.utils.checkpoint.layout import CheckpointMismatchError
+from verl.utils.device import NEW_OBJECTS
 
 
 @pytest.fixture(scope="module")

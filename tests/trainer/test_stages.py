@@ -8,7 +8,7 @@ import pytest
 
 from tests.toy import toy_run
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.utils.garbage import NEW_OBJECTS
+from verl.utils.device import NEW_OBJECTS
 
 STAGES = ("prompts", "rollout", "score", "annotate", "assign_credit")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "batch.md"

@@ -1,4 +1,8 @@
 import ast
+import gc
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,10 +11,13 @@ import torch
 
 import verl
 from verl.utils import device
-from verl.utils.checkpoint.rng import capture_rng, restore_rng
+from verl.utils.checkpoint.checkpoint_manager import capture_rng, restore_rng
 from verl.utils.device import (
+    NEW_OBJECTS,
     auto_set_device,
     check_cpu_bf16,
+    collect_seldom,
+    collecting_seldom,
     free_cached_memory,
     get_device_capability,
     get_device_id,
@@ -191,8 +198,7 @@ FOR_ONE_KIND_ONLY = (
     "models/kernels/",
     "utils/device.py",
     "utils/steady_memory.py",  # the CUDA driver's memory calls
-    "utils/profiler/timers.py",  # NVTX
-    "utils/profiler/tools.py",  # Nsight, the history of CUDA's allocator
+    "utils/profiler/profile.py",  # NVTX, Nsight, the history of CUDA allocations
     "workers/rollout/native/kernel_batch.py",  # decoding through kernels and CUDA graphs
     "workers/rollout/native/step_graphs.py",
     "workers/weight_sync/cuda_ipc.py",
@@ -210,3 +216,108 @@ def test_nothing_else_names_a_kind_of_device_in_torch():
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.cuda", "torch.npu"):
                 found.append(f"{place}:{node.lineno}")
     assert not found, "ask verl.utils.device instead"
+
+
+PROGRAM = """
+import torch
+from tests.tiny_tokenizer import save_tiny_model
+from tests.workers.engine.test_one_device import batch, weighted_sum
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
+from verl.workers.engine import EngineRegistry, EngineSpec
+
+engine = EngineRegistry.new(
+    EngineSpec(
+        model=HFModelConfig(path=str(save_tiny_model(FOLDER))),
+        engine=FSDPEngineConfig(full_determinism=True),
+        optimizer=FSDPOptimizerConfig(lr=0.01),
+        device="cpu",
+    )
+)
+engine.train_batch(batch(4), weighted_sum, micro_batching=[[0, 1], [2, 3]])
+print(torch.are_deterministic_algorithms_enabled())
+"""
+
+
+def test_an_engine_with_full_determinism_trains_with_deterministic_kernels(tmp_path):
+    """In a process of its own, for it concerns all of a process."""
+    program = f"from pathlib import Path\nFOLDER = Path({str(tmp_path)!r})\n{PROGRAM}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == "True"
+
+
+class Node:
+    """Refers to itself, so only the collector can free it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def collections_during(work):
+    found = []
+
+    def note(phase, info):
+        if phase == "start":
+            found.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        work()
+    finally:
+        gc.callbacks.remove(note)
+    return found
+
+
+def visits_of_an_engine():
+    """Each has some objects per row at the same time."""
+    for _ in range(100):
+        [[row] for row in range(NEW_OBJECTS // 2)]
+
+
+def test_visits_of_an_engine_set_no_collection_off():
+    assert len(collections_during(visits_of_an_engine)) > 100
+    with collecting_seldom():
+        assert collections_during(visits_of_an_engine) == []
+
+
+def test_garbage_is_still_collected():
+    with collecting_seldom():
+        node = weakref.ref(Node())
+        assert node() is not None
+        kept = [[number] for number in range(2 * NEW_OBJECTS)]
+        assert node() is None
+        assert kept
+
+
+def failing_run():
+    with collecting_seldom():
+        assert gc.get_threshold()[0] == NEW_OBJECTS
+        raise RuntimeError("of a step")
+
+
+def test_the_collector_is_afterwards_as_it_was():
+    before = gc.get_threshold()
+    with pytest.raises(RuntimeError, match="of a step"):
+        failing_run()
+    assert gc.get_threshold() == before
+
+
+def test_whoever_wants_fewer_collections_still_gets_them():
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(3 * NEW_OBJECTS, 5, 7)
+        collect_seldom()
+        assert gc.get_threshold() == (3 * NEW_OBJECTS, 5, 7)
+        gc.set_threshold(700, 5, 7)
+        collect_seldom()
+        assert gc.get_threshold() == (NEW_OBJECTS, 5, 7)
+    finally:
+        gc.set_threshold(*before)

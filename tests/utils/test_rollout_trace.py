@@ -4,8 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
-from verl.utils.rollout_trace_backends import TraceBackend, trace_backends
+from verl.utils.rollout_trace import (
+    RolloutTraceConfig,
+    TraceBackend,
+    rollout_trace_attr,
+    rollout_trace_op,
+    trace_backends,
+)
 
 
 class MemoryBackend(TraceBackend):

@@ -10,15 +10,19 @@ import torch
 from rich.console import Console
 
 from verl.utils.tracking import (
+    ConsoleBackend,
     Tracking,
+    TrackingBackend,
     ValidationGenerationsLogger,
     _MlflowLoggingAdapter,
     choose_samples,
+    clean_key,
+    tracking_backends,
 )
-from verl.utils.tracking_backends import TrackingBackend, tracking_backends
-from verl.utils.tracking_backends.console import ConsoleBackend
-from verl.utils.tracking_backends.mlflow import clean_key, flat_parameters
-from verl.utils.tracking_backends.tensorboard import markdown_table
+from verl.utils.tracking_backends import (
+    flat_parameters,
+    markdown_table,
+)
 
 
 class MemoryBackend(TrackingBackend):

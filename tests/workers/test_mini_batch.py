@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from verl.utils.metric import Metric
 from verl.workers.engine.base import TrainResult
-from verl.workers.engine.shared_packing import prompt_groups
+from verl.workers.engine.inputs import prompt_groups
 from verl.workers.mini_batch import (
     NUM_TOKENS,
     global_counts,

@@ -1,26 +1,28 @@
-"""Which engine continues which prompt, for agent loops that know nothing of engines.
+"""`AsyncLLMServerManager`: prompts of agent loops, sample by sample, on a fleet of engines.
 
     loop.run --generate--> ticket --+
-    loop.run --generate--> ticket --+--> one request per prompt --> the engine with least to do
+    loop.run --generate--> ticket --+--> one request per prompt --> Fleet.submit
     loop.run --generate--> ticket --+    (all tickets of one turn of the event loop)
 
-Samples of the same prompt ask one by one; those that ask in the same turn of the event loop
-travel as one request, so that an engine computes the prompt once. Each sample has a seed of its
-own, so its tokens are the same whether it travels alone or with others. A later request of the
-same id goes to the engine that served it before, which may still hold its keys and values.
+Samples of the same prompt are asked for one by one; those of the same turn of the event loop travel
+as one request, so that an engine computes the prompt once. Each sample has a seed of its own, so
+its tokens do not depend on the others. The request id names the session: the engine that served its
+last turn may still hold its keys and values, and is preferred.
 
-A request whose engine is lost has got nothing yet, so it is asked again, of another engine or of
-the same one after its recovery (`fleet`); whoever waits gets one answer.
+Engines report samples as they end, on threads of their own. A mailbox hands all that have come to
+the event loop in one callback.
 """
 
 import asyncio
 import dataclasses
-from collections import OrderedDict
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from verl.agent_loop.fleet import Fleet, Recover
 from verl.single_controller.base.failures import WorkerError
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.base import (
@@ -30,31 +32,49 @@ from verl.workers.rollout.base import (
     SamplingParams,
     TokenOutput,
 )
+from verl.workers.rollout.fleet import Fleet, Recover
 
 IGNORED_PARAMS = {"logprobs"}
 """Log-probabilities always come back."""
 
+sampled_turns: ContextVar[list[TokenOutput] | None] = ContextVar("sampled_turns")
+"""Set by whoever runs an agent loop: what engines sample for it is added, turn by turn."""
+
+MAX_PARAMS = 1000
+COLLECT_SECONDS = 0.001
+"""Samples that end in one step of an engine come one by one, within less than this."""
+
 PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ticket:
-    """One sample that somebody waits for."""
+    """One sample that a loop awaits."""
 
     request_id: str
     seed: int | None
     answer: "asyncio.Future[TokenOutput]"
+    call: "Call | None" = None
+    """The request it travels with; None until it is sent."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A request in flight and the tickets it serves."""
+
+    tickets: list[Ticket]
+    outputs: "Future[list[TokenOutput]]"
 
 
 GroupKey = tuple[int | None, tuple[int, ...], SamplingParams, bool]
 
 
 class AsyncLLMServerManager:
-    """Sends prompts to `server_handles`, which are `Rollout`s.
+    """Sends prompts to `server_handles`, which are `Rollout`s, or to a `fleet` of them.
 
     `config` is the whole configuration; responses are at most `rollout.response_length` tokens,
-    unless a request's own parameters say less. The engines of the last `max_cache_size` requests
-    are remembered. `recover` starts an engine again that is lost.
+    unless a request's own parameters say less. The engines of the last `max_cache_size` sessions
+    are remembered. `recover` restarts a lost engine.
     """
 
     def __init__(
@@ -64,15 +84,27 @@ class AsyncLLMServerManager:
         max_cache_size: int = 10000,
         *,
         recover: Recover | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
         self.config = config
-        self.server_handles = list(server_handles)
-        self.max_cache_size = max_cache_size
-        self.num_redispatched = 0  # samples
-        self._fleet = Fleet(self.server_handles, recover)
-        self._engine_of: OrderedDict[str, int] = OrderedDict()
+        rollout = config.actor_rollout_ref.rollout
+        self.fleet = fleet or Fleet(
+            server_handles,
+            recover=recover,
+            max_attempts=rollout.server.max_attempts,
+            max_sticky=max_cache_size,
+        )
+        self.server_handles = self.fleet.engines
+        self._max_response_tokens: int = rollout.response_length
+        self._max_num_seqs: int = rollout.max_num_seqs
+        self._params: dict[tuple[tuple[str, Any], ...], SamplingParams] = {}
         self._waiting: dict[GroupKey, list[Ticket]] = {}
-        self._requests: set[asyncio.Task[None]] = set()
+        self._mailbox: Mailbox | None = None
+
+    @property
+    def num_redispatched(self) -> int:
+        """Samples that were given to a second engine because the first was lost."""
+        return self.fleet.num_redispatched
 
     @rollout_trace_op
     async def generate(
@@ -87,19 +119,28 @@ class AsyncLLMServerManager:
         """Continue a prompt once."""
         if image_data or video_data:
             raise ValueError("images and videos need an engine that reads them; this one does not")
-        params = self.sampling_params(sampling_params)
+        params, seed = self._shared_params(sampling_params)
         loop = asyncio.get_running_loop()
-        ticket = Ticket(request_id, params.seed, loop.create_future())
-        key = (
-            self._engine_of.get(request_id),
-            tuple(prompt_ids),
-            dataclasses.replace(params, seed=None),
-            params.seed is None,
-        )
+        ticket = Ticket(request_id, seed, loop.create_future())
+        key = (self.fleet.engine_of(request_id), tuple(prompt_ids), params, seed is None)
         if not self._waiting:
             loop.call_soon(self._send)  # runs after everything that is ready now
         self._waiting.setdefault(key, []).append(ticket)
-        return await ticket.answer
+        try:
+            output = await ticket.answer
+        except asyncio.CancelledError:
+            call = ticket.call
+            if call is not None and all(one.answer.done() for one in call.tickets):
+                call.outputs.cancel()  # which aborts the request
+            raise
+        turns = sampled_turns.get(None)
+        if turns is not None:
+            turns.append(output)
+        return output
+
+    def close_session(self, request_id: str) -> None:
+        """Let the engine of the session drop what it keeps for it."""
+        self.fleet.close_session(request_id)
 
     def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
         """Check and complete the parameters that a loop passes."""
@@ -115,76 +156,96 @@ class AsyncLLMServerManager:
             if name in stated:
                 value = stated[name]
                 stated[name] = (value,) if isinstance(value, str) else tuple(value or ())
-        longest = self.config.actor_rollout_ref.rollout.response_length
+        longest = self._max_response_tokens
         stated["max_tokens"] = min(stated.get("max_tokens") or longest, longest)
         return SamplingParams(**stated)
 
+    def _shared_params(self, stated: Mapping[str, Any]) -> tuple[SamplingParams, int | None]:
+        """The checked parameters without the seed, made once for all samples alike; the seed."""
+        key = tuple(
+            (name, tuple(value) if isinstance(value, list) else value)
+            for name, value in stated.items()
+            if name != "seed"
+        )
+        params = self._params.get(key)
+        if params is None:
+            if len(self._params) >= MAX_PARAMS:
+                self._params.clear()
+            params = self.sampling_params({name: stated[name] for name, _ in key})
+            self._params[key] = params
+        return params, stated.get("seed")
+
     def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
         groups, self._waiting = self._waiting, {}
-        for (engine, prompt_ids, params, _), tickets in groups.items():
-            for part in self._parts(tickets):
-                task = asyncio.create_task(self._request(engine, prompt_ids, params, part))
-                self._requests.add(task)
-                task.add_done_callback(self._requests.discard)
+        for (_, prompt_ids, params, _), tickets in groups.items():
+            # An engine takes a group as a whole, so a group must fit into it.
+            for start in range(0, len(tickets), self._max_num_seqs):
+                part = tickets[start : start + self._max_num_seqs]
+                self._submit(prompt_ids, params, part, self._mailbox)
 
-    def _parts(self, tickets: list[Ticket]) -> list[list[Ticket]]:
-        """An engine takes a group as a whole, so a group must fit into it."""
-        most = self.config.actor_rollout_ref.rollout.max_num_seqs
-        return [tickets[start : start + most] for start in range(0, len(tickets), most)]
-
-    async def _request(
+    def _submit(
         self,
-        engine: int | None,
         prompt_ids: tuple[int, ...],
         params: SamplingParams,
-        part: list[Ticket],
+        tickets: list[Ticket],
+        mailbox: "Mailbox",
     ) -> None:
-        seeds = tuple(ticket.seed for ticket in part if ticket.seed is not None)
         request = GenerationRequest(
-            request_id=part[0].request_id,
+            request_id=tickets[0].request_id,
             prompt_ids=prompt_ids,
             params=params,
-            num_samples=len(part),
-            seeds=seeds or None,
+            num_samples=len(tickets),
+            seeds=tuple(ticket.seed for ticket in tickets if ticket.seed is not None) or None,
+            session_ids=tuple(ticket.request_id for ticket in tickets),
         )
-        try:
-            engine, outputs = await self._ask(engine, request)
-        except BaseException as error:
-            for ticket in part:
-                if not ticket.answer.done():
-                    ticket.answer.set_exception(_for_ticket(error, ticket))
-            if not isinstance(error, Exception):
-                raise
-            return
-        for ticket, output in zip(part, outputs, strict=True):
-            self._remember(ticket.request_id, engine)
-            if not ticket.answer.done():
-                ticket.answer.set_result(output)
+        outputs = self.fleet.submit(request, lambda n, output: mailbox.put(tickets[n], output))
+        call = Call(tickets, outputs)
+        for ticket in tickets:
+            ticket.call = call
 
-    async def _ask(
-        self, preferred: int | None, request: GenerationRequest
-    ) -> tuple[int, list[TokenOutput]]:
-        """The answer, and whose it is; at most `rollout.server.max_attempts` engines are lost."""
-        num_attempts = self.config.actor_rollout_ref.rollout.server.max_attempts
-        for attempt in range(1, num_attempts + 1):
-            engine = await self._fleet.choose(preferred)
-            try:
-                with self._fleet.asking(engine, request):
-                    return engine, await self.server_handles[engine].generate(request)
-            except EngineLostError:
-                if attempt == num_attempts:
-                    raise
-            self.num_redispatched += request.num_samples
-        raise AssertionError("an attempt returns or raises")
+        def finish(outputs: "Future[list[TokenOutput]]") -> None:
+            if outputs.cancelled():
+                return  # nobody waits
+            error = outputs.exception(timeout=0)
+            answers = [error] * len(tickets) if error is not None else outputs.result(timeout=0)
+            for ticket, answer in zip(tickets, answers, strict=True):
+                mailbox.put(ticket, answer)
 
-    def _remember(self, request_id: str, engine: int) -> None:
-        self._engine_of[request_id] = engine
-        self._engine_of.move_to_end(request_id)
-        while len(self._engine_of) > self.max_cache_size:
-            self._engine_of.popitem(last=False)
+        outputs.add_done_callback(finish)
 
 
-def _for_ticket(error: BaseException, ticket: Ticket) -> Exception:
+class Mailbox:
+    """Hands what engine threads report to the event loop: one callback for all that has come."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._arrived: list[tuple[Ticket, TokenOutput | BaseException]] = []
+        self._lock = threading.Lock()
+
+    def put(self, ticket: Ticket, answer: TokenOutput | BaseException) -> None:
+        with self._lock:
+            self._arrived.append((ticket, answer))
+            is_first = len(self._arrived) == 1
+        if is_first:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                self.loop.call_soon_threadsafe(self.loop.call_later, COLLECT_SECONDS, self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+        for ticket, answer in arrived:
+            if ticket.answer.done():
+                continue
+            if isinstance(answer, BaseException):
+                ticket.answer.set_exception(for_ticket(answer, ticket))
+            else:
+                ticket.answer.set_result(answer)
+
+
+def for_ticket(error: BaseException, ticket: Ticket) -> Exception:
     # The request is at fault, or a worker or an engine is; either message says how.
     if isinstance(error, ValueError | WorkerError | EngineLostError):
         return error

@@ -29,8 +29,7 @@ from verl.config.legacy import is_old, renamed
 from verl.config.load import Loaded, load_config
 from verl.config.roots import ROOTS
 from verl.config.variants import family
-from verl.utils.environment import set_variable
-from verl.utils.exit_codes import EndsTheRun
+from verl.utils.environment import EndsTheRun, set_variable
 
 FLAGS_WITH_VALUE = {
     "--config-path": "path",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from verl.model_merger.config import BACKENDS, ModelMergerConfig
 from verl.model_merger.merger import FSDPModelMerger
-from verl.utils.checkpoint.errors import CheckpointError
+from verl.utils.checkpoint.layout import CheckpointError
 
 EQUAL, DIFFERENT, MISTAKE = 0, 1, 2
 

@@ -38,9 +38,8 @@ from verl.model_merger.weights import (
 )
 from verl.models.lora import ADAPTER_FOLDER
 from verl.utils.checkpoint.hf_model import own_weights, published_weights, write_hf_sources
-from verl.utils.checkpoint.plain_state import NamedArray
 from verl.utils.checkpoint.safetensors_file import TensorSource
-from verl.utils.checkpoint.tensor_store import as_source
+from verl.utils.checkpoint.tensor_store import NamedArray, as_source
 
 AUTO_CLASSES = {
     "ForTokenClassification": AutoModelForTokenClassification,

@@ -19,10 +19,10 @@ from verl.utils.checkpoint.piece_files import (
     StoredTensor,
     read_piece,
     stored_hf_tensors,
+    stored_masters,
     stored_tensors,
 )
 from verl.utils.checkpoint.pieces import whole
-from verl.utils.checkpoint.state_parts import stored_masters
 
 
 @dataclass(frozen=True, kw_only=True)

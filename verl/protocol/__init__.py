@@ -20,7 +20,7 @@ from verl.protocol.serialization import (
     serialize_tensordict,
 )
 from verl.protocol.union import list_of_dict_to_dict_of_list, union_numpy_dict
-from verl.utils.jagged import BatchError
+from verl.utils.tensor_rows import BatchError
 from verl.utils.tensordict_utils import union_tensor_dict
 
 set_lazy_legacy(False).set()

@@ -6,7 +6,7 @@ a mistake in a batch size. It is switched on for one batch by its `meta_info`, f
 """
 
 from verl.utils.environment import auto_padding as auto_padding_from_environment
-from verl.utils.jagged import BatchError
+from verl.utils.tensor_rows import BatchError
 
 
 class _AutoPadding(type):

@@ -12,7 +12,7 @@ from verl.protocol.conversion import object_array
 from verl.protocol.data_proto import DataProto
 from verl.protocol.item import DataProtoItem
 from verl.protocol.union import list_of_dict_to_dict_of_list
-from verl.utils.jagged import BatchError
+from verl.utils.tensor_rows import BatchError
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:

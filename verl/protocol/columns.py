@@ -7,7 +7,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from verl.protocol.union import list_of_dict_to_dict_of_list
-from verl.utils.jagged import BatchError
+from verl.utils.tensor_rows import BatchError
 
 Entry = TypeVar("Entry")
 

@@ -7,8 +7,7 @@ import numpy as np
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from verl.utils.jagged import BatchError, is_nested, open_jagged
-from verl.utils.tensor_rows import Column
+from verl.utils.tensor_rows import BatchError, Column, is_nested, open_jagged
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:

@@ -38,8 +38,8 @@ from verl.protocol.item import DataProtoItem
 from verl.protocol.serialization import deserialize_tensordict, serialize_tensordict
 from verl.protocol.storage import Fields, read_fields, write_fields
 from verl.protocol.union import concat_meta_info, union_meta_info, union_numpy_dict
-from verl.utils.jagged import BatchError
 from verl.utils.tensor_rows import (
+    BatchError,
     Column,
     RowIndex,
     as_row_index,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from tensordict import TensorDict
 
-from verl.utils.jagged import BatchError, is_nested
+from verl.utils.tensor_rows import BatchError, is_nested
 
 if TYPE_CHECKING:
     from verl.protocol.data_proto import DataProto

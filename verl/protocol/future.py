@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from tensordict import TensorDictBase
 
 from verl.protocol.data_proto import DataProto
-from verl.utils.jagged import BatchError
+from verl.utils.tensor_rows import BatchError
 from verl.utils.tensordict_utils import chunk_tensordict, concat_tensordict
 
 DEFAULT_TIMEOUT_SECONDS = 3600.0

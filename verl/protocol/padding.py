@@ -3,7 +3,7 @@
 import numpy as np
 
 from verl.protocol.data_proto import DataProto
-from verl.utils.jagged import BatchError
+from verl.utils.tensor_rows import BatchError
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:

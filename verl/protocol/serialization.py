@@ -17,7 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from verl.utils.jagged import BatchError, compact, jagged, open_jagged
+from verl.utils.tensor_rows import BatchError, compact, jagged, open_jagged
 from verl.utils.tensordict_utils import non_tensor_stack
 
 SerializedTensor: TypeAlias = tuple[str, tuple[int, ...], Any]
@@ -85,7 +85,7 @@ def _pack(entry: Any, shared_offsets: dict[tuple[int, int], SerializedTensor]) -
     place = () if entry.device.type == "cpu" else (str(entry.device),)
     if not entry.is_nested:
         return *serialize_single_tensor(entry), *place
-    # Columns that share their offsets must do so on arrival, too; see `verl.utils.jagged`.
+    # Columns that share their offsets must do so on arrival, too; see `verl.utils.tensor_rows`.
     key = (id(entry.offsets()), id(entry.lengths()))
     parts = open_jagged(compact(entry))
     if key not in shared_offsets:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl.protocol.codec import Encoder, decode
 from verl.protocol.serialization import dtype_name, dtype_named, octets_of, plain_data
-from verl.utils.jagged import BatchError, compact, jagged, open_jagged
+from verl.utils.tensor_rows import BatchError, compact, jagged, open_jagged
 
 _FORMAT = "verl.DataProto/1"
 _DOCUMENT = "document"
@@ -92,7 +92,7 @@ class _TableWriter:
 
     def __init__(self) -> None:
         self.entries: dict[str, Tensor] = {}
-        self._offsets: dict[tuple[int, int], list[Any]] = {}  # see `verl.utils.jagged`
+        self._offsets: dict[tuple[int, int], list[Any]] = {}  # see `verl.utils.tensor_rows`
 
     def put_table(self, batch: TensorDictBase, prefix: str) -> dict[str, Any]:
         # The number keeps entries apart whose column names contain dots and slashes.

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.utils.deep_equal import deep_equal
-from verl.utils.jagged import BatchError
+from verl.utils.tensor_rows import BatchError, deep_equal
 
 
 def union_numpy_dict(

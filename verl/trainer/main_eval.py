@@ -19,7 +19,7 @@ from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError, Fault
 from verl.config.load import Loaded, load_config
 from verl.config.validate import validate
-from verl.utils.exit_codes import WentWrong
+from verl.utils.environment import WentWrong
 from verl.utils.import_utils import is_ray_available, lazy_attribute
 
 CONFIG_NAME = "evaluation"

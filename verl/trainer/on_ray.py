@@ -24,8 +24,7 @@ from verl.config.roles import ranks_beside, world_size
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.ppo.termination import Termination
 from verl.trainer.task_runner import TaskRunner
-from verl.utils.environment import ray_address, variables_of_verl
-from verl.utils.exit_codes import EndsTheRun
+from verl.utils.environment import EndsTheRun, ray_address, variables_of_verl
 from verl.utils.import_utils import require
 
 LOOK_SECONDS = 1.0

@@ -18,7 +18,7 @@ from verl.config.load import Loaded, load_config
 from verl.config.roles import world_size
 from verl.config.sft import SFTEngineConfig
 from verl.trainer.sft.launch import replication_notice, run, run_command
-from verl.utils.exit_codes import EndsTheRun
+from verl.utils.environment import EndsTheRun
 from verl.utils.import_utils import lazy_attribute, require
 
 CONFIG_NAME = "sft_trainer_engine"

@@ -7,6 +7,10 @@ torch. A device that was asked for and is not there is refused, never replaced b
 
 Other modules ask here and name no kind of device. Exceptions are what exists for one kind only:
 kernels, CUDA graphs, the CUDA driver's own memory calls, NVIDIA's and Ascend's profilers.
+
+Two settings of the whole process live here too, because the device pays for them: deterministic
+kernels, and rare garbage collection (a full collection visits every object of the process, a third
+of a second with torch and a model loaded, while the device idles).
 """
 
 import gc
@@ -14,6 +18,8 @@ import importlib.util
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.utils.environment import forced_device
+from verl.utils.environment import forced_device, is_set, set_variable
 
 logger = logging.getLogger(__name__)
 
@@ -235,3 +241,36 @@ def _probe_cpu_bf16() -> tuple[int, str]:
         check=False,
     )
     return probe.returncode, probe.stderr.strip()[-500:]
+
+
+def use_deterministic_kernels() -> None:
+    """Use kernels that always give the same bits, in the whole process; torch refuses, by name,
+    operations that have none."""
+    if not is_set("CUBLAS_WORKSPACE_CONFIG"):
+        set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch refuses products
+    torch.use_deterministic_algorithms(True)
+    # A help for finding reads of what nobody has written; it slows everything down.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - untyped
+
+
+NEW_OBJECTS = 20_000
+"""Python looks for garbage when this many more objects have been made than given up. Its own number
+is 700, which a decode step of a thousand rows passes several times. Every hundredth look is a full
+one, so with this number there is one in many steps."""
+
+
+def collect_seldom() -> None:
+    """Collect garbage only after many new objects, in the whole process from now on."""
+    first, *others = gc.get_threshold()
+    gc.set_threshold(max(first, NEW_OBJECTS), *others)
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """`collect_seldom` while the context lasts."""
+    before = gc.get_threshold()
+    collect_seldom()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -1,11 +1,15 @@
-"""Every environment variable the package reads, in one place.
+"""The process and its environment: every variable the package reads, and its exit codes.
 
 Each is a function rather than a constant, so that a test or a launcher may set the variable after
 the import. Torch-style rank variables (`RANK`, `WORLD_SIZE`, ...) are read here too.
+
+Exit codes are the other thing a process shares with its scheduler (sysexits.h): 65 is data that no
+run can start with, 70 a run that failed by itself. A command that catches `EndsTheRun` prints the
+message without a traceback and exits with its code.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _OWN_VARIABLES = {
@@ -185,6 +189,17 @@ def variable(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
+def all_variables() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def replace_variables(variables: Mapping[str, str]) -> None:
+    """Make these the whole environment."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 def set_variable(name: str, value: str) -> None:
     os.environ[name] = value
 
@@ -205,3 +220,17 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
             os.environ.pop(key, None)
         else:
             os.environ[key] = before
+
+
+class EndsTheRun(Exception):
+    """Mixin of errors that end a command with an exit code of their own."""
+
+    exit_code: int = 1
+
+
+class BadData(EndsTheRun):
+    exit_code = 65
+
+
+class WentWrong(EndsTheRun):
+    exit_code = 70

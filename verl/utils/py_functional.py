@@ -1,29 +1,31 @@
-"""Small helpers on plain Python objects: dictionaries, enumerations that users extend, namespaces.
+"""Helpers on plain Python: dictionaries, extensible enumerations, namespaces, time limits, text.
 
-Nothing here knows torch. `timeout_limit` lives in `verl.utils.timeout` and `temp_env_var` in
-`verl.utils.environment`; both are re-exported because this is where users import them from.
+Nothing here imports torch. A thread cannot be stopped from outside, so `timeout_limit` runs the
+call in a forked child (the default) or under a signal. The child starts in milliseconds and takes
+any function; it sees the caller's state but cannot change it, its result must be picklable, and
+neither CUDA nor torch's thread pools work in it. Graders have long-lived workers of their own.
+
+`printable` makes text of a model or a dataset safe to show: terminal escapes, line breaks that
+forge a log line and marks that reverse the writing direction appear as escapes (`\\x1b`, `\\n`).
 """
 
-from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
-from typing import Any, TypeVar
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
+from types import FrameType, SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.utils.environment import temp_env_var
-from verl.utils.timeout import timeout_limit
-
-__all__ = [
-    "DynamicEnum",
-    "DynamicEnumMeta",
-    "NestedNamespace",
-    "append_to_dict",
-    "convert_to_regular_types",
-    "rename_dict",
-    "temp_env_var",
-    "timeout_limit",
-    "union_two_dict",
-]
+from verl.utils.environment import temp_env_var as temp_env_var
 
 Member = TypeVar("Member", bound="DynamicEnum")
 
@@ -169,3 +171,145 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
 
 def _known_or_registered(enum: type[Member], name: str) -> Member:
     return enum.from_name(name) or enum.register(name)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_EXIT_SECONDS = 1.0
+
+
+def timeout_limit(
+    seconds: float, use_signals: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a call take at most `seconds`, then raise `TimeoutError`.
+
+    By default the call runs in a forked child, from any thread; at the limit the child and the
+    processes it started are killed, whatever they were doing. With `use_signals` the call stays in
+    this process and `SIGALRM` interrupts it: only in the main thread, and only between Python
+    instructions, so one long call into C code delays it.
+    """
+    if seconds <= 0:
+        raise ValueError(f"timeout_limit needs a positive number of seconds; got {seconds}")
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def limited(*args: P.args, **kwargs: P.kwargs) -> R:
+            call = functools.partial(function, *args, **kwargs)
+            name = function.__qualname__
+            if use_signals:
+                with alarm(seconds, name):
+                    return call()
+            return call_in_child(call, seconds, name)
+
+        return limited
+
+    return decorate
+
+
+@contextmanager
+def alarm(seconds: float, name: str) -> Iterator[None]:
+    """Raise `TimeoutError` after `seconds`; an alarm that was set before still rings on time."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError(
+            f"timeout_limit(use_signals=True) on {name} works only in the main thread; "
+            "leave use_signals out to run the call in a child process"
+        )
+
+    def expire(_signal: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(_expired(name, seconds))
+
+    outer_seconds, interval = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < outer_seconds <= seconds:  # somebody else's alarm rings first; leave it to them
+        yield
+        return
+    start = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if outer_seconds:
+            left = outer_seconds - (time.monotonic() - start)
+            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
+
+
+def call_in_child(call: Callable[[], R], seconds: float, name: str) -> R:
+    """Run `call` in a fork of this process and hand back what it returned or raised."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(call, sender), name=f"timeout_limit:{name}")
+    child.start()
+    sender.close()  # the child's copy is now the only one, so its death ends the pipe
+    try:
+        if not receiver.poll(seconds):
+            raise TimeoutError(_expired(name, seconds))
+        succeeded, outcome = receiver.recv()
+        error = None if succeeded else _received_error(receiver, name, outcome)
+        child.join(_EXIT_SECONDS)  # lets it flush what it printed
+    except EOFError:
+        child.join(_EXIT_SECONDS)
+        raise RuntimeError(
+            f"the process running {name} died without an answer (exit code {child.exitcode})"
+        ) from None
+    finally:
+        _kill_family(child)
+        receiver.close()
+    if error is not None:
+        raise error from RuntimeError(outcome)
+    return outcome
+
+
+def _answer(call: Callable[[], Any], sender: Any) -> None:
+    os.setsid()  # a group of its own, so that processes it starts die with it
+    try:
+        sender.send((True, call()))
+    except BaseException as error:
+        sender.send((False, traceback.format_exc()))
+        sender.send(error)
+        raise SystemExit(1) from error
+
+
+def _received_error(receiver: Any, name: str, text: str) -> BaseException:
+    """The exception itself; one that does not survive the way is described instead."""
+    try:
+        return receiver.recv()
+    except Exception as problem:
+        raise RuntimeError(
+            f"{name} raised something that cannot be sent between processes:\n{text}"
+        ) from problem
+
+
+def _kill_family(child: BaseProcess) -> None:
+    assert child.pid is not None
+    for kill in (os.killpg, os.kill):  # the group does not exist yet if the child just started
+        with suppress(ProcessLookupError):
+            kill(child.pid, signal.SIGKILL)
+    child.join(_EXIT_SECONDS)
+    child.close()
+
+
+def _expired(name: str, seconds: float) -> str:
+    return f"{name} took longer than {seconds} seconds"
+
+
+# Control, format (direction marks, zero width), surrogate, private use, line and paragraph breaks.
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+# Joins emoji and letters of several scripts into one; it neither moves nor hides text.
+_HARMLESS = {"\u200d"}
+
+
+def printable(text: object, *, max_characters: int | None = None) -> str:
+    """`text` on one line without control characters, cut to `max_characters` with a mark."""
+    shown = "".join(map(_shown, str(text)))
+    if max_characters is not None and len(shown) > max_characters:
+        return shown[:max_characters] + f"... ({len(shown) - max_characters} more)"
+    return shown
+
+
+def _shown(character: str) -> str:
+    if character in _HARMLESS or unicodedata.category(character) not in _HIDDEN:
+        return character
+    return character.encode("unicode_escape").decode("ascii")

@@ -2,23 +2,26 @@
 
 `RolloutTraceConfig.init(...)` turns tracing on for this process. Methods marked with
 `@rollout_trace_op` then become spans, and the `with rollout_trace_attr(...)` around a trajectory
-says which sample they belong to. Without a back-end a marked method is called directly: the price
-is one attribute read.
+names the sample they belong to. Without a back-end a marked method is called directly: the cost is
+one attribute read.
 
-A back-end is a `TraceBackend`; `weave` and `mlflow` are built in and imported on first use.
+A `TraceBackend` turns trajectories and calls into the spans of one service; `weave` and `mlflow`
+are built in and imported on first use.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-from verl.utils.rollout_trace_backends import TraceBackend, trace_backends
+from verl.utils.environment import mlflow_tracking_uri
+from verl.utils.import_utils import require
+from verl.utils.registry import Registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
 _is_traced: ContextVar[bool] = ContextVar("rollout_is_traced")  # unset means yes
 
 
@@ -143,6 +146,25 @@ def rollout_trace_op(function: Function) -> Function:
     return traced_async if is_async else traced  # pyright: ignore[reportReturnType]
 
 
+class TraceBackend(ABC):
+    """A connection to one service. Both contexts may be entered by many asyncio tasks at once."""
+
+    def __init__(self, project_name: str, experiment_name: str) -> None:
+        self.project_name = project_name
+        self.experiment_name = experiment_name
+        self.client: Any = None  # the service's own object, for users' code
+
+    @abstractmethod
+    def trajectory(self, name: str, attributes: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """What every span inside belongs to."""
+
+    @abstractmethod
+    def span(
+        self, name: str, inputs: Mapping[str, Any]
+    ) -> AbstractContextManager[Callable[[Any], None]]:
+        """One call. Yields a function that records its output; an error is recorded and raised."""
+
+
 @contextmanager
 def _span(
     tracer: TraceBackend,
@@ -188,3 +210,60 @@ def _with_text(instance: Any, output: Any) -> Any:
         "prompt_text": decode(output.prompt_ids),
         "response_text": decode(output.response_ids),
     }
+
+
+class WeaveBackend(TraceBackend):
+    def __init__(self, project_name: str, experiment_name: str) -> None:
+        super().__init__(project_name, experiment_name)
+        self._weave = _package("weave")
+        self.client = self._weave.init(project_name)
+
+    @contextmanager
+    def trajectory(self, name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
+        with self._weave.attributes(dict(attributes)):
+            yield
+
+    @contextmanager
+    def span(self, name: str, inputs: Mapping[str, Any]) -> Iterator[Callable[[Any], None]]:
+        call = self.client.create_call(op=name, inputs=dict(inputs))
+        outputs: list[Any] = []
+        try:
+            yield outputs.append
+        except BaseException as error:
+            self.client.finish_call(call, exception=error)
+            raise
+        self.client.finish_call(call, output=outputs[-1] if outputs else None)
+
+
+class MlflowBackend(TraceBackend):
+    def __init__(self, project_name: str, experiment_name: str) -> None:
+        super().__init__(project_name, experiment_name)
+        self._mlflow = self.client = _package("mlflow", extra="track")
+        self._mlflow.set_tracking_uri(mlflow_tracking_uri())
+        self._mlflow.set_experiment(project_name)
+
+    @contextmanager
+    def trajectory(self, name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
+        with self._mlflow.start_span(name=name) as span:
+            tags = {key: str(value) for key, value in attributes.items()}
+            self._mlflow.update_current_trace(tags=tags)
+            span.set_attributes(dict(attributes))
+            yield
+
+    @contextmanager
+    def span(self, name: str, inputs: Mapping[str, Any]) -> Iterator[Callable[[Any], None]]:
+        with self._mlflow.start_span(name=name) as span:  # records and raises an error by itself
+            span.set_inputs(dict(inputs))
+            yield span.set_outputs
+
+
+trace_backends = Registry[Callable[[str, str], TraceBackend]](
+    "trace backend", weave=WeaveBackend, mlflow=MlflowBackend
+)
+
+
+def _package(name: str, extra: str | None = None) -> Any:
+    try:
+        return require(name, extra)
+    except ImportError as error:
+        raise ImportError(f"rollout.trace.backend is {name!r}: {error}") from error

@@ -1,29 +1,27 @@
-"""Rows of a table whose columns are tensors: choose them, cut them, join them, walk over them.
+"""Rows of a table whose columns are tensors: select, slice, concatenate, iterate, compare.
 
 A column has one row per entry of dim 0. It is a dense tensor, a jagged one, or a TensorDict with a
-table inside. Cutting gives views of dense columns; choosing and joining copy. What a batch is made
-of besides tensors is left to `verl.protocol` and `verl.utils.tensordict_utils`.
+table inside. Slicing gives views of dense columns; selecting and concatenating copy.
+
+A jagged tensor keeps rows of different lengths in one buffer, split at `offsets`. Torch cannot
+index, slice or concatenate it by row; here one gather over the buffer does. Torch combines two
+jagged tensors (`a * b`) only when their offsets are the same object, so the functions take a memo:
+columns that shared offsets before an operation share them after it.
+
+`deep_equal` compares nested Python values where plain `==` fails: arrays and tensors, NaN, and
+values that contain themselves. What a batch holds besides tensors is left to `verl.protocol` and
+`verl.utils.tensordict_utils`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.utils.data import DataLoader
-
-from verl.utils.jagged import (
-    BatchError,
-    ConcatMemo,
-    TakeMemo,
-    choose,
-    concat_jagged,
-    is_nested,
-    take_jagged,
-)
 
 Column: TypeAlias = Tensor | TensorDictBase
 RowIndex: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
@@ -121,6 +119,9 @@ def _row_numbers(rows: range) -> Tensor:
     return torch.from_numpy(np.arange(rows.start, rows.stop, rows.step))
 
 
+TakeMemo: TypeAlias = dict[tuple[int, int], tuple[Tensor, Tensor]]
+
+
 def _take(column: Column, index: Tensor, memo: TakeMemo) -> Column:
     if not isinstance(column, Tensor):
         return column[index]
@@ -142,6 +143,9 @@ def concat_rows(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
             )
     memo: ConcatMemo = {}
     return {name: _concat(name, [part[name] for part in parts], memo) for name in parts[0]}
+
+
+ConcatMemo: TypeAlias = dict[tuple[int, ...], Tensor]
 
 
 def _concat(name: str, columns: list[Any], memo: ConcatMemo) -> Column:
@@ -197,3 +201,185 @@ def _nearest_divisors(num_rows: int, wanted: int) -> str:
     above = [size for size in divisors if size > wanted][:1]
     nearest = " and ".join(str(size) for size in below + above)
     return f"the nearest choices are {nearest}" if nearest else "it must be at least 1"
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+class BatchError(AssertionError, ValueError):
+    """Things in a batch that do not fit together.
+
+    A `ValueError`, because it is the caller's mistake; an `AssertionError` as well, because that is
+    what code written for this interface has always caught.
+    """
+
+
+class JaggedParts(NamedTuple):
+    """A jagged tensor taken apart; row i is `values[offsets[i] : offsets[i] + lengths[i]]`."""
+
+    values: Tensor
+    offsets: Tensor
+    lengths: Tensor | None
+    """None where every row ends where the next one starts."""
+    dim: int
+    """The dim whose length differs from row to row: 1 for (B, j, D), 2 for (B, 4, j)."""
+
+    @property
+    def row_lengths(self) -> Tensor:
+        return self.offsets.diff() if self.lengths is None else self.lengths
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the rows fill the buffer, without holes and in order."""
+        size = self.values.shape[self.dim - 1]
+        return self.lengths is None and int(self.offsets[0]) == 0 and int(self.offsets[-1]) == size
+
+
+def is_nested(column: object) -> bool:
+    return isinstance(column, Tensor) and column.is_nested
+
+
+def open_jagged(tensor: Tensor) -> JaggedParts:
+    if tensor.layout is not torch.jagged:
+        raise BatchError(
+            f"a nested tensor in a batch must have layout torch.jagged, got {tensor.layout}; "
+            f"build it with torch.nested.as_nested_tensor(rows, layout=torch.jagged)"
+        )
+    dim = next(dim for dim, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt))
+    # Torch's type stubs do not know the methods of jagged tensors.
+    values: Tensor = tensor.values()  # pyright: ignore[reportAssignmentType]
+    offsets: Tensor = tensor.offsets()  # pyright: ignore[reportAttributeAccessIssue]
+    lengths: Tensor | None = tensor.lengths()  # pyright: ignore[reportAttributeAccessIssue]
+    return JaggedParts(values, offsets, lengths, dim)
+
+
+def jagged(values: Tensor, offsets: Tensor, dim: int) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=dim)
+
+
+def take_jagged(tensor: Tensor, index: Tensor, memo: TakeMemo) -> Tensor:
+    """Copy the rows `index` of a jagged tensor."""
+    parts = open_jagged(tensor)
+    key = (id(parts.offsets), id(parts.lengths))
+    if key not in memo:
+        memo[key] = _plan_take(parts, index.to(tensor.device))
+    positions, offsets = memo[key]
+    return jagged(choose(parts.values, parts.dim - 1, positions), offsets, parts.dim)
+
+
+def choose(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """`index_select` for every type: torch lacks it for the wide unsigned integers."""
+    signed = _SIGNED.get(tensor.dtype)
+    if signed is None:
+        return tensor.index_select(dim, index)
+    return tensor.view(signed).index_select(dim, index).view(tensor.dtype)
+
+
+def _plan_take(parts: JaggedParts, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each value of the chosen rows lies in the buffer, and the offsets of those rows."""
+    starts, lengths = parts.offsets[:-1][index], parts.row_lengths[index]
+    offsets = offsets_of(lengths)
+    shift = (starts - offsets[:-1]).repeat_interleave(lengths)
+    return torch.arange(len(shift), device=shift.device) + shift, offsets
+
+
+def concat_jagged(tensors: Sequence[Tensor], memo: ConcatMemo) -> Tensor:
+    """The rows of jagged tensors below each other."""
+    key = tuple(id(open_jagged(tensor).offsets) for tensor in tensors)
+    parts = [open_jagged(compact(tensor)) for tensor in tensors]
+    dims = sorted({part.dim for part in parts})
+    if len(dims) > 1:
+        raise BatchError(f"cannot concatenate jagged tensors whose jagged dims differ: {dims}")
+    if key not in memo:
+        memo[key] = offsets_of(torch.cat([part.row_lengths for part in parts]))
+    return jagged(torch.cat([part.values for part in parts], dims[0] - 1), memo[key], dims[0])
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """The same rows with no holes between them: itself when there are none."""
+    if open_jagged(tensor).is_compact:
+        return tensor
+    return take_jagged(tensor, torch.arange(len(tensor)), {})
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def same_tensor(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors, dense or jagged, hold the same rows (as torch.equal: NaN is not NaN)."""
+    if left.is_nested != right.is_nested:
+        return False
+    if not left.is_nested:
+        return torch.equal(left, right.to(left.device))
+    one, other = open_jagged(compact(left)), open_jagged(compact(right.to(left.device)))
+    if one.dim != other.dim or not torch.equal(one.offsets, other.offsets):
+        return False
+    return torch.equal(one.values, other.values)
+
+
+def deep_equal(left: Any, right: Any) -> bool:
+    """Compare containers, arrays and tensors by content, anything else by `==`; NaN equals NaN.
+
+    Two values with cycles are equal when no walk through both ever finds a difference.
+    """
+    pending = [(left, right)]
+    compared: set[tuple[int, int]] = set()
+    while pending:
+        one, other = pending.pop()
+        if one is other or (id(one), id(other)) in compared:
+            continue
+        if not _is_container(one):
+            if _is_container(other) or not _same_leaf(one, other):
+                return False
+            continue
+        compared.add((id(one), id(other)))
+        pairs = _pair_up(one, other)
+        if pairs is None:
+            return False
+        pending.extend(pairs)
+    return True
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or _is_object_array(value)
+
+
+def _is_object_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == object
+
+
+def _pair_up(one: Any, other: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The elements to compare in turn, or None when the containers already differ."""
+    if isinstance(one, Mapping):
+        if not isinstance(other, Mapping) or one.keys() != other.keys():
+            return None
+        return [(value, other[key]) for key, value in one.items()]
+    if isinstance(one, np.ndarray):
+        if not isinstance(other, np.ndarray) or one.shape != other.shape:
+            return None
+        return zip(one.ravel().tolist(), other.ravel().tolist(), strict=True)
+    kind = tuple if isinstance(one, tuple) else list
+    if not isinstance(other, kind) or len(one) != len(other):
+        return None
+    return zip(one, other, strict=True)
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and same_tensor(one, other)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return _same_array(one, other)
+    return bool(one == other) or (_is_nan(one) and _is_nan(other))
+
+
+def _same_array(one: Any, other: Any) -> bool:
+    if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
+        return False
+    can_hold_nan = one.dtype.kind in "fc" and other.dtype.kind in "fc"
+    return np.array_equal(one, other, equal_nan=can_hold_nan)
+
+
+def _is_nan(value: Any) -> bool:
+    """NaN is the one number that differs from itself."""
+    return isinstance(value, float | complex | np.floating | np.complexfloating) and value != value

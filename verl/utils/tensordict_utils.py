@@ -15,20 +15,18 @@ import numpy as np
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from verl.utils.deep_equal import deep_equal
-from verl.utils.jagged import (
-    BatchError,
-    compact,
-    concat_jagged,
-    is_nested,
-    jagged,
-    open_jagged,
-)
 from verl.utils.tensor_rows import (
+    BatchError,
     RowIndex,
     as_row_index,
+    compact,
+    concat_jagged,
     concat_rows,
+    deep_equal,
+    is_nested,
     iterate_minibatches,
+    jagged,
+    open_jagged,
     slice_rows,
     take_rows,
 )

@@ -1,22 +1,81 @@
 """`Tracking` sends the metrics of each step to the back-ends that `trainer.logger` names.
 
 The back-ends of a run are opened once and shared: the table of validation samples goes to the run
-that `Tracking` opened. `finish` (or leaving a `with` block) closes them; nothing waits for the
-garbage collector.
+that `Tracking` opened. `finish` (or leaving a `with` block) closes them. To add a back-end,
+subclass `TrackingBackend` and register it in `tracking_backends`; services of other packages live
+in `verl.utils.tracking_backends` and are imported when a run names them.
+
+`file` writes one JSON object per line: `{"step": 3, "data": {"actor/entropy": 0.7}}`. Each line is
+one unbuffered append, so a reader never sees half a line of a living run, several processes may
+share the file, and a killed run keeps every step it logged. JSON has no NaN or infinity; they are
+written as strings that `float()` reads back.
+
+`console` prints a table per step on a terminal, a row per group of metrics (`actor/...` is a
+group), and only groups whose values changed; bookkeeping groups appear only when a number is not
+finite. Elsewhere every metric goes on one line, for `grep`. Names and values may come from a
+dataset or a model; they are escaped, never interpreted.
 """
 
+import json
+import math
+import os
+import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from verl.utils.tracking_backends import Sample, TrackingBackend, tracking_backends
-from verl.utils.tracking_backends.mlflow import _MlflowLoggingAdapter
+from verl.utils.environment import file_logger_path, file_logger_root
+from verl.utils.import_utils import require
+from verl.utils.py_functional import printable
+from verl.utils.registry import Registry
 
-__all__ = ["Tracking", "ValidationGenerationsLogger", "_MlflowLoggingAdapter", "choose_samples"]
+Sample = Sequence[Any]
+"""One validation sample as (input, output, score), as the sample tables show it."""
+
+
+class TrackingBackend(ABC):
+    """One run of one experiment on one service. Nothing is logged after `finish`."""
+
+    def __init__(self, project_name: str, experiment_name: str, config: Any = None) -> None:
+        self.project_name = project_name
+        self.experiment_name = experiment_name
+        self.config = config
+
+    @abstractmethod
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Record the metrics of one step. What is no number and cannot be shown is left out."""
+
+    # Optional: the console, a metrics file and trackio have no table of samples.
+    def log_samples(self, samples: Iterable[Sample], step: int) -> None:  # noqa: B027
+        """Record a table of validation samples."""
+
+    def finish(self) -> None:  # noqa: B027
+        """End the run: what was logged is written out and connections are closed."""
+
+
+tracking_backends = Registry[type[TrackingBackend]](
+    "tracking backend",
+    console="verl.utils.tracking:ConsoleBackend",
+    file="verl.utils.tracking:FileBackend",
+    tensorboard="verl.utils.tracking_backends:TensorboardBackend",
+    mlflow="verl.utils.tracking_backends:MlflowBackend",
+    wandb="verl.utils.tracking_backends:WandbBackend",
+    vemlp_wandb="verl.utils.tracking_backends:VemlpWandbBackend",
+    swanlab="verl.utils.tracking_backends:SwanlabBackend",
+    clearml="verl.utils.tracking_backends:ClearmlBackend",
+    trackio="verl.utils.tracking_backends:TrackioBackend",
+)
+
 
 _open_backends: dict[tuple[str, str, str], TrackingBackend] = {}
 
@@ -137,3 +196,180 @@ def canonical(name: str) -> str:
         )
         return "wandb"
     return name
+
+
+def optional_package(module: str, *, backend: str, extra: str | None = None) -> Any:
+    """Import what a back-end needs; the error names the package and how to get it."""
+    try:
+        return require(module, extra)
+    except ImportError as error:
+        raise ImportError(f"trainer.logger names {backend!r}: {error}") from error
+
+
+def plain(value: Any) -> Any:
+    """Tensors and arrays as Python numbers and lists; everything else unchanged."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return value.tolist()
+    return value
+
+
+def numbers_only(data: Mapping[str, Any]) -> dict[str, float]:
+    """The entries that are single numbers, for services that hold nothing else."""
+    values = {name: plain(value) for name, value in data.items()}
+    return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+
+
+class FileBackend(TrackingBackend):
+    def __init__(self, project_name: str, experiment_name: str, config: Any = None) -> None:
+        super().__init__(project_name, experiment_name, config)
+        self.path = metrics_path(project_name, experiment_name)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor: int | None = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644
+        )
+        self._end_torn_line()
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        line = json.dumps({"step": step, "data": jsonable(data)}, allow_nan=False)
+        self._append(line.encode() + b"\n")
+
+    def finish(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _append(self, line: bytes) -> None:
+        if self._descriptor is None:
+            raise ValueError(f"{self.path} is closed: log before `finish`")
+        written = os.write(self._descriptor, line)
+        if written != len(line):  # a full disk; the torn line is ended when the file is next opened
+            raise OSError(f"wrote {written} of {len(line)} bytes to {self.path}: is the disk full?")
+
+    def _end_torn_line(self) -> None:
+        """A machine that lost power may have left half a line; the next one starts on its own."""
+        assert self._descriptor is not None
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            self._append(b"\n")
+
+
+def metrics_path(project_name: str, experiment_name: str) -> Path:
+    """`$VERL_FILE_LOGGER_PATH`, else `$VERL_FILE_LOGGER_ROOT/<project>/<experiment>.jsonl`."""
+    explicit = file_logger_path()
+    if explicit is not None:
+        return Path(explicit).expanduser()
+    return Path(file_logger_root()).expanduser() / project_name / f"{experiment_name}.jsonl"
+
+
+def jsonable(value: Any) -> Any:
+    value = plain(value)
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [jsonable(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return repr(value)
+
+
+QUIET_GROUPS = {"global_seqlen", "timing_per_token_ms", "val-aux", "variance_proxy"}
+FIRST_GROUPS = ["val-core", "critic", "actor", "response_length"]
+
+
+class ConsoleBackend(TrackingBackend):
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        config: Any = None,
+        *,
+        console: Console | None = None,
+    ) -> None:
+        super().__init__(project_name, experiment_name, config)
+        self._console = console if console is not None else Console()
+        self._shown: dict[str, dict[str, str]] = {}  # group -> what its row said
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        if self._console.is_terminal:
+            self._print_table(data, step)
+        else:
+            self._console.print(Text(step_line(data, step)), soft_wrap=True)
+
+    def _print_table(self, data: Mapping[str, Any], step: int) -> None:
+        groups = in_groups(data)
+        shown = [group for group in groups if self._is_worth_showing(group, groups[group])]
+        table = Table(title=f"step {step}", title_justify="left", show_header=False)
+        for group in sorted(shown, key=_place):
+            self._shown[group] = {name: number(value) for name, value in groups[group].items()}
+            row = "  ".join(f"{name} {value}" for name, value in self._shown[group].items())
+            table.add_row(Text(printable(group), style="bold"), Text(row))
+        num_hidden = sum(len(groups[group]) for group in groups if group not in shown)
+        if num_hidden:
+            table.add_row(Text("not shown"), Text(f"{num_hidden} metrics", style="dim"))
+        self._console.print(table)
+
+    def _is_worth_showing(self, group: str, values: Mapping[str, Any]) -> bool:
+        if group in QUIET_GROUPS:
+            return any(isinstance(v, float) and not math.isfinite(v) for v in values.values())
+        row = {name: number(value) for name, value in values.items()}
+        return self._shown.get(group) != row
+
+
+def in_groups(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Metrics by what stands before their first slash; names without one share a group."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in data.items():
+        group, slash, rest = name.partition("/")
+        entry = (group, rest) if slash else ("", name)
+        groups.setdefault(entry[0], {})[printable(entry[1])] = plain(value)
+    return groups
+
+
+def step_line(data: Mapping[str, Any], step: int) -> str:
+    entries = [f"{printable(name)}:{printable(plain(value))}" for name, value in data.items()]
+    return " - ".join([f"step:{step}", *entries])
+
+
+def number(value: Any) -> str:
+    """Four significant digits, whole numbers in full; anything else escaped and short."""
+    if isinstance(value, float):
+        if value.is_integer() and abs(value) < 1e9:
+            return f"{value:.1f}"
+        return f"{value:.4g}"
+    return printable(value, max_characters=120)
+
+
+def _place(group: str) -> tuple[int, str]:
+    place = FIRST_GROUPS.index(group) if group in FIRST_GROUPS else len(FIRST_GROUPS)
+    return place, group
+
+
+class _MlflowLoggingAdapter:
+    """Gives each metric a name that MLflow accepts; it refuses the `@` of `mean@4`, for one."""
+
+    def __init__(self) -> None:
+        self._original: dict[str, str] = {}  # cleaned name -> the name it stands for
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        mlflow = optional_package("mlflow", backend="mlflow", extra="track")
+        mlflow.log_metrics(metrics=self.clean(numbers_only(data)), step=step)
+
+    def clean(self, data: Mapping[str, float]) -> dict[str, float]:
+        cleaned: dict[str, float] = {}
+        for name, value in data.items():
+            key = clean_key(name)
+            first = self._original.setdefault(key, name)
+            if first != name:
+                raise ValueError(
+                    f"metrics {first!r} and {name!r} have the same MLflow name {key!r}; rename one"
+                )
+            cleaned[key] = value
+        return cleaned
+
+
+def clean_key(name: str) -> str:
+    r"""`@` is `_at_`, repeated slashes are one, other characters outside `/\w.- :` are `_`."""
+    name = re.sub(r"/{2,}", "/", name.replace("@", "_at_"))
+    return re.sub(r"[^/\w.\- :]", "_", name)

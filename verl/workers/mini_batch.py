@@ -17,10 +17,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import GlobalBatch
-from verl.utils.collectives import Group, all_reduce_, collective_device
+from verl.utils.distributed import Group, all_reduce_, collective_device
 from verl.utils.metric import Metric
+from verl.utils.metric.declared import is_sum_of_shares
 from verl.workers.engine.base import BaseEngine, TrainResult
-from verl.workers.engine.shared_packing import prompt_groups
+from verl.workers.engine.inputs import prompt_groups
 from verl.workers.schedule import MicroBatching, StepPlan, UpdatePlan, plan_update
 
 NUM_TOKENS = "num_tokens"
@@ -94,15 +95,16 @@ def whole_step_columns(
 def merge_reports(reports: Sequence[Mapping[str, Any]], group: Group = None) -> dict[str, Metric]:
     """One part per metric for a step, from the reports of its passes on all ranks of `group`.
 
-    A loss is a sum: every report holds its share of it. Everything else is a mean over response
-    tokens. Values may be tensors; they are read from the device all at once.
+    Where the metric is declared as a sum, as losses are, every report holds its share of it.
+    Everything else is a mean over response tokens. Values may be tensors; they are read from the
+    device all at once.
     """
     names = sorted({name for report in reports for name in report} - {NUM_TOKENS})
     sums: dict[str, list[float]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
     for report in as_floats(reports):
         for name in report.keys() - {NUM_TOKENS}:
-            weight = 1.0 if is_sum(name) else report[NUM_TOKENS]
+            weight = 1.0 if is_sum_of_shares(name) else report[NUM_TOKENS]
             if weight:  # a mean over no tokens, NaN perhaps, means nothing
                 sums[name].append(report[name] * weight)
                 weights[name].append(weight)
@@ -114,7 +116,7 @@ def merge_reports(reports: Sequence[Mapping[str, Any]], group: Group = None) -> 
         all_reduce_(table, group=group)
     merged = {name: Metric("mean") for name in names}
     for name, (total, weight) in zip(names, table.tolist(), strict=True):
-        if is_sum(name):
+        if is_sum_of_shares(name):
             merged[name].append(total)
         elif weight:
             merged[name].append(total / weight, weight)
@@ -144,10 +146,6 @@ def summarise(
         f"{role}/num_oom_splits": sum(result.num_oom_splits for result, _ in results),
         **scale,
     }
-
-
-def is_sum(name: str) -> bool:
-    return name.endswith("_loss")
 
 
 def agree_on_names(names: Sequence[str], group: Group) -> None:

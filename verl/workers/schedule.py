@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.utils.partition import best_fit_decreasing
+from verl.utils.seqlen_balancing import best_fit_decreasing
 
 Passes = list[list[int]]
 """The rows of each pass through the model, as places in a rank's chunk; a pass may be empty."""
@@ -37,6 +37,14 @@ class MicroBatching:
             raise ValueError(
                 f"micro-batches are cut by rows ({self.rows}) or by tokens ({self.tokens}); set one"
             )
+
+    @classmethod
+    def of(
+        cls, *, by_tokens: bool, tokens: int, rows: int | None, ranks_per_sequence: int = 1
+    ) -> "MicroBatching":
+        """From the three options of a role; `tokens` are those of one device, and ranks that split
+        sequences run a micro-batch together."""
+        return cls(tokens=tokens * ranks_per_sequence) if by_tokens else cls(rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from tests.utils.checkpoint.saver import contents
-from verl.utils.checkpoint.discover import find_intact
+from verl.utils.checkpoint.store import find_intact
 from verl.utils.checkpoint.tensor_store import load_state
 
 TIMEOUT_SECONDS = 30

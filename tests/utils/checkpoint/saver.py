@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from verl.utils.checkpoint.errors import CheckpointSaveError
+from verl.utils.checkpoint.layout import CheckpointSaveError
 from verl.utils.checkpoint.store import CheckpointStore
 from verl.utils.checkpoint.tensor_store import save_state
 

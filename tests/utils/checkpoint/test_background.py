@@ -6,11 +6,14 @@ import time
 
 import pytest
 
-from verl.utils.checkpoint.background import Background
-from verl.utils.checkpoint.errors import CheckpointError, CheckpointUploadError
-from verl.utils.checkpoint.layout import TRACKER
-from verl.utils.checkpoint.receipts import RECEIPT_BYTES, Receipt, collect_receipts
-from verl.utils.checkpoint.upload import upload_step
+from verl.utils.checkpoint.background import (
+    RECEIPT_BYTES,
+    Background,
+    Receipt,
+    collect_receipts,
+    upload_step,
+)
+from verl.utils.checkpoint.layout import TRACKER, CheckpointError, CheckpointUploadError
 
 
 def test_a_second_job_waits_for_the_first():

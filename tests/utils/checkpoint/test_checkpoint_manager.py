@@ -1,9 +1,10 @@
-"""One role saves what it is told to save, and continues from it exactly."""
+"""One role saves what it is told to save, and continues from it exactly, random draws included."""
 
 import json
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,14 +13,16 @@ from verl.config.checkpoint import CheckpointConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils.checkpoint.checkpoint_manager import (
     BaseCheckpointManager,
+    capture_rng,
     find_latest_ckpt_path,
     get_checkpoint_tracker_filename,
+    restore_rng,
     should_save_ckpt_esi,
 )
-from verl.utils.checkpoint.commit import staged_step
-from verl.utils.checkpoint.errors import CheckpointMismatchError, NoIntactCheckpointError
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.utils.checkpoint.store import CheckpointStore
+from verl.utils.checkpoint.layout import CheckpointMismatchError, NoIntactCheckpointError
+from verl.utils.checkpoint.store import CheckpointStore, staged_step
+from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.environment import temp_env_var
 from verl.workers.engine.optimizer import MasterOptimizer
 
@@ -227,3 +230,53 @@ def test_no_save_is_due_on_an_instance_without_an_end():
 def test_an_end_that_is_no_time_is_refused():
     with temp_env_var(SAGEMAKER, "tomorrow"), pytest.raises(ValueError, match=SAGEMAKER):
         should_save_ckpt_esi(50)
+
+
+def seed_all(seed):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def draw():
+    return (
+        [random.random(), random.gauss(0, 1), random.getrandbits(70)],
+        [*np.random.random(3), np.random.standard_normal()],
+        torch.rand(5).tolist(),
+        torch.randn(3).tolist(),
+    )
+
+
+def test_draws_continue_after_restoring_from_disk(tmp_path):
+    seed_all(1)
+    draw()  # leaves a second Gaussian waiting in `random` and NumPy
+    save_state(tmp_path, "rng", capture_rng())
+    expected = draw()
+    assert draw() != expected
+    restore_rng(load_state(tmp_path, "rng"))
+    assert draw() == expected
+
+
+def test_capturing_draws_nothing():
+    seed_all(5)
+    expected = draw()
+    seed_all(5)
+    capture_rng()
+    assert draw() == expected
+
+
+def test_a_different_number_of_devices_is_refused():
+    state = {**capture_rng(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
+    if torch.cuda.device_count() != 3:
+        with pytest.raises(ValueError, match="3 CUDA devices was saved"):
+            restore_rng(state)
+
+
+@pytest.mark.gpu
+def test_draws_on_the_gpu_continue_too(tmp_path):
+    torch.cuda.manual_seed(4)
+    torch.rand(3, device="cuda")
+    save_state(tmp_path, "rng", capture_rng())
+    expected = torch.rand(7, device="cuda").tolist()
+    restore_rng(load_state(tmp_path, "rng"))
+    assert torch.rand(7, device="cuda").tolist() == expected

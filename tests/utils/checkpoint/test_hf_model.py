@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from tests.tiny_models import ARCHITECTURES, plain_twin, tiny_config, tiny_model
-from verl.utils.checkpoint.commit import staged_step
-from verl.utils.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from verl.utils.checkpoint.hf_model import load_hf_weights, save_hf_description, save_hf_model
+from verl.utils.checkpoint.layout import CheckpointCorruptError, CheckpointSaveError
+from verl.utils.checkpoint.store import staged_step
 
 
 def tiny_tokenizer():

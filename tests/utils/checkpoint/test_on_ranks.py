@@ -14,8 +14,8 @@ from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.loading import random_causal_lm
-from verl.utils.checkpoint.adapter import checkpoint_manager
-from verl.utils.checkpoint.errors import CheckpointMismatchError
+from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
+from verl.utils.checkpoint.layout import CheckpointMismatchError
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.engine.zero1 import Zero1Engine

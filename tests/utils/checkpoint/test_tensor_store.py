@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
 
-from verl.utils.checkpoint.errors import CheckpointCorruptError
-from verl.utils.checkpoint.plain_state import TORCH_DTYPES
+from verl.utils.checkpoint.layout import CheckpointCorruptError
 from verl.utils.checkpoint.safetensors_file import TensorSource, write_safetensors
-from verl.utils.checkpoint.tensor_store import has_state, load_state, save_state
+from verl.utils.checkpoint.tensor_store import TORCH_DTYPES, has_state, load_state, save_state
 
 QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 NAN_WITH_PAYLOAD = struct.unpack(">d", bytes.fromhex("fff8000000000abc"))[0]

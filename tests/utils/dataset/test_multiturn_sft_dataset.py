@@ -9,9 +9,12 @@ from omegaconf import OmegaConf
 from examples.quickstart.build_model import build_tokenizer
 from verl.config.sft import SFTEngineDataConfig
 from verl.trainer.sft.batches import lay_out
-from verl.utils.dataset.conversation import TemplateMismatch, encode_conversation
 from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
-from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.multiturn_sft_dataset import (
+    MultiTurnSFTDataset,
+    TemplateMismatch,
+    encode_conversation,
+)
 from verl.utils.dataset.prompts import encode_prompt, set_chat_template
 
 TOKENIZER = build_tokenizer()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from verl.utils.import_utils import is_available
+from verl.utils.py_functional import call_in_child
 from verl.utils.reward_score import math_verify
 from verl.utils.reward_score.math_grader import Abstain, Correct, Wrong
-from verl.utils.timeout import call_in_child
 
 needs_package = pytest.mark.skipif(
     not is_available("math_verify"), reason="math-verify is not installed"

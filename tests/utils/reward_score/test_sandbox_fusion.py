@@ -11,8 +11,12 @@ from tests.utils.reward_score.fusion_server import FusionServer, running_server
 from tests.utils.sandbox.needs import require_namespaces
 from verl.utils.reward_score import sandbox_fusion
 from verl.utils.reward_score.sandbox_fusion import SandboxFusionError
-from verl.utils.reward_score.sandbox_fusion.post import RequestFailed, post_json
-from verl.utils.reward_score.sandbox_fusion.utils import call_sandbox_api, check_correctness
+from verl.utils.reward_score.sandbox_fusion.utils import (
+    RequestFailed,
+    call_sandbox_api,
+    check_correctness,
+    post_json,
+)
 
 DOUBLE = {"inputs": ["1", "2", "3", "4"], "outputs": ["2", "4", "6", "8"]}
 RIGHT = "print(int(input()) * 2)"

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from verl.utils.sandbox.jail.call_filter import REFUSED_CALLS, build_filter
-from verl.utils.sandbox.jail.identity import id_map
+from verl.utils.sandbox.jail.namespaces import id_map
 from verl.utils.sandbox.jail.supervisor import resident_bytes
 
 WHOLE_MACHINE = "         0          0 4294967295\n"

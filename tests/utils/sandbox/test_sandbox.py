@@ -11,7 +11,7 @@ import pytest
 
 from tests.utils.sandbox.processes import count_processes, wait_until
 from verl.utils.sandbox import Limits, Sandbox, SandboxUnavailable
-from verl.utils.sandbox.interpreter import ENVIRONMENT
+from verl.utils.sandbox.sandbox import ENVIRONMENT
 
 
 def test_input_goes_in_and_both_outputs_come_out(sandbox):

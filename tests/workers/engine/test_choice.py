@@ -1,4 +1,6 @@
-"""Which engine a role gets: alone it has everything; several ranks divide what must be divided."""
+"""Which engine a spec gets: a rank alone holds everything; several shard what must be sharded."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +11,11 @@ from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.workers.engine.choice import bytes_per_rank, should_divide_weights
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.registry import EngineRegistry, bytes_per_rank, should_shard_weights
+from verl.workers.engine.spec import EngineSpec
 from verl.workers.engine.zero1 import Zero1Engine
-from verl.workers.roles.building import build_engine
 
 PASSES = [[[0, 2], [4, 6]], [[1, 3], [5]]]
 
@@ -40,10 +42,10 @@ def test_bytes_of_a_rank_are_whole_weights_and_gradients_and_a_share_of_the_stat
         ("full", 1 << 40, True),
     ],
 )
-def test_weights_are_divided_when_asked_for_or_when_one_rank_cannot_hold_them(
+def test_weights_are_sharded_when_asked_for_or_when_one_rank_cannot_hold_them(
     sharding, memory_bytes, expected
 ):
-    found = should_divide_weights(
+    found = should_shard_weights(
         FSDPEngineConfig(sharding=sharding),
         layer(100),
         dtype=torch.bfloat16,
@@ -56,12 +58,14 @@ def test_weights_are_divided_when_asked_for_or_when_one_rank_cannot_hold_them(
 
 def built(path, sharding="auto", is_trained=True, is_value_model=False, **model):
     optimizer = FSDPOptimizerConfig(lr=0.05, optimizer="SGD", weight_decay=0.0)
-    return build_engine(
-        HFModelConfig(path=str(path), **model),
-        FSDPEngineConfig(sharding=sharding),
-        optimizer if is_trained else None,
-        device="cpu",
-        is_value_model=is_value_model,
+    return EngineRegistry.new(
+        EngineSpec(
+            model=HFModelConfig(path=str(path), **model),
+            engine=FSDPEngineConfig(sharding=sharding),
+            optimizer=optimizer if is_trained else None,
+            device="cpu",
+            model_type="value_model" if is_value_model else "language_model",
+        )
     )
 
 
@@ -73,6 +77,31 @@ def step(engine, passes):
 def test_a_rank_alone_has_everything_on_its_device(tmp_path):
     plain_twin(tiny_model("llama")).save_pretrained(tmp_path)
     assert type(built(tmp_path, "full")) is OneDeviceEngine
+
+
+def test_an_engine_of_ones_own_is_built_by_the_name_it_registered(tmp_path):
+    class Counting(OneDeviceEngine):
+        num_steps = 0
+
+        def optimizer_step(self):
+            self.num_steps += 1
+            return super().optimizer_step()
+
+    EngineRegistry.register(model_type="language_model", backend="counting", device="cpu")(Counting)
+    plain_twin(tiny_model("llama")).save_pretrained(tmp_path)
+    spec = EngineSpec(
+        model=HFModelConfig(path=str(tmp_path)),
+        engine=FSDPEngineConfig(),
+        optimizer=FSDPOptimizerConfig(),
+        device="cpu",
+        backend="counting",
+    )
+    engine = EngineRegistry.new(spec)
+    engine.train_batch(batch(), weighted_sum, micro_batching=[[0, 1], [2]])
+    assert isinstance(engine, Counting)
+    assert engine.num_steps == 1
+    with pytest.raises(ValueError, match="Did you mean 'language_model/counting/cpu'"):
+        EngineRegistry.new(replace(spec, backend="countin"))
 
 
 def test_two_ranks_get_the_engine_that_was_asked_for_and_train_alike(tmp_path):

@@ -8,9 +8,9 @@ from torch import nn
 from tests.tiny_models import tiny_model
 from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.workers.engine.gradient_sums import PASSES_AT_ONCE, GradientSums
-from verl.workers.engine.memory import DeviceMemory
-from verl.workers.engine.one_device import USABLE_SHARE, OneDeviceEngine
+from verl.workers.engine.memory import USABLE_SHARE, DeviceMemory
+from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.stepping import MICRO_BATCHES_IN_16_BITS, GradientSums
 
 NUM_ROWS = 512
 
@@ -26,8 +26,8 @@ def test_a_thousand_equal_shares_make_a_thousand_times_one(dtype):
     sums = GradientSums([parameter])
     for _ in range(4000):
         add_pass(parameter, 1.0)
-        sums.count_passes(1)
-    sums.give_back()
+        sums.count(1)
+    sums.restore()
     assert parameter.grad.dtype == dtype
     assert parameter.grad.tolist() == [torch.tensor(4000.0, dtype=dtype).item()] * 3
 
@@ -35,11 +35,11 @@ def test_a_thousand_equal_shares_make_a_thousand_times_one(dtype):
 def test_few_passes_are_left_where_they_are():
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     sums = GradientSums([parameter])
-    for _ in range(PASSES_AT_ONCE - 1):
+    for _ in range(MICRO_BATCHES_IN_16_BITS - 1):
         add_pass(parameter, 1.0)
-        sums.count_passes(1)
+        sums.count(1)
     gradient = parameter.grad
-    sums.give_back()
+    sums.restore()
     assert parameter.grad is gradient
 
 
@@ -47,11 +47,11 @@ def test_a_step_that_is_begun_anew_has_nothing_of_the_last():
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     sums = GradientSums([parameter])
     add_pass(parameter, 1.0)
-    sums.count_passes(PASSES_AT_ONCE)
+    sums.count(MICRO_BATCHES_IN_16_BITS)
     assert parameter.grad is None
     sums.clear()
     add_pass(parameter, 2.0)
-    sums.give_back()
+    sums.restore()
     assert parameter.grad.tolist() == [2.0] * 3
 
 
@@ -60,8 +60,8 @@ def test_parameters_without_a_gradient_and_fp32_ones_are_left_alone():
     sums = GradientSums([full, idle])
     add_pass(full, 1.0)
     gradient = full.grad
-    sums.count_passes(PASSES_AT_ONCE)
-    sums.give_back()
+    sums.count(MICRO_BATCHES_IN_16_BITS)
+    sums.restore()
     assert full.grad is gradient
     assert idle.grad is None
 
@@ -73,18 +73,20 @@ def test_without_room_gradients_stay_where_they_are_and_that_is_said_once(caplog
     for _ in range(3):
         sums.clear()
         parameter.grad = None
-        for _ in range(4 * PASSES_AT_ONCE):
+        for _ in range(4 * MICRO_BATCHES_IN_16_BITS):
             add_pass(parameter, 1.0)
-            sums.count_passes(1)
-        sums.give_back()
-        assert parameter.grad.tolist() == [4.0 * PASSES_AT_ONCE] * 3
+            sums.count(1)
+        sums.restore()
+        assert parameter.grad.tolist() == [4.0 * MICRO_BATCHES_IN_16_BITS] * 3
     assert set(asked) == {12}
     (record,) = caplog.records
     assert "ppo_max_token_len_per_gpu" in record.getMessage()
 
 
 def test_so_many_passes_may_be_added_up_in_16_bits():
-    shares = torch.randn(PASSES_AT_ONCE, 50_000, generator=torch.Generator().manual_seed(1))
+    shares = torch.randn(
+        MICRO_BATCHES_IN_16_BITS, 50_000, generator=torch.Generator().manual_seed(1)
+    )
     exact, total = shares.double().sum(0), shares[0].bfloat16()
     for share in shares[1:]:
         total += share.bfloat16()
@@ -138,19 +140,32 @@ def test_equal_rows_in_passes_of_their_own_give_a_multiple_of_one():
 def test_sums_are_made_where_the_device_has_room_for_them(has_room):
     num_bytes = 4 * tiny_model("llama").num_parameters()
     engine = bf16_engine(FullMemory(num_bytes if has_room else num_bytes - 2))
-    rows = copies_of_a_row(PASSES_AT_ONCE)
-    engine.begin_step()
-    engine.add_to_step(rows, weighted_sum, micro_batching=[[row] for row in range(len(rows))])
-    gradients = [parameter.grad for parameter in engine.module.parameters()]
-    assert all(gradient is None for gradient in gradients) == has_room
-    assert engine.finish_step().grad_norm > 0
+    rows = copies_of_a_row(MICRO_BATCHES_IN_16_BITS + 1)
+    are_moved = []
+
+    def watched(columns, rows):
+        are_moved.append(all(p.grad is None for p in engine.module.parameters()))
+        return weighted_sum(columns, rows)
+
+    passes = [[row] for row in range(len(rows))]
+    assert engine.train_batch(rows, watched, micro_batching=passes).grad_norm > 0
+    assert are_moved[0], "no gradient yet"
+    assert not any(are_moved[1:-1])
+    assert are_moved[-1] == has_room
 
 
 def test_a_step_that_was_given_up_leaves_nothing_to_the_next():
-    engine, many, one = bf16_engine(), copies_of_a_row(PASSES_AT_ONCE), copies_of_a_row(1)
-    engine.begin_step()
+    engine, many, one = (
+        bf16_engine(),
+        copies_of_a_row(MICRO_BATCHES_IN_16_BITS + 1),
+        copies_of_a_row(1),
+    )
+    losses = [weighted_sum] * MICRO_BATCHES_IN_16_BITS
+
+    def fails_at_last(columns, rows):
+        return losses.pop()(columns, rows)
+
     passes = [[row] for row in range(len(many))]
-    engine.add_to_step(many, weighted_sum, micro_batching=passes)
-    engine.begin_step()
-    engine.add_to_step(one, weighted_sum, micro_batching=[[0]])
-    assert engine.finish_step().grad_norm == grad_norm(one)
+    with pytest.raises(IndexError):
+        engine.train_batch(many, fails_at_last, micro_batching=passes)
+    assert engine.train_batch(one, weighted_sum, micro_batching=[[0]]).grad_norm == grad_norm(one)

@@ -15,9 +15,8 @@ from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.engine.loss_scale import INITIAL, LARGEST, LossScale
 from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.engine.optimizer import MasterOptimizer
+from verl.workers.engine.optimizer import INITIAL, LARGEST, LossScale, MasterOptimizer
 from verl.workers.engine.zero1 import Zero1Engine
 
 CUT = MicroBatching(rows=3)

@@ -13,7 +13,6 @@ from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.fuse import FusedAttention, FusedGate, fuse_model
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.memory import CudaMemory, MemoryOptions, full_rows
-from verl.workers.engine.offload import OffloadedActivations
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.engine.optimizer import MasterOptimizer
 
@@ -116,7 +115,7 @@ def test_offloaded_weights_take_no_room_on_the_gpu_and_score_the_same():
     offloaded = built(**options, param_offload=True)
     assert all(p.is_pinned() for p in offloaded.module.parameters())
     assert allocated_bytes() - before < num_bytes / 20
-    with offloaded._in_use():
+    with offloaded.residency.in_use():
         assert num_bytes <= allocated_bytes() - before < 1.2 * num_bytes, "there once"
         assert len(joined_layers(offloaded)) == 4
         assert all(joined.is_whole for joined in joined_layers(offloaded))
@@ -160,7 +159,6 @@ def test_offloaded_activations_lower_the_peak_and_keep_the_gradient(checkpointin
         engine = built(
             checkpointing=checkpointing, shape=shape, activation_offload=offload, optimizer=ADAM
         )
-        engine._activations = OffloadedActivations(engine.module)
         memory = CudaMemory(engine.device)
         memory.reset_peak()
         result = engine.train_batch(data, weighted_sum, micro_batching=MicroBatching(rows=64))

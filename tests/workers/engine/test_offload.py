@@ -14,9 +14,9 @@ from verl.models.joined_linears import JoinedLinears
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.memory import MemoryOptions
-from verl.workers.engine.offload import SMALL_ACTIVATION, OffloadedActivations, OffloadedWeights
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.engine.optimizer import MasterOptimizer
+from verl.workers.engine.residency import SMALL_ACTIVATION, OffloadedActivations, OffloadedWeights
 
 CUT = MicroBatching(rows=3)
 ADAM = FSDPOptimizerConfig(lr=0.01, weight_decay=0.1)

@@ -10,7 +10,8 @@ from tests.utils.two_ranks import run_on_two_ranks
 from tests.workers.engine.test_one_device import batch, engine, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.out_of_memory import FittingPasses, RowDoesNotFitError, fill, halves
+from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.passes import FittingPasses, RowDoesNotFitError, fill, halves
 from verl.workers.engine.zero1 import Zero1Engine
 
 ALL_ROWS = MicroBatching(rows=7)
@@ -135,8 +136,12 @@ def test_what_is_not_about_memory_is_raised_as_it_is():
 
 
 def test_ranks_that_meet_inside_a_pass_do_not_split_it():
-    built = engine()
-    built.meets_others_in_a_pass = True
+    class ExchangesInForward(OneDeviceEngine):
+        has_collectives_in_forward = True
+
+    config = FSDPOptimizerConfig(lr=0.1, optimizer="SGD", weight_decay=0.0)
+    built = ExchangesInForward(lambda: tiny_model("llama"), config, max_grad_norm=1e9)
+    built.initialize()
     with pytest.raises(torch.OutOfMemoryError):
         train(built, "forward", 30)
 

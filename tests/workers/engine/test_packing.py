@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verl.workers.engine.packing import pack_rows
+from verl.workers.engine.inputs import pack_rows
 
 # [pad pad 5 6 | 7 8 0], [0 9 10 11 | 12 0 0], [pad pad pad 3 | - - -]
 IDS = torch.tensor([[0, 0, 5, 6, 7, 8, 0], [0, 9, 10, 11, 12, 0, 0], [0, 0, 0, 3, 0, 0, 0]])

@@ -8,11 +8,11 @@ from tests.tiny_models import tiny_model
 from tests.utils.two_ranks import run_on_two_ranks
 from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.workers.engine import ranks
+from verl.workers.engine import sharding
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.engine.ranks import in_buckets
-from verl.workers.engine.replicated import ReplicatedEngine
+from verl.workers.engine.sharding import in_buckets
+from verl.workers.engine.zero1 import ReplicatedEngine
 
 SHARES = {"even": [[0, 2, 4, 6], [1, 3, 5]], "nothing for rank 1": [[0, 1, 2, 3, 4, 5, 6], []]}
 
@@ -93,7 +93,7 @@ def test_every_rank_starts_from_the_weights_of_rank_0(dtype, tmp_path):
 
 
 def test_buckets_hold_every_parameter_once_in_order(monkeypatch):
-    monkeypatch.setattr(ranks, "BUCKET_ELEMENTS", 5)
+    monkeypatch.setattr(sharding, "BUCKET_ELEMENTS", 5)
     sizes = {"a": 2, "b": 3, "c": 9, "d": 1, "e": 1}
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
     assert list(in_buckets(parameters)) == [["a", "b"], ["c"], ["d", "e"]]

@@ -6,8 +6,8 @@ from tensordict import TensorDict
 
 from tests.tiny_models import tiny_model
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.workers.engine.inputs import pack_shared_rows, same_rows
 from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.engine.shared_packing import pack_shared_rows, same_rows
 from verl.workers.schedule import MicroBatching
 
 PROMPTS = [[5, 6, 7], [5, 6, 7], [8], [5, 6, 7], [8], [9, 9, 9, 9]]
@@ -97,7 +97,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(architecture):
             prefix_sharing=prefix_sharing,
         )
         engine.initialize()
-        found = engine._forward(data, 1.0)
+        found = engine.forward(data, 1.0)
         loss = (found["log_probs"] * data["weight"]).sum() + found["entropy"].sum()
         loss.backward()
         return found, {name: p.grad for name, p in engine.module.named_parameters()}

@@ -8,7 +8,8 @@ from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.fuse import fuse_model
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.one_device import OneDeviceEngine, with_rows_on_host
+from verl.workers.engine.forward import rows_on_host
+from verl.workers.engine.one_device import OneDeviceEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +22,7 @@ def fused_model():
 
 def test_rows_are_packed_in_cpu_memory_although_their_batch_is_on_the_gpu():
     data = batch(7).to("cuda")
-    on_host = with_rows_on_host(data)
+    on_host = rows_on_host(data)
     assert on_host["input_ids"].device.type == on_host["attention_mask"].device.type == "cpu"
     assert on_host["weight"].device.type == data["input_ids"].device.type == "cuda"
 

@@ -10,7 +10,7 @@ from tests.utils.two_ranks import run_on_two_ranks
 from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils.checkpoint.pieces import FlatSlice
-from verl.workers.engine import ranks
+from verl.workers.engine import sharding
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
@@ -46,7 +46,7 @@ def two_steps(engine, rows):
 
 
 def test_two_ranks_make_the_steps_of_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "BUCKET_ELEMENTS", 3000)  # several buckets
+    monkeypatch.setattr(sharding, "BUCKET_ELEMENTS", 3000)  # several buckets
     kinds = [("even", "AdamW"), *((share, "SGD") for share in SHARES)]
     expected = {name: two_steps(built(OneDeviceEngine, name), range(7)) for _, name in kinds}
 

@@ -18,9 +18,9 @@ from verl.config.ref import FSDPRefConfig
 from verl.config.reward import FSDPRewardModelConfig, FSDPRewardModelModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.utils.metric import reduce_metrics
+from verl.workers.engine import EngineRegistry, EngineSpec, OneDeviceEngine
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.roles import ActorRolloutRefWorker
-from verl.workers.roles.building import build_engine
 from verl.workers.roles.reward_model import RewardModelWorker
 
 OPTIM = FSDPOptimizerConfig(lr=0.01)
@@ -31,16 +31,23 @@ def model_path(tmp_path_factory):
     return str(save_tiny_model(tmp_path_factory.mktemp("model")))
 
 
+def built(model_path, config, **options):
+    model = HFModelConfig(path=model_path)
+    return EngineRegistry.new(
+        EngineSpec(model=model, engine=config, optimizer=OPTIM, device="cpu", **options)
+    )
+
+
 def test_an_actor_whose_weights_the_rollout_shares_is_not_offloaded(model_path):
     config = FSDPEngineConfig(param_offload=True)
     with pytest.raises(ValueError, match=r"param_offload is on.*optimizer_offload=True"):
-        build_engine(HFModelConfig(path=model_path), config, OPTIM, device="cpu", is_shared=True)
+        built(model_path, config, is_shared=True)
 
 
 def test_an_actor_beside_an_engine_with_weights_of_its_own_may_be_offloaded(model_path):
     def trained(**options):
         config = FSDPEngineConfig(**options)
-        engine = build_engine(HFModelConfig(path=model_path), config, OPTIM, device="cpu")
+        engine = built(model_path, config)
         for _ in range(2):
             engine.train_batch(batch(4), weighted_sum, micro_batching=[[0, 1], [2, 3]])
         return dict(engine.get_per_tensor_param())
@@ -50,30 +57,39 @@ def test_an_actor_beside_an_engine_with_weights_of_its_own_may_be_offloaded(mode
 
 
 def test_options_reach_the_engine(model_path):
-    engine = build_engine(
-        FSDPCriticModelCfg(path=model_path),
-        FSDPEngineConfig(param_offload=True, optimizer_offload=True, use_torch_compile=True),
-        OPTIM,
-        device="cpu",
-        is_value_model=True,
-        activation_offload=True,
-        probe_micro_batch=True,
+    engine = EngineRegistry.new(
+        EngineSpec(
+            model=FSDPCriticModelCfg(path=model_path),
+            engine=FSDPEngineConfig(
+                param_offload=True, optimizer_offload=True, use_torch_compile=True
+            ),
+            optimizer=OPTIM,
+            device="cpu",
+            model_type="value_model",
+            activation_offload=True,
+            probe_micro_batch=True,
+        )
     )
-    assert engine._memory == MemoryOptions(
+    assert isinstance(engine, OneDeviceEngine)
+    assert engine.memory == MemoryOptions(
         optimizer_offload=True,
         param_offload=True,
         activation_offload=True,
         use_torch_compile=True,
         probe_micro_batch=True,
     )
-    assert engine._compiled is None, "on a CPU nothing is compiled"
+    assert engine.residency.compiled is None, "on a CPU nothing is compiled"
 
 
 def test_bit_for_bit_agreement_with_the_rollout_excludes_compiling(model_path):
-    engine = build_engine(
-        HFModelConfig(path=model_path), FSDPEngineConfig(), OPTIM, device="cpu", is_exact=True
+    spec = EngineSpec(
+        model=HFModelConfig(path=model_path),
+        engine=FSDPEngineConfig(use_torch_compile=True),
+        optimizer=OPTIM,
+        device="cpu",
+        is_exact=True,
     )
-    assert not engine._memory.use_torch_compile
+    assert not spec.memory(whole_weights=True).use_torch_compile
 
 
 def policy(model_path, **options):
@@ -112,15 +128,13 @@ def test_an_offloaded_reward_model_gives_the_same_scores(tmp_path):
         engine = FSDPEngineConfig(forward_only=True, param_offload=offload)
         model = FSDPRewardModelModelConfig(path=path, input_tokenizer=None, fsdp_config=engine)
         workers = group(RewardModelWorker, FSDPRewardModelConfig(enable=True, model=model))
-        assert (workers.workers[0].engine._weights is not None) == offload
+        assert (workers.workers[0].engine.residency.weights is not None) == offload
         scores.append(workers.compute_rm_score(reward_batch()).batch["rm_scores"])
     assert torch.equal(*scores)
 
 
 def test_a_policy_in_fp16_reports_its_loss_scale(model_path):
-    engine = build_engine(
-        HFModelConfig(path=model_path), FSDPEngineConfig(dtype="float16"), OPTIM, device="cpu"
-    )
+    engine = built(model_path, FSDPEngineConfig(dtype="float16"))
     assert next(engine.module.parameters()).dtype == torch.float16
     assert engine.optimizer is not None
     assert engine.optimizer.loss_scale is not None

@@ -7,7 +7,7 @@ a group or in a whitened batch would spread to every other row.
 import torch
 from torch import Tensor
 
-from verl.utils.masked import masked_whiten
+from verl.utils.torch_functional import masked_whiten
 
 
 def require_finite(rewards: Tensor, name: str = "token_level_rewards") -> Tensor:

@@ -12,7 +12,7 @@ from rich.text import Text
 from verl.trainer.evaluation.responses import Unscored
 from verl.trainer.evaluation.run import Evaluation
 from verl.trainer.evaluation.summary import CONFIDENCE, Estimate, SourceSummary
-from verl.utils.printable import printable
+from verl.utils.py_functional import printable
 
 MAX_LISTED = 20
 METHOD = "intervals: Wilson's where every prompt has 0 or 1, else 1.96 standard errors over prompts"

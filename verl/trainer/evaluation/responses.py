@@ -11,9 +11,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from verl.config.evaluation import EvaluationDataConfig
-from verl.utils.dataset.row_checks import ANSWER_COLUMNS, ground_truth_of
-from verl.utils.dataset.row_table import open_table
-from verl.utils.dataset.tables import BadRow, DataError, Row
+from verl.utils.dataset.quarantine import ANSWER_COLUMNS, ground_truth_of
+from verl.utils.dataset.tables import BadRow, DataError, Row, open_table
 
 NO_SOURCE = "unknown"
 

@@ -12,7 +12,7 @@ from verl.config.faults import ConfigError, Fault
 from verl.config.rollout import RolloutConfig
 from verl.utils.device import get_visible_devices_keyword, torch_module_of
 from verl.utils.environment import variable
-from verl.workers.roles.building import compute_dtype
+from verl.workers.engine.spec import compute_dtype
 from verl.workers.rollout.factory import EngineOrder, has_own_process, process_engines
 from verl.workers.rollout.process.client import EngineProcess
 

@@ -16,7 +16,7 @@ from verl.trainer.generation.engine_processes import start_processes
 from verl.trainer.generation.sharing import Engine, GenerationFailed
 from verl.utils.device import resolve_device
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.roles.building import compute_dtype
+from verl.workers.engine.spec import compute_dtype
 from verl.workers.rollout.factory import ModuleOrder, has_own_process, module_engines
 from verl.workers.rollout.process.client import EngineProcess, EngineStartError
 

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from verl.trainer.generation.identity import Identity, differences
-from verl.utils.checkpoint.durable import make_folders, sync_folder, write_durably
+from verl.utils.checkpoint.layout import make_folders, sync_folder, write_durably
 from verl.utils.dataset.tables import DataError
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import DataConfig
 from verl.config.generation import GenerationConfig
-from verl.utils.dataset.parquet_file import ParquetFile
 from verl.utils.dataset.prompt_encoder import PromptEncoder, has_media
 from verl.utils.dataset.prompts import Prompt, PromptTooLong, as_prompt, set_chat_template
-from verl.utils.dataset.quarantine import sound_rows
-from verl.utils.dataset.row_checks import prompt_fault
-from verl.utils.dataset.row_table import open_table
-from verl.utils.dataset.tables import DataError
+from verl.utils.dataset.quarantine import prompt_fault, sound_rows
+from verl.utils.dataset.tables import DataError, ParquetFile, open_table
 
 
 class PromptFile:

@@ -22,7 +22,7 @@ from verl.trainer.generation.prompts import PromptFile
 from verl.trainer.generation.report import Start, Summary
 from verl.trainer.generation.sharing import Batch, Engine, GenerationFailed, share
 from verl.trainer.ppo.seeds import keyed_seed
-from verl.utils.exit_codes import EndsTheRun
+from verl.utils.environment import EndsTheRun
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_tokenizer

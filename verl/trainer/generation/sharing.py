@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from verl.utils.exit_codes import WentWrong
+from verl.utils.environment import WentWrong
 from verl.workers.rollout.base import EngineLostError, Rollout
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,14 @@ from torch.utils.data import Dataset
 from verl.config.convert import to_dict
 from verl.config.ppo import PPOConfig
 from verl.trainer.ppo.run_state import RunState
-from verl.utils.checkpoint.background import COMMIT_TIMEOUT_SECONDS, Background
-from verl.utils.checkpoint.errors import CheckpointError
+from verl.utils.checkpoint.background import (
+    COMMIT_TIMEOUT_SECONDS,
+    Background,
+    collect_receipts,
+    upload_step,
+)
 from verl.utils.checkpoint.identity import config_identity, dataset_identity, fingerprint
-from verl.utils.checkpoint.layout import step_folder
-from verl.utils.checkpoint.receipts import collect_receipts
+from verl.utils.checkpoint.layout import CheckpointError, step_folder
 from verl.utils.checkpoint.store import CheckpointStore, steps_to_keep
 from verl.utils.checkpoint.tensor_store import (
     EncodedState,
@@ -35,7 +38,6 @@ from verl.utils.checkpoint.tensor_store import (
     load_state,
     write_state,
 )
-from verl.utils.checkpoint.upload import upload_step
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from verl.algos.kl import KLController
 from verl.algos.kl import kl_penalty as estimate_kl
 from verl.algos.pf_ppo import compute_pf_ppo_reweight_data
 from verl.algos.registry import AdvantageEstimator, get_adv_estimator_fn, plain_name
-from verl.utils.masked import masked_mean
+from verl.utils.torch_functional import masked_mean
 
 if TYPE_CHECKING:
     from verl.config.algorithm import AlgoConfig

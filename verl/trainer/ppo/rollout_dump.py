@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.utils.tracking_backends.file import jsonable
+from verl.utils.tracking import jsonable
 
 # Controls from U+007F on, line separators, direction marks, and halves of surrogate pairs.
 _HIDDEN = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -25,9 +25,9 @@ from verl.trainer.ppo.run import Metrics, TrainingRun
 from verl.trainer.ppo.scoring import Scored, reported_metrics, score_batch
 from verl.trainer.ppo.seeds import keyed_seed
 from verl.trainer.ppo.tripwires import require_finite
-from verl.utils.masked import masked_mean
 from verl.utils.metric import reduce_metrics
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.utils.torch_functional import masked_mean
 from verl.workers.rollout.sequences import SEED_COLUMN
 
 
@@ -203,7 +203,7 @@ class PPOTrainer(TrainingRun):
     ) -> None:
         """Report how evenly tokens are spread over ranks; the rows stay in their order.
 
-        Rows are shared out by tokens where they are dealt to ranks (`verl.workers.roles.dealing`),
+        Rows are shared out by tokens where they are dealt to ranks (`verl.workers.roles.dispatch`),
         so neither the rows of an optimizer step nor their order depends on the number of ranks.
         """
         lengths = batch.batch["attention_mask"].sum(-1).tolist()

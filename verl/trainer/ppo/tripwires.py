@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
-from verl.utils.exit_codes import WentWrong
+from verl.utils.environment import WentWrong
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from verl.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     process_validation_metrics,
 )
-from verl.utils.kept_tokens import kept_tokens
+from verl.utils.torch_functional import kept_tokens
 from verl.workers.reward_manager.abstract import precomputed_rewards
 from verl.workers.reward_manager.results import Score
 

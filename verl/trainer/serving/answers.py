@@ -22,9 +22,8 @@ from verl.server import RunningServer
 from verl.trainer.generation.parts import publish
 from verl.utils.dataset.prompt_encoder import PromptEncoder
 from verl.utils.dataset.prompts import as_prompt
-from verl.utils.dataset.row_table import open_table
-from verl.utils.dataset.tables import DataError
-from verl.utils.exit_codes import WentWrong
+from verl.utils.dataset.tables import DataError, open_table
+from verl.utils.environment import WentWrong
 
 COLUMN = "responses"
 MAX_UNDER_WAY = 64

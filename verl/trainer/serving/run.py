@@ -21,7 +21,7 @@ from verl.trainer.generation.engine_processes import start_processes
 from verl.trainer.serving.answers import RowClient, answer_rows, prompt_ids, write
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
-from verl.utils.exit_codes import WentWrong
+from verl.utils.environment import WentWrong
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_tokenizer

@@ -21,11 +21,12 @@ from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import resolve_device
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs, load_extern_object
-from verl.utils.schedules import get_wsd_schedule_with_warmup
 from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_functional import get_wsd_schedule_with_warmup
 from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.engine.replicated import ReplicatedEngine
-from verl.workers.roles.building import compute_dtype
+from verl.workers.engine.spec import compute_dtype
+from verl.workers.engine.stepping import SteppingEngine
+from verl.workers.engine.zero1 import ReplicatedEngine
 
 
 def build_tokenizer(settings: SFTSettings) -> PreTrainedTokenizerBase:
@@ -79,7 +80,7 @@ def custom_class(custom: CustomClassConfig) -> Callable[..., Dataset[Row]]:
     return cls
 
 
-def build_engine(settings: SFTSettings, ranks: Ranks, *, total_steps: int) -> OneDeviceEngine:
+def build_engine(settings: SFTSettings, ranks: Ranks, *, total_steps: int) -> SteppingEngine:
     """The model with its optimizer, loaded; the same on every rank."""
     optim = settings.optim
     engine = (ReplicatedEngine if ranks.size > 1 else OneDeviceEngine)(

@@ -21,8 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.convert import to_dict
 from verl.trainer.sft.ranks import Ranks
 from verl.trainer.sft.settings import AnySFTConfig, SFTSettings
-from verl.utils.checkpoint.adapter import AdapterCheckpointManager, checkpoint_manager
-from verl.utils.checkpoint.fsdp_checkpoint_manager import HF_FOLDER
+from verl.utils.checkpoint.fsdp_checkpoint_manager import (
+    HF_FOLDER,
+    AdapterCheckpointManager,
+    checkpoint_manager,
+)
 from verl.utils.checkpoint.identity import (
     config_identity,
     dataset_identity,
@@ -33,7 +36,7 @@ from verl.utils.checkpoint.layout import step_folder
 from verl.utils.checkpoint.store import CheckpointStore
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.fs import copy_to_local
-from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.base import BaseEngine
 
 RUN_STATE = "data"
 
@@ -45,7 +48,7 @@ class SFTCheckpoints:
         self,
         config: AnySFTConfig,
         settings: SFTSettings,
-        engine: OneDeviceEngine,
+        engine: BaseEngine,
         tokenizer: PreTrainedTokenizerBase,
         ranks: Ranks,
         *,

@@ -20,8 +20,7 @@ from verl.config.sft import SFTConfig, SFTEngineConfig
 from verl.config.validate import validate
 from verl.trainer.sft.plan import plan
 from verl.trainer.sft.refusals import unsupported
-from verl.utils.environment import rank, world_size
-from verl.utils.exit_codes import EndsTheRun
+from verl.utils.environment import EndsTheRun, rank, world_size
 from verl.utils.import_utils import lazy_attribute
 
 AnySFTConfig = SFTConfig | SFTEngineConfig

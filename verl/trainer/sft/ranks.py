@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from verl.utils.collectives import all_reduce_, is_distributed
+from verl.utils.distributed import all_reduce_, is_distributed
 
 Row = TypeVar("Row")
 

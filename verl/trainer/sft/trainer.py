@@ -29,10 +29,10 @@ from verl.trainer.sft.ranks import Ranks
 from verl.trainer.sft.reading import RowReader
 from verl.trainer.sft.report import Metrics, RunSummary, StepCounts, step_metrics
 from verl.trainer.sft.settings import AnySFTConfig, SFTSettings, settings_of, steps_between
-from verl.utils.checkpoint.errors import CheckpointSaveError
+from verl.utils.checkpoint.layout import CheckpointSaveError
 from verl.utils.dataset.tables import DataError
+from verl.utils.device import collecting_seldom
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
-from verl.utils.garbage import collecting_seldom
 from verl.utils.profiler import DistProfiler
 from verl.utils.tracking import Tracking
 from verl.workers.engine.base import Columns

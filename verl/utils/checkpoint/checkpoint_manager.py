@@ -1,19 +1,27 @@
-"""What one role (actor, critic) puts into a checkpoint and takes back, and where the newest one is.
+"""The checkpoint of one role (actor, critic): what goes into it, and the random state of a process.
 
 `BaseCheckpointManager` reads `checkpoint.save_contents` and `load_contents` and keeps count of what
 was saved; a subclass writes and reads one folder. Making a step durable and verified is the work of
-whoever owns all roles of the step: see `store`.
+the owner of all roles of the step: see `store`.
+
+`capture_rng` holds the state of `random`, NumPy, torch on the CPU and on each accelerator that this
+process has used (asking an unused one would start it); `restore_rng` continues the same draws.
 """
 
+import hashlib
+import random
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+
 from verl.config.checkpoint import CheckpointConfig
-from verl.utils.checkpoint.discover import find_intact
 from verl.utils.checkpoint.hf_model import ProcessingClass
 from verl.utils.checkpoint.layout import STEP_FORMAT, TRACKER, remove_step
-from verl.utils.checkpoint.rng import capture_rng, restore_rng
+from verl.utils.checkpoint.store import find_intact
+from verl.utils.device import DEVICES, get_device_name, rng_states, set_rng_states
 from verl.utils.environment import (
     sagemaker_capacity_expiration,
     volcengine_capacity_expiration,
@@ -26,6 +34,9 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+ACCELERATORS = {*DEVICES} - {"cpu"}
 
 
 class BaseCheckpointManager:
@@ -152,3 +163,39 @@ def should_save_ckpt_esi(
         return max_steps_duration > 0 and 0 < volcengine - time.time() <= needed
     sagemaker = sagemaker_capacity_expiration()
     return sagemaker is not None and sagemaker - time.time() < needed
+
+
+def capture_rng() -> dict[str, Any]:
+    """Under the keys `random`, `numpy`, `cpu` and, with accelerators in use, `cuda` or `npu`."""
+    state: dict[str, Any] = {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "cpu": torch.get_rng_state(),
+    }
+    on_devices = rng_states()
+    if on_devices:
+        state[get_device_name()] = on_devices
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Continue drawing where `capture_rng` was called."""
+    random.setstate(state["random"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    for kind in ACCELERATORS & state.keys():
+        set_rng_states(kind, state[kind])
+
+
+def reseed_from(state: dict[str, Any], *rank_and_world_size: int) -> None:
+    """Draw anew, from a seed that follows from a captured state and the numbers given here.
+
+    For ranks that did not exist when the state was captured: which numbers they draw is determined,
+    and no two ranks draw the same.
+    """
+    digest = hashlib.sha256(state["cpu"].numpy().tobytes())
+    digest.update(repr(rank_and_world_size).encode())
+    seed = int.from_bytes(digest.digest()[:4], "big")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -5,14 +5,17 @@
     optimizer.rank_R_of_W.*     the master weights and moments that rank R holds
     optimizer.json              schedule and counters, written by rank 0
     extra.rank_R_of_W.*         random state of rank R, and a schedule of its own if there is one
+    lora_adapter/               of a role that trains adapters: the adapter as peft loads it
 
 Every rank writes what it holds and waits for nobody. A run may continue on another number of ranks:
 each then reads the elements that it now holds (see `pieces`). Saving is in two halves, `capture`
-and the writes it returns, so that somebody else can do the second one while training goes on.
+and the writes it returns, so that the second can run while training goes on. With adapters the base
+weights do not change and are not saved: a run continues on the base model it names, and `hf_model`
+in `save_contents` adds merged weights.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,36 +27,42 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from verl.config.checkpoint import CheckpointConfig
-from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, Stateful
-from verl.utils.checkpoint.errors import CheckpointMismatchError
+from verl.models.lora import (
+    ADAPTER_FOLDER,
+    adapter_weights,
+    has_lora,
+    hf_weights,
+    merged_copy,
+    save_adapter,
+)
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, Stateful, reseed_from
 from verl.utils.checkpoint.hf_model import (
     ProcessingClass,
     load_hf_weights,
     own_weights,
     published_weights,
     save_hf_description,
+    save_hf_model,
     write_hf_weights,
 )
+from verl.utils.checkpoint.layout import CheckpointMismatchError
 from verl.utils.checkpoint.piece_files import (
     StoredTensor,
+    differences,
+    join_state,
+    masters,
     pieces_to_write,
     rank_name,
     read_into,
+    read_parts,
     saved_world_size,
+    split_state,
     stored_hf_tensors,
+    stored_masters,
     stored_tensors,
     write_pieces,
 )
 from verl.utils.checkpoint.pieces import Part
-from verl.utils.checkpoint.rng import reseed_from
-from verl.utils.checkpoint.state_parts import (
-    differences,
-    join_state,
-    masters,
-    read_parts,
-    split_state,
-    stored_masters,
-)
 from verl.utils.checkpoint.tensor_store import encode_state, has_state, load_state, write_state
 
 logger = logging.getLogger(__name__)
@@ -262,3 +271,58 @@ def refuse_what_concerns_steps(**options: object) -> None:
             raise ValueError(
                 f"{name} is {value!r}, which one role of a step cannot do; {ways_out[name]}"
             )
+
+
+def checkpoint_manager(
+    model: PreTrainedModel,
+    optimizer: Stateful | None,
+    *,
+    processing_class: ProcessingClass | None = None,
+    checkpoint_config: CheckpointConfig,
+    rank: int = 0,
+    world_size: int = 1,
+) -> FSDPCheckpointManager:
+    """The manager that suits the model."""
+    kind = AdapterCheckpointManager if has_lora(model) else FSDPCheckpointManager
+    return kind(
+        model,
+        optimizer,
+        processing_class=processing_class,
+        checkpoint_config=checkpoint_config,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+class AdapterCheckpointManager(FSDPCheckpointManager):
+    """The same, with the adapter in place of the weights."""
+
+    def capture_weights(self, keep: Keep) -> list[Write]:
+        writes: list[Write] = [self.describe] if self.rank == 0 else []
+        if self.should_save_model or self.should_save_hf_model:
+            trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+            adapter = self.whole_weights(trained, keep)
+            if self.rank == 0:
+                writes.append(self._write_adapter(adapter.items()))
+        if self.should_save_hf_model:
+            whole = self.whole_weights(own_weights(self.model), keep)
+            if self.rank == 0:
+                writes.append(self.write_published(dict(hf_weights(self.model, whole.items()))))
+        return writes
+
+    def load_weights(self, folder: Path) -> None:
+        # Before the optimizer: weights written after it would replace its fp32 masters.
+        stored = stored_hf_tensors(folder / ADAPTER_FOLDER)
+        self.copy_weights(folder, stored, adapter_weights(self.model))
+
+    def has_weights(self, folder: Path) -> bool:
+        return (folder / ADAPTER_FOLDER).is_dir()
+
+    def save_merged(self, local_path: str | Path) -> None:
+        """Make `huggingface/` a whole model, adapters merged, if it is not one already."""
+        if not self.should_save_hf_model:
+            folder = Path(local_path) / HF_FOLDER
+            save_hf_model(merged_copy(self.model), self.processing_class, folder)
+
+    def _write_adapter(self, weights: ItemsView[str, Tensor]) -> Write:
+        return lambda folder: save_adapter(self.model, folder / ADAPTER_FOLDER, weights)

@@ -18,12 +18,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from verl.utils.checkpoint.durable import naming, write_all
-from verl.utils.checkpoint.errors import CheckpointCorruptError
 from verl.utils.checkpoint.identity import describe
-from verl.utils.checkpoint.plain_state import NamedArray
+from verl.utils.checkpoint.layout import CheckpointCorruptError, naming, write_all
 from verl.utils.checkpoint.safetensors_file import TensorSource, write_safetensors
-from verl.utils.checkpoint.tensor_store import as_source, file_suffix, grouped
+from verl.utils.checkpoint.tensor_store import NamedArray, as_source, file_suffix, grouped
 
 MAX_SHARD_BYTES = 5 << 30
 HF_METADATA = {"format": "pt"}

@@ -11,9 +11,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+if TYPE_CHECKING:  # committing and verifying a step needs no torch
+    from torch import Tensor, nn
 
 MAY_CHANGE = (
     "trainer.total_epochs", "trainer.total_training_steps", "*.total_training_steps",
@@ -51,7 +52,7 @@ def fingerprint(
     return {name: dict(part) for name, part in parts.items() if part is not None}
 
 
-def model_identity(model: nn.Module) -> dict[str, str]:
+def model_identity(model: "nn.Module") -> dict[str, str]:
     """Dtype and shape of every parameter; tied ones once."""
     return {
         "class": type(model).__name__,
@@ -59,7 +60,7 @@ def model_identity(model: nn.Module) -> dict[str, str]:
     }
 
 
-def describe(tensor: Tensor | None) -> str:
+def describe(tensor: "Tensor | None") -> str:
     """Dtype and shape in words, as in `bfloat16[32, 48]`."""
     if tensor is None:
         return "missing"

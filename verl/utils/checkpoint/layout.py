@@ -1,21 +1,28 @@
-"""Names inside a checkpoint root.
+"""A checkpoint root on disk: its names, durable writes, and the errors of a save or a load.
 
     latest_checkpointed_iteration.txt      the step that a run continues from
     global_step_N/                         a committed step
-    .global_step_N.saving-HOST-PID/        a save under way, or what a killed one left
+    .global_step_N.saving-HOST-PID/        a save in progress, or what a killed one left
     .global_step_N.displaced/              a step while a second save of it takes its name
     .global_step_N.deleting/               a step that is being removed
 
 Only these names are ever moved or removed; whatever else lies in the root is the user's.
+
+`write` and `rename` only change memory; `fsync` of the file and of the folder that names it make
+the change survive a power failure. Every error carries the path it is about.
 """
 
+import errno as errno_names
 import logging
 import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -123,3 +130,151 @@ def _is_alive(process: int) -> bool:
     except PermissionError:  # it is there and belongs to somebody else
         return True
     return True
+
+
+_OS_ERROR_IN_TEXT = re.compile(r"\(os error (\d+)\)")
+
+
+class CheckpointError(Exception):
+    """Base of everything here. Travels between processes: it is rebuilt from its `arguments`."""
+
+    arguments: tuple[object, ...] = ()
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), self.arguments
+
+
+class CheckpointSaveError(CheckpointError):
+    """The disk refused a save. The earlier checkpoints are as they were and training can go on."""
+
+    def __init__(self, step: int, cause: OSError, root: Path, free_bytes: int | None) -> None:
+        self.arguments = (step, cause, root, free_bytes)
+        self.step = step
+        self.errno = cause.errno
+        self.filename = str(cause.filename or root)
+        self.free_bytes = free_bytes
+        name = errno_names.errorcode.get(cause.errno or 0, "unknown")
+        free = "unknown" if free_bytes is None else f"{free_bytes / 1e6:.1f} MB"
+        super().__init__(
+            f"step {step} was not saved: {self.filename}: {cause.strerror} ({name}); free space in "
+            f"{root}: {free}. Earlier checkpoints are untouched. Free some space, lower "
+            "trainer.max_actor_ckpt_to_keep or move trainer.default_local_dir"
+        )
+
+
+class CheckpointUploadError(CheckpointError):
+    """A committed step could not be copied to the remote folder; here it is whole."""
+
+    def __init__(self, folder: Path, remote: str, reason: str) -> None:
+        self.arguments = (folder, remote, reason)
+        self.folder = folder
+        super().__init__(
+            f"{folder} is committed, but could not be copied to {remote}: {reason}. Copy it "
+            "yourself, or mend trainer.default_hdfs_dir; the next step is copied anyway"
+        )
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is not what its manifest says; nothing of it was used."""
+
+    def __init__(self, path: Path, problems: list[str]) -> None:
+        self.arguments = (path, problems)
+        self.path = path
+        self.problems = problems
+        super().__init__(f"{path} cannot be trusted: {'; '.join(problems)}")
+
+
+class Skipped(NamedTuple):
+    """A step that was passed over (None: the tracker file itself) and why."""
+
+    step: int | None
+    reason: str
+
+
+class NoIntactCheckpointError(CheckpointError):
+    """There are checkpoints, or there were, and none can be used. No reason to start afresh."""
+
+    def __init__(self, root: Path, skipped: list[Skipped]) -> None:
+        self.arguments = (root, skipped)
+        self.root = root
+        self.skipped = skipped
+        lines = "".join(f"\n  step {step}: {reason}" for step, reason in skipped)
+        super().__init__(
+            f"no intact checkpoint in {root}:{lines}\nRestore one of them, or start from the "
+            "beginning on purpose with trainer.resume_mode=disable or another "
+            "trainer.default_local_dir"
+        )
+
+
+class CheckpointMismatchError(CheckpointError):
+    """An intact checkpoint belongs to another model, dataset or configuration."""
+
+    def __init__(self, path: Path, differences: list[str]) -> None:
+        self.arguments = (path, differences)
+        self.path = path
+        self.differences = differences
+        lines = "".join(f"\n  {difference}" for difference in differences)
+        super().__init__(
+            f"{path} was saved by a different run:{lines}\nUndo these changes, or start a new run "
+            "with another trainer.default_local_dir"
+        )
+
+
+def as_os_error(error: Exception) -> OSError | None:
+    """The operating system's refusal inside an error, also where a Rust library put it in words."""
+    if isinstance(error, OSError):
+        return error if error.errno is not None else None
+    found = _OS_ERROR_IN_TEXT.search(str(error))
+    return OSError(int(found[1]), str(error)) if found else None
+
+
+CHUNK_BYTES = 16 << 20
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raise what the system refused as an `OSError` that says which file or folder it is about."""
+    try:
+        yield
+    except Exception as error:
+        refusal = as_os_error(error)
+        if refusal is None:
+            raise
+        if refusal.filename is None:
+            refusal.filename = str(path)
+        if refusal is error:
+            raise
+        raise refusal from error
+
+
+def write_all(file: FileIO, octets: bytes | memoryview) -> None:
+    """Write everything; one call may accept only part of it."""
+    rest = memoryview(octets)
+    while rest:
+        rest = rest[file.write(rest[:CHUNK_BYTES]) :]
+
+
+def write_durably(path: Path, octets: bytes) -> None:
+    """Create or replace the file at `path` and sync it; its name is synced by `sync_folder`."""
+    with naming(path), open(path, "wb", buffering=0) as file:
+        write_all(file, octets)
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder last."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_folders(path: Path) -> None:
+    """Create a folder and its missing parents, each entered durably into the one above."""
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_folder(path.parent)

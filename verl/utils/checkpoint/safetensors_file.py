@@ -15,8 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from verl.utils.checkpoint.durable import naming, write_all
-from verl.utils.checkpoint.errors import CheckpointCorruptError
+from verl.utils.checkpoint.layout import CheckpointCorruptError, naming, write_all
 
 MAX_HEADER_BYTES = 16 << 20
 BITS = {

@@ -7,24 +7,164 @@
         save_state(folder, "data", loader_state)
     print(f"COMMITTED step={step}")
 
-An old step is deleted only after a newer one is committed, whole steps at a time, and only steps
-that this run saved or continued: another run's checkpoints in the same root are left alone.
+A step is either there, whole, or not there at all:
+
+    write files under a temporary name -> sync and hash each -> manifest -> sync folders
+    -> rename to global_step_N -> sync the root -> replace the tracker file -> sync the root
+
+A kill at any point leaves the tracker naming a whole step. A disk error undoes the save; the run
+can go on and try again later. An old step is deleted only after a newer one is committed, and only
+if this run saved or continued it: another run's checkpoints in the same root are left alone.
+
+The tracker file names the step to continue from: the last one acknowledged, or the one a user set
+it back to by hand. If that step is damaged, the newest intact one before it serves, and if there is
+none, one after it; every step passed over is reported with the reason. An empty root means a new
+run; a root where nothing is intact is an error, never a quiet start from scratch.
 """
 
 import logging
+import os
+import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.utils.checkpoint.commit import staged_step
-from verl.utils.checkpoint.discover import IntactStep, find_intact
-from verl.utils.checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from verl.utils.checkpoint.identity import MAY_CHANGE, compare
-from verl.utils.checkpoint.layout import list_steps, remove_step, step_folder, step_of
-from verl.utils.checkpoint.verify import verify_listing, verify_step
+from verl.utils.checkpoint.layout import (
+    STEP_FORMAT,
+    TRACKER,
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointSaveError,
+    NoIntactCheckpointError,
+    Skipped,
+    as_os_error,
+    displaced_folder,
+    draft_of,
+    list_steps,
+    make_folders,
+    remove_leftovers,
+    remove_quietly,
+    remove_step,
+    restore_displaced,
+    saving_folder,
+    step_folder,
+    step_of,
+    sync_folder,
+    write_durably,
+)
+from verl.utils.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    in_threads,
+    open_plain_file,
+    record_file,
+    verify_listing,
+    verify_step,
+    walk,
+)
 
 logger = logging.getLogger(__name__)
+
+
+def seal(staging: Path, step: int, fingerprint: dict[str, Any]) -> None:
+    """Sync every file and folder in `staging` and list the files in a manifest."""
+    found = dict(walk(staging))
+    for name, status in found.items():
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{staging / name} is not a plain file; a checkpoint holds no links")
+    num_bytes = sum(status.st_size for status in found.values())
+    records = in_threads(lambda name: record_file(staging / name, sync=True), found, num_bytes)
+    files = dict(zip(found, records, strict=True))
+    manifest = Manifest(step=step, files=files, fingerprint=fingerprint)
+    write_durably(staging / MANIFEST, manifest.to_text().encode())
+    for folder, _, _ in os.walk(staging, topdown=False):
+        sync_folder(Path(folder))
+
+
+def publish(staging: Path, root: Path, step: int) -> None:
+    """Give a sealed folder its final name and let the tracker file name it.
+
+    Until the tracker does, an error takes everything back.
+    """
+    final, displaced, draft = step_folder(root, step), displaced_folder(root, step), draft_of(root)
+    try:
+        if final.exists():
+            os.rename(final, displaced)
+        os.rename(staging, final)
+        sync_folder(root)
+        write_durably(draft, str(step).encode())
+        os.replace(draft, root / TRACKER)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        _take_back(staging, final, displaced)
+        raise
+    sync_folder(root)
+
+
+def free_bytes(root: Path) -> int | None:
+    try:
+        return shutil.disk_usage(root).free
+    except OSError:
+        return None
+
+
+def _prepare(root: Path, staging: Path) -> None:
+    make_folders(root)
+    restore_displaced(root)
+    remove_leftovers(root)
+    staging.mkdir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntactStep:
+    """A step whose every byte was verified."""
+
+    step: int
+    path: Path
+    manifest: Manifest
+    skipped: list[Skipped]
+    """What was passed over on the way to it."""
+
+
+def _tracked_step(root: Path, skipped: dict[int | None, str]) -> int | None:
+    """The step that the tracker names; one that cannot be read is noted in `skipped`."""
+    try:
+        text = read_tracker_text(root)
+    except OSError as error:
+        skipped[None] = f"{TRACKER} cannot be read: {error.strerror}"
+        return None
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        skipped[None] = f"{TRACKER} holds {text!r} instead of a step"
+        return None
+    return int(text)
+
+
+def _judge_by_tracker(steps: dict[int, Path], tracked: int, skipped: dict[int | None, str]) -> None:
+    if tracked not in steps:
+        skipped[tracked] = f"{TRACKER} names it, but its folder is missing"
+    for step in reversed(steps):
+        if step > tracked:
+            skipped[step] = f"{TRACKER} says {tracked}: never acknowledged, or set back by hand"
+
+
+def _by_preference(steps: dict[int, Path], tracked: int | None) -> list[int]:
+    """Newest first, but what is newer than the tracker last."""
+    newest_first = list(reversed(steps))
+    if tracked is None:
+        return newest_first
+    return sorted(newest_first, key=lambda step: step > tracked)
+
+
+def _log(root: Path, step: int, skipped: list[Skipped]) -> None:
+    for passed, reason in skipped:
+        logger.warning("%s: passing over step %s: %s", root, passed, reason)
+    logger.info("%s: continuing from step %d, verified", root, step)
 
 
 class CheckpointStore:
@@ -116,3 +256,75 @@ def _is_listed(folder: Path) -> bool:
         logger.warning("keeping older checkpoints, because %s", error)
         return False
     return True
+
+
+@contextmanager
+def staged_step(root: str | Path, step: int, *, fingerprint: dict[str, Any]) -> Iterator[Path]:
+    """A folder to fill; when the block ends, `root/global_step_{step}` holds it and is committed.
+
+    `fingerprint` is stored with it: JSON values that say which run this is. If the block or the
+    commit fails, the folder is removed and earlier steps are as they were; what the disk refused
+    is raised as `CheckpointSaveError`.
+    """
+    if step < 0:
+        raise ValueError(f"a checkpoint's step is {step}; it must be 0 or more")
+    root = Path(root)
+    staging = saving_folder(root, step)
+    try:
+        _prepare(root, staging)
+        yield staging
+        seal(staging, step, fingerprint)
+        publish(staging, root, step)
+    except Exception as error:
+        remove_quietly(staging)
+        refusal = as_os_error(error)
+        if refusal is None:
+            raise
+        raise CheckpointSaveError(step, refusal, root, free_bytes(root)) from error
+    except BaseException:
+        remove_quietly(staging)
+        raise
+    remove_quietly(displaced_folder(root, step))
+
+
+def read_tracker_text(root: Path) -> str | None:
+    """What the tracker file says, at most its first 64 bytes; None without one."""
+    try:
+        with open_plain_file(root / TRACKER) as file:
+            return file.read(64).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _take_back(staging: Path, final: Path, displaced: Path) -> None:
+    if final.exists() and not staging.exists():
+        os.rename(final, staging)
+    if displaced.exists():
+        os.rename(displaced, final)
+
+
+def find_intact(root: str | Path, directory_format: str = STEP_FORMAT) -> IntactStep | None:
+    """The step to continue from, verified; None if `root` has never held one.
+
+    Raises `NoIntactCheckpointError` when there are steps, or a tracker that names one, but none is
+    intact.
+    """
+    root = Path(root)
+    steps = list_steps(root, directory_format)
+    skipped: dict[int | None, str] = {}
+    tracked = _tracked_step(root, skipped)
+    if tracked is not None:
+        _judge_by_tracker(steps, tracked, skipped)
+    for step in _by_preference(steps, tracked):
+        try:
+            manifest = verify_step(steps[step], step=step)
+        except CheckpointCorruptError as error:
+            skipped[step] = "; ".join(error.problems)
+            continue
+        skipped.pop(step, None)
+        report = [Skipped(*item) for item in skipped.items()]
+        _log(root, step, report)
+        return IntactStep(step=step, path=steps[step], manifest=manifest, skipped=report)
+    if skipped:
+        raise NoIntactCheckpointError(root, [Skipped(*item) for item in skipped.items()])
+    return None

@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import DataConfig
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.row_table import RowTable
 from verl.utils.dataset.sampler import Stateful
-from verl.utils.dataset.tables import DataError, Row, RowFile
+from verl.utils.dataset.tables import DataError, Row, RowFile, RowTable
 from verl.utils.import_utils import load_extern_object
-from verl.utils.printable import printable
+from verl.utils.py_functional import printable
 
 logger = logging.getLogger(__name__)
 

@@ -1,24 +1,33 @@
-"""What happens to rows that cannot be used, and which rows come twice.
+"""Rows that cannot be used: what is checked, which prompts fit, and what happens to the others.
 
 A bad row is named with its file, row and reason, and left out. A run starts when fewer than one row
 in a hundred is bad; with more, something is wrong with the data as a whole, and it stops. Memory
 stays bounded: the first bad rows are shown, and all of them stand in a report on disk.
+
+Checks ask for exactly `dict` and `list`, which is what JSON and Arrow give: that is several times
+faster than asking for abstract types, and every message is asked. Prompts are measured in this
+process or in several: the parent hands out ranges of rows and takes back one byte per row; a worker
+that does not answer in time ends the measuring with an error.
 """
 
 import hashlib
 import logging
+import math
+import multiprocessing
 import tempfile
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from verl.utils.dataset.row_table import RowTable
-from verl.utils.dataset.tables import DEFAULT_CACHE, BadRow, DataError
-from verl.utils.printable import printable
+from verl.utils.dataset.tables import DEFAULT_CACHE, BadRow, DataError, RowTable
+from verl.utils.py_functional import printable
 
 logger = logging.getLogger(__name__)
 
@@ -165,3 +174,114 @@ def num_repeated(hashes: "array[int]") -> int:
     """How many entries equal another one that stands before them."""
     ordered = np.sort(np.array(hashes, dtype=np.int64))
     return int((ordered[1:] == ordered[:-1]).sum())
+
+
+ANSWER_COLUMNS = ("ground_truth", "answer")
+CHECKED_COLUMNS = ("reward_model", "extra_info", *ANSWER_COLUMNS)
+
+
+def fault_of(row: Mapping[str, Any], prompt_key: str) -> str | None:
+    """What is wrong with a row, or None."""
+    if prompt_key not in row:
+        return f"has no column {prompt_key!r} (data.prompt_key); its columns are {sorted(row)}"
+    fault = prompt_fault(row[prompt_key])
+    if fault is not None:
+        return f"{prompt_key} {fault}"
+    answer = ground_truth_of(row)
+    if isinstance(answer, float) and math.isnan(answer):
+        return "has NaN for an answer"
+    for column in ("reward_model", "extra_info"):
+        if row.get(column) is not None and not isinstance(row[column], dict):
+            return f"{column} is {type(row[column]).__name__}, not a mapping"
+    return None
+
+
+def ground_truth_of(row: Mapping[str, Any]) -> Any:
+    """The answer, from `reward_model.ground_truth` or a column of its own; None without one."""
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    return next((row[name] for name in ANSWER_COLUMNS if row.get(name) is not None), None)
+
+
+def prompt_fault(prompt: Any) -> str | None:
+    """What is wrong with a prompt: it is a text, or messages with a role and a content each."""
+    if prompt is None:
+        return "is null"
+    if isinstance(prompt, str):
+        return None if prompt else "is empty"
+    if not isinstance(prompt, list):
+        return f"is {type(prompt).__name__}; it must be a text or a list of messages"
+    if not prompt:
+        return "has no messages"
+    for place, message in enumerate(prompt):
+        fault = message_fault(message)
+        if fault is not None:
+            return f"message {place} {fault}"
+    return None
+
+
+def message_fault(message: Any) -> str | None:
+    if not isinstance(message, dict) or "role" not in message or "content" not in message:
+        return "is no mapping with role and content"
+    if not isinstance(message["role"], str):
+        return f"has a role that is {type(message['role']).__name__}, not text"
+    content = message["content"]
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return None
+    if isinstance(content, list):
+        is_part = [isinstance(part, dict) for part in content]
+        return None if all(is_part) else f"has part {is_part.index(False)} that is no mapping"
+    return f"has content that is {type(content).__name__}, neither text nor a list of parts"
+
+
+ROWS_PER_RANGE = 256
+RANGE_TIMEOUT_SECONDS = 600.0
+
+
+class Verdict(IntEnum):
+    """What was found out about a prompt."""
+
+    FITS = 0
+    TOO_LONG = 1
+    REFUSED = 2
+    """The chat template or the processor does not take it."""
+
+
+Measure = Callable[[int], Verdict]
+
+
+def measured(measure: Measure, num_rows: int, *, num_workers: int) -> np.ndarray:
+    """The verdict on every row, (num_rows,). `measure` travels to the workers by pickling."""
+    starts = range(0, num_rows, ROWS_PER_RANGE)
+    ranges = [(start, min(start + ROWS_PER_RANGE, num_rows)) for start in starts]
+    found = np.zeros(num_rows, dtype=np.uint8)
+    with tqdm(total=num_rows, desc="measuring prompts", unit=" prompts", disable=None) as bar:
+        for (start, end), verdicts in zip(
+            ranges, answers(measure, ranges, num_workers), strict=True
+        ):
+            found[start:end] = np.frombuffer(verdicts, dtype=np.uint8)
+            bar.update(end - start)
+    return found
+
+
+def answers(measure: Measure, ranges: list[tuple[int, int]], num_workers: int) -> Iterator[bytes]:
+    if num_workers <= 1 or len(ranges) <= 1:
+        yield from (measure_range(measure, bounds) for bounds in ranges)
+        return
+    # A new interpreter per worker: this one may hold threads and devices that a fork would break.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(num_workers, len(ranges))) as pool:
+        results = pool.imap(partial(measure_range, measure), ranges)
+        for start, end in ranges:
+            try:
+                yield results.next(timeout=RANGE_TIMEOUT_SECONDS)
+            except multiprocessing.TimeoutError as error:
+                raise DataError(
+                    f"prompts {start} to {end} were not measured within {RANGE_TIMEOUT_SECONDS:g} "
+                    "seconds; set data.filter_overlong_prompts_workers=1 to measure them here"
+                ) from error
+
+
+def measure_range(measure: Measure, bounds: tuple[int, int]) -> bytes:
+    return bytes(measure(row) for row in range(*bounds))

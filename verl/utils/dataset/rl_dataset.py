@@ -22,16 +22,25 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.convert import Conversion
 from verl.config.data import DataConfig
 from verl.config.faults import ConfigError
-from verl.utils.dataset.prompt_encoder import PromptEncoder
-from verl.utils.dataset.prompt_lengths import Verdict, measured
-from verl.utils.dataset.prompt_row import PromptRow
+from verl.utils.dataset.prompt_encoder import (
+    PromptEncoder,
+    PromptRow,
+    load_media,
+    load_tool_schemas,
+    media_fault,
+    with_media,
+)
 from verl.utils.dataset.prompts import Prompt, PromptTooLong, as_prompt, set_chat_template
-from verl.utils.dataset.quarantine import settle_refused, sound_rows
-from verl.utils.dataset.row_checks import CHECKED_COLUMNS, fault_of, ground_truth_of
-from verl.utils.dataset.row_table import RowTable, open_table
-from verl.utils.dataset.tables import DataError, RowFile
-from verl.utils.dataset.tool_schemas import load_tool_schemas
-from verl.utils.dataset.vision import load_media, media_fault, with_media
+from verl.utils.dataset.quarantine import (
+    CHECKED_COLUMNS,
+    Verdict,
+    fault_of,
+    ground_truth_of,
+    measured,
+    settle_refused,
+    sound_rows,
+)
+from verl.utils.dataset.tables import DataError, RowFile, RowTable, open_table
 from verl.utils.import_utils import load_extern_object
 
 logger = logging.getLogger(__name__)

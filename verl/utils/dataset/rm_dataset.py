@@ -9,10 +9,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.dataset.prompts import as_prompt, encode_prompt
-from verl.utils.dataset.quarantine import sound_rows
-from verl.utils.dataset.row_checks import prompt_fault
-from verl.utils.dataset.row_table import open_table
+from verl.utils.dataset.quarantine import prompt_fault, sound_rows
 from verl.utils.dataset.sft_dataset import end_token
+from verl.utils.dataset.tables import open_table
 from verl.utils.tokenizer import hf_tokenizer
 
 

@@ -23,11 +23,9 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.sft import SFTDataConfig
 from verl.utils.dataset.prompts import as_prompt, encode_prompt, holds_special_tokens
-from verl.utils.dataset.quarantine import sound_rows
-from verl.utils.dataset.row_checks import prompt_fault
-from verl.utils.dataset.row_table import open_table
-from verl.utils.dataset.tables import DataError
-from verl.utils.exit_codes import BadData
+from verl.utils.dataset.quarantine import prompt_fault, sound_rows
+from verl.utils.dataset.tables import DataError, open_table
+from verl.utils.environment import BadData
 from verl.utils.tokenizer import hf_tokenizer
 
 logger = logging.getLogger(__name__)

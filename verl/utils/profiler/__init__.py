@@ -5,9 +5,15 @@ records the steps it is told to, with the tool that the configuration names.
 """
 
 from verl.utils.profiler.config import ProfilerConfig
-from verl.utils.profiler.memory import GPUMemoryLogger, log_gpu_memory_usage
-from verl.utils.profiler.profile import DistProfiler, DistProfilerExtension
-from verl.utils.profiler.timers import mark, marked_timer, simple_timer
+from verl.utils.profiler.profile import (
+    DistProfiler,
+    DistProfilerExtension,
+    GPUMemoryLogger,
+    log_gpu_memory_usage,
+    mark,
+    marked_timer,
+    simple_timer,
+)
 
 __all__ = [
     "DistProfiler",

@@ -9,7 +9,7 @@ backtrack, so the time is bounded.
 import re
 from typing import Any
 
-from verl.utils.reward_score.math_grader.extract import last_boxed, unboxed
+from verl.utils.reward_score.math_grader.grade import last_boxed, unboxed
 
 CLIP_CHARACTERS = 300
 """Answers stand at the end; also the most a response can cost."""

@@ -7,7 +7,7 @@ the right and a missing leading zero change is undone. It proves nothing about v
 
 import re
 
-from verl.utils.reward_score.math_grader.extract import MAX_BOX_CHARACTERS, last_boxed, unboxed
+from verl.utils.reward_score.math_grader.grade import MAX_BOX_CHARACTERS, last_boxed, unboxed
 
 _DROPPED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%", "%")
 _SHORT_FRACTION = re.compile(r"\\frac([^{\\])(.)")

@@ -3,8 +3,14 @@
 `Sandbox(limits).run(program, stdin)` is all there is; `docs/sandbox.md` says what it promises.
 """
 
-from verl.utils.sandbox.results import Limits, RunResult, SandboxError, SandboxUnavailable
-from verl.utils.sandbox.sandbox import Sandbox, check_available
+from verl.utils.sandbox.sandbox import (
+    Limits,
+    RunResult,
+    Sandbox,
+    SandboxError,
+    SandboxUnavailable,
+    check_available,
+)
 
 __all__ = [
     "Limits",

@@ -1,11 +1,11 @@
-"""What a training engine is: a model and its optimizer, wherever their pieces live.
+"""The interface of a training engine: a model and its optimizer, wherever their shards live.
 
-Everything above (actor, critic, supervised fine-tuning) makes two calls. `infer_batch` runs rows
-through the model and gives columns back in row order. `train_batch` makes one optimizer step on one
-mini-batch. Both cut the rows into micro-batches, or take the cut from the caller: on several ranks
-all must make equally many passes, so one place decides for all (`verl.workers.schedule`). The loss
-handed in is already divided by counts over the whole mini-batch of all ranks, so micro-batches and
-ranks add up, and their number changes nothing.
+Roles (policy, critic, reference, supervised fine-tuning) make two calls. `infer_batch` runs rows
+through the model and returns columns in row order. `train_batch` takes one optimizer step on one
+mini-batch. Both split the rows into micro-batches, or take the split from the caller: on several
+ranks all must run equally many, so one place decides for all (`verl.workers.schedule`). The loss is
+already divided by counts over the whole mini-batch of all ranks, so micro-batches and ranks add up
+and their number does not change the gradient.
 """
 
 from abc import ABC, abstractmethod
@@ -17,19 +17,21 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from verl.workers.engine.spec import EngineSpec
 from verl.workers.schedule import MicroBatching, Passes
 
 Columns = dict[str, Tensor]
-"""What a model says about some rows: `log_probs` and `entropy`, or `values`; each (B, T)."""
+"""Outputs of a model for some rows: `log_probs` and `entropy`, or `values`; each (B, T)."""
 
 LossFunction = Callable[[Columns, TensorDict], tuple[Tensor, dict[str, Any]]]
-"""From the model's columns and the rows they belong to: the loss and what to report of it."""
+"""From the model's columns and their rows to the loss and the metrics of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What one optimizer step did."""
+    """Outcome of one optimizer step."""
 
     loss: float
     grad_norm: float
@@ -39,8 +41,8 @@ class TrainResult:
 
     num_micro_batches: int
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    """What the loss function reported, one entry per micro-batch; tensors are still on the device,
-    so that no pass waits for the one before it."""
+    """Reports of the loss function, one per micro-batch; tensors are still on the device, so that
+    no micro-batch waits for the one before it."""
 
     num_oom_splits: int = 0
     """Micro-batches that did not fit into memory and were run in halves."""
@@ -52,16 +54,31 @@ class TrainResult:
 class BaseEngine(ABC):
     """One rank's part of a model under training."""
 
+    module: PreTrainedModel
+    device: torch.device
+
+    has_collectives_in_forward: bool = False
+    """Whether ranks exchange weights or activations inside a forward pass. Then all must run
+    equally many micro-batches, and one that does not fit into memory ends the run."""
+
+    is_sharded: bool = False
+    """Whether a rank holds only its shard of every weight, so that a rollout needs a copy."""
+
     policy_version: int = 0
     """Optimizer steps applied so far; a rollout engine stamps it on every token."""
 
     sequence_group: torch.distributed.ProcessGroup | None = None
-    """Ranks that hold the same rows and divide the tokens of a pass among them; None: no others.
+    """Ranks that hold the same rows and split the tokens of a micro-batch; None: no others.
     Gradients are summed over all ranks, these included."""
+
+    @classmethod
+    @abstractmethod
+    def from_spec(cls, spec: EngineSpec) -> "BaseEngine":
+        """Build the engine of this rank; `EngineRegistry.new` initializes it."""
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Ranks that run a pass together; each has room for the tokens that one device takes."""
+        """Ranks that run a micro-batch together, each with the token budget of one device."""
         group = self.sequence_group
         return 1 if group is None else torch.distributed.get_world_size(group)
 
@@ -78,9 +95,9 @@ class BaseEngine(ABC):
         temperature: float = 1.0,
         with_sum_pi_squared: bool = False,
     ) -> Columns:
-        """Columns of every row, in row order, without gradients; 0 for rows in no pass.
+        """Columns of every row, in row order, without gradients; 0 for rows in no micro-batch.
 
-        A language model adds `sum_pi_squared` when asked; it costs a second output layer.
+        With `with_sum_pi_squared` a language model adds that column, for a second output layer.
         """
 
     @abstractmethod
@@ -94,7 +111,7 @@ class BaseEngine(ABC):
     ) -> TrainResult:
         """One optimizer step on the rows of `data`; gradients are clear before and after.
 
-        Rows that no pass names take no part. An empty pass is one over a single token without loss.
+        Rows in no micro-batch take no part. An empty micro-batch runs one token without a loss.
         """
 
     @abstractmethod

@@ -21,6 +21,9 @@ GIB = 1 << 30
 STEP = 1.25
 """Each size that is tried is this much larger, or smaller, than the one before."""
 
+USABLE_SHARE = 0.97
+"""Of the device's memory; the rest is lost to fragmentation."""
+
 LARGEST_SHARE = 0.9
 """Of the device's memory; the rest is for fragments and for what other phases leave behind."""
 
@@ -83,6 +86,13 @@ class CudaMemory(DeviceMemory):
         free, total = memory_info(self._device)
         elsewhere = total - free - self._module.memory_reserved(self._device)
         return elsewhere + self._module.max_memory_allocated(self._device)
+
+
+def has_room(memory: DeviceMemory | None, num_bytes: int) -> bool:
+    """Whether passes like those so far would fit beside so many bytes more; yes if unknown."""
+    if memory is None:
+        return True
+    return memory.peak_bytes() + num_bytes <= USABLE_SHARE * memory.total_bytes
 
 
 def probe_token_budget(

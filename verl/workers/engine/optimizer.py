@@ -1,14 +1,16 @@
-"""An optimizer step that keeps fp32 master weights and never moves a parameter.
+"""The optimizer step: fp32 master weights, clipping, loss scale. It never moves a parameter.
 
 The model's parameters stay at their addresses in the compute dtype; the optimizer works on fp32
 copies and writes the result back in place, so that a rollout engine sharing the storage sees the
 new weights at once, and a small learning rate is not lost to bf16 rounding. In fp32 the parameter
 is its own master. A step whose gradient is not finite changes nothing and is counted. In fp16 the
 gradient comes multiplied by `loss_scale` and is divided here, in fp32. With `offload` masters and
-moments wait in CPU memory between steps.
+moments are in CPU memory between steps.
 """
 
+import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,10 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.utils import schedules
 from verl.utils.checkpoint.pieces import FlatSlice, Part, local_tensor
-from verl.workers.engine.loss_scale import LossScale
-from verl.workers.engine.offload import OffloadedState
+from verl.utils.torch_functional import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+from verl.workers.engine.residency import OffloadedState
+
+logger = logging.getLogger(__name__)
+
+INITIAL = 2.0**16
+LARGEST = 2.0**24
+GROWTH_INTERVAL = 2000
+"""Good steps in a row before a larger factor is tried."""
+
+WINDOW = 100
+"""Attempts at a step over which those that overflowed are counted."""
 
 TENSORS_AT_ONCE = 32
 """Gradients that are turned into fp32 together; both copies exist meanwhile."""
@@ -31,7 +46,7 @@ TENSORS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """Outcome of one optimizer step."""
 
     grad_norm: float
     """Global norm of the gradient before clipping."""
@@ -71,15 +86,12 @@ class MasterOptimizer:
         return self.optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()
-    def step(self, max_norm: float, gradient_factor: float = 1.0) -> StepResult:
-        """Clip by global norm, update the masters, write back, clear the gradients.
-
-        The gradient is multiplied by `gradient_factor` first, in fp32.
-        """
+    def step(self, max_norm: float) -> StepResult:
+        """Clip by global norm, update the masters, write back, clear the gradients."""
         with self._state_on_device():
             self._follow_others_writes()
             self._move_gradients_to_masters()
-            self._scale_gradients(gradient_factor)
+            self._unscale_gradients()
             grad_norm = self._clip_gradients(max_norm)
             is_finite = math.isfinite(grad_norm)
             if is_finite:
@@ -161,13 +173,11 @@ class MasterOptimizer:
                     master.grad, parameter.grad = moving[-1][1], None
             copy_all(moving)
 
-    def _scale_gradients(self, factor: float) -> None:
-        """By `factor`, and back from the loss scale, whose inverse is exact."""
-        if self.loss_scale is not None:
-            factor = factor / self.loss_scale.value
-        if factor != 1:
+    def _unscale_gradients(self) -> None:
+        """Divide by the loss scale, whose inverse is exact."""
+        if self.loss_scale is not None and self.loss_scale.value != 1:
             gradients = [master.grad for master in self.masters.values()]
-            multiply_all(gradients, factor)  # pyright: ignore[reportArgumentType]
+            multiply_all(gradients, 1.0 / self.loss_scale.value)  # pyright: ignore[reportArgumentType]
 
     def _clip_gradients(self, max_norm: float) -> float:
         """The norm of all gradients together; where it is above `max_norm`, they are scaled."""
@@ -266,7 +276,7 @@ def build_schedule(
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
     if config.lr_scheduler_type == "constant":
-        return schedules.get_constant_schedule_with_warmup(optimizer, warmup)
+        return get_constant_schedule_with_warmup(optimizer, warmup)
     if total <= 0:
         raise ValueError(
             f"a {config.lr_scheduler_type} schedule needs its length, but "
@@ -274,9 +284,66 @@ def build_schedule(
             "in a script of your own"
         )
     if config.lr_scheduler_type == "linear":
-        return schedules.get_linear_schedule_with_warmup(
+        return get_linear_schedule_with_warmup(
             optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio
         )
-    return schedules.get_cosine_schedule_with_warmup(
+    return get_cosine_schedule_with_warmup(
         optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio, num_cycles=config.num_cycles
     )
+
+
+class LossScale:
+    """A factor on the loss that keeps fp16 gradients from vanishing (arXiv:1710.03740).
+
+    fp16 has no number between 0 and 6e-8, and most gradients of a language model lie there. The
+    loss is multiplied before the backward pass and the fp32 copy of the gradient is divided before
+    anything reads it. The factor is a power of two, so neither rounds. It is halved whenever a
+    gradient overflows (the engine then computes it again) and doubled after many good steps.
+    """
+
+    def __init__(self, value: float = INITIAL, growth_interval: int = GROWTH_INTERVAL) -> None:
+        self.value = value
+        self.growth_interval = growth_interval
+        self.num_good_steps = 0
+        self._is_skipped = deque[bool](maxlen=WINDOW)
+
+    @property
+    def num_recent_skips(self) -> int:
+        """Attempts that overflowed among the last `WINDOW`."""
+        return sum(self._is_skipped)
+
+    def update(self, *, is_finite: bool) -> None:
+        """Record an attempt at a step: whether its scaled gradient was finite."""
+        self._is_skipped.append(not is_finite)
+        if not is_finite:
+            self._shrink()
+            return
+        self.num_good_steps += 1
+        if self.num_good_steps >= self.growth_interval:
+            self.value = min(2 * self.value, LARGEST)
+            self.num_good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "num_good_steps": self.num_good_steps,
+            "is_skipped": list(self._is_skipped),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
+        self.num_good_steps = int(state["num_good_steps"])
+        self._is_skipped = deque(map(bool, state["is_skipped"]), maxlen=WINDOW)
+
+    def _shrink(self) -> None:
+        self.num_good_steps = 0
+        if self.value > 1:
+            self.value /= 2
+            return
+        logger.warning(
+            "the fp16 gradient is not finite even without a loss scale (%d of the last %d attempts "
+            "overflowed): it is the loss or the model, not the scale. Look at the data, or set "
+            "fsdp_config.dtype to bfloat16",
+            self.num_recent_skips,
+            len(self._is_skipped),
+        )

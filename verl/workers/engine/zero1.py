@@ -1,51 +1,103 @@
-"""Training on several ranks, each with the whole model and a part of the optimizer's state.
+"""Training on several ranks, each with the whole model and a shard of the optimizer's state.
 
     rank 0   rows 0, 2, ..   gradient g0 ┐ sum of a bucket,   step on slice 0 ┐ gather the
                                          ├ a slice for each                   ├ new weights
     rank 1   rows 1, 3, ..   gradient g1 ┘ rank, in fp32      step on slice 1 ┘ in place
 
 Weights keep their addresses, so a rollout engine may share them. Masters and moments, most of the
-memory, are divided (ZeRO stage 1, arXiv:1910.02054): each parameter is flattened and cut into equal
+memory, are sharded (ZeRO stage 1, arXiv:1910.02054): each parameter is flattened and cut into equal
 slices, one per rank. An optimizer therefore sees vectors; one that looks at the shape of a matrix
-is refused. Nothing is exchanged inside a pass.
+is refused. Nothing is exchanged inside a pass, so each rank may run as many micro-batches as it
+likes. `ReplicatedEngine` keeps the whole state on every rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils.checkpoint.pieces import FlatSlice, Part
-from verl.utils.collectives import all_reduce_
-from verl.workers.engine.optimizer import MasterOptimizer
-from verl.workers.engine.ranks import (
-    RanksEngine,
+from verl.utils.distributed import all_reduce_
+from verl.workers.engine.optimizer import MasterOptimizer, StepResult
+from verl.workers.engine.registry import MODEL_TYPES, EngineRegistry
+from verl.workers.engine.sharding import (
+    RankGroups,
     as_on_first_rank,
     clip_over_ranks,
     in_buckets,
     refuse_shape_dependent,
 )
+from verl.workers.engine.spec import EngineSpec
+from verl.workers.engine.stepping import SteppingEngine
 
 
-class Zero1Engine(RanksEngine):
-    """One of several ranks with a replica of the model each."""
+class WholeModelEngine(SteppingEngine):
+    """One of several ranks that hold the whole model each; all start with the first rank's."""
 
-    def initialize(self) -> None:
-        # Before the optimizer copies them: its masters must be those of the first rank too.
-        self._build_model = partial(as_on_first_rank, self._build_model, self.group)
-        super().initialize()
+    def __init__(
+        self,
+        *arguments: Any,
+        group: dist.ProcessGroup | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        """`group` has all ranks that train this model, `sequence_group` those that split the tokens
+        of the same rows (`RankGroups`)."""
+        super().__init__(*arguments, ranks=RankGroups(group, sequence_group), **options)
 
-    def _build_optimizer(self, config: FSDPOptimizerConfig) -> MasterOptimizer:
+    @classmethod
+    def from_spec(cls, spec: EngineSpec) -> "WholeModelEngine":
+        return cls(
+            partial(spec.load_module, spec.dtype, spec.device),
+            spec.optimizer,
+            memory=spec.memory(whole_weights=True),
+            group=spec.group,
+            sequence_group=spec.sequence_group,
+            **spec.options(),
+        )
+
+    def load_module(self) -> PreTrainedModel:
+        assert self.ranks is not None
+        return as_on_first_rank(self._build_model, self.ranks.all)
+
+
+@EngineRegistry.register(model_type=MODEL_TYPES, backend="zero1")
+class Zero1Engine(WholeModelEngine):
+    """Ranks that shard the optimizer's state."""
+
+    def build_optimizer(self, config: FSDPOptimizerConfig) -> MasterOptimizer:
+        assert self.ranks is not None
         return SlicedOptimizer(
             self.module.named_parameters(),
             config,
-            group=self.group,
-            offload=self._memory.optimizer_offload,
+            group=self.ranks.all,
+            offload=self.memory.optimizer_offload,
         )
+
+
+@EngineRegistry.register(model_type=MODEL_TYPES, backend="replicated")
+class ReplicatedEngine(WholeModelEngine):
+    """Ranks that all keep the whole optimizer's state and make the same step.
+
+    All ranks are equal, so any of them can write a checkpoint that a single rank could have
+    written.
+    """
+
+    def build_optimizer(self, config: FSDPOptimizerConfig) -> MasterOptimizer:
+        return MasterOptimizer(
+            self.module.named_parameters(), config, offload=self.memory.optimizer_offload
+        )
+
+    def optimizer_step(self) -> StepResult:
+        assert self.ranks is not None
+        sum_gradients(self.require_optimizer().parameters, self.ranks.all)
+        return super().optimizer_step()
 
 
 class SlicedOptimizer(MasterOptimizer):
@@ -144,3 +196,18 @@ class SlicedOptimizer(MasterOptimizer):
         else:
             dist.all_gather_into_tensor(table.view(-1), row, group=self._group)
         return table
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace every gradient by its sum over the ranks, in fp32; one that is missing counts as 0.
+
+    A gradient that is not finite on one rank is so on all, and all leave the step out.
+    """
+    for names in in_buckets(parameters):
+        bucket = [parameters[name] for name in names]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+        summed = all_reduce_(flat, group=group).split([p.numel() for p in bucket])
+        for parameter, gradient in zip(bucket, summed, strict=True):
+            parameter.grad = gradient.view_as(parameter).to(parameter.dtype)

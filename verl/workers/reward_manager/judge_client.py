@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from verl.utils import environment
 from verl.utils.import_utils import require
-from verl.utils.printable import printable
+from verl.utils.py_functional import printable
 
 WORTH_ANOTHER_TRY = (408, 425, 429)
 CHUNK_BYTES = 1 << 16

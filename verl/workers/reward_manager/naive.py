@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.utils.printable import printable
+from verl.utils.py_functional import printable
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_manager.grading import DEFAULT_TIMEOUT_SECONDS, PerResponseManager

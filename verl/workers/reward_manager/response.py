@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.utils.kept_tokens import kept_tokens
+from verl.utils.torch_functional import kept_tokens
 
 
 @dataclass(frozen=True)

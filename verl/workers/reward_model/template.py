@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.dataset.prompts import encode_prompt, holds_special_tokens, render
-from verl.utils.dataset.special_text import shield
+from verl.utils.dataset.prompts import encode_prompt, holds_special_tokens, render, shield
 
 Prompt = str | Sequence[Mapping[str, Any]]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.reward import FSDPRewardModelConfig
-from verl.models.reward_head import load_reward_model
+from verl.models.value import load_reward_model
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import (
     Dispatch,
@@ -26,15 +26,16 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
-from verl.utils.kept_tokens import kept_tokens
 from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_functional import kept_tokens
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.spec import compute_dtype
 from verl.workers.reward_manager.abstract import scores_on_last_token
 from verl.workers.reward_model.scores import cut, sequence_scores
 from verl.workers.reward_model.template import RewardTemplate
-from verl.workers.roles.building import compute_dtype, micro_batching
-from verl.workers.roles.rank import RankWorker
+from verl.workers.roles.worker import RankWorker
+from verl.workers.schedule import MicroBatching
 
 MESH = "reward"
 
@@ -52,12 +53,12 @@ class RewardModelWorker(RankWorker):
         super().__init__()
         self.config = config
         self.device = device or get_device_name()
-        self.take_part_in(MESH, ranks_per_sequence=1)
+        self.register_mesh(MESH, ranks_per_sequence=1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model, and the tokenizers where texts are to be written anew."""
-        self.join_ranks(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
+        self.init_process_group(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
         model = self.config.model
         import_external_libs(model.external_lib)
         build_model = partial(
@@ -110,7 +111,7 @@ class RewardModelWorker(RankWorker):
 
     def _scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         config = self.config
-        cut_into = micro_batching(
+        cut_into = MicroBatching.of(
             by_tokens=config.use_dynamic_bsz,
             tokens=config.forward_max_token_len_per_gpu,
             rows=config.micro_batch_size_per_gpu,

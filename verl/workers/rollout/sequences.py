@@ -14,8 +14,8 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.utils.dataset.prompts import encode_prompt
-from verl.utils.kept_tokens import kept_tokens
 from verl.utils.model import compute_position_id_with_mask
+from verl.utils.torch_functional import kept_tokens
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 
 SEED_COLUMN = "sampling_seed"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.models.lora import has_lora
 from verl.utils.scramble import uniform
-from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.base import BaseEngine
 from verl.workers.rollout.base import TokenOutput
 from verl.workers.rollout.sequences import padded_sequences
 
@@ -74,9 +74,7 @@ class LocalPolicy(TrainedPolicy):
     reads all weights, since a whole tensor may be put together from all ranks.
     """
 
-    def __init__(
-        self, engine: OneDeviceEngine, update: Callable[[NamedTensors, int], object]
-    ) -> None:
+    def __init__(self, engine: BaseEngine, update: Callable[[NamedTensors, int], object]) -> None:
         self._engine = engine
         self._update = update
 
@@ -107,7 +105,7 @@ class LocalPolicy(TrainedPolicy):
 
 
 def log_probs_of(
-    engine: OneDeviceEngine, answers: Sequence[Answer], *, temperature: float
+    engine: BaseEngine, answers: Sequence[Answer], *, temperature: float
 ) -> list[Tensor]:
     """What training gives for the tokens of each answer, in fp32 on the CPU."""
     prompts = [list(answer.prompt_ids) for answer in answers]

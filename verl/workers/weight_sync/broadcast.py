@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.utils.collectives import Group, collective_device
+from verl.utils.distributed import Group, collective_device
 from verl.workers.weight_sync.bucket import Bucket, Published, empty_payload
 from verl.workers.weight_sync.channel import ReceivingChannel, SendingChannel
 

@@ -1,6 +1,6 @@
 import pytest
 
-from verl.utils.reward_score.math_grader.extract import final_answer, last_boxed, unboxed
+from verl.utils.reward_score.math_grader.grade import final_answer, last_boxed, unboxed
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ from fractions import Fraction
 import pytest
 
 from verl.utils.reward_score.math_grader.evaluate import Evaluator
-from verl.utils.reward_score.math_grader.lexer import tokenize
-from verl.utils.reward_score.math_grader.limits import TooLarge, Undecided, Undefined, Work
-from verl.utils.reward_score.math_grader.literals import simple_number
-from verl.utils.reward_score.math_grader.nodes import Number
+from verl.utils.reward_score.math_grader.lexer import simple_number, tokenize
+from verl.utils.reward_score.math_grader.nodes import Number, TooLarge, Undecided, Undefined, Work
 from verl.utils.reward_score.math_grader.parser import parse
 from verl.utils.reward_score.math_grader.reals import Interval, RealArithmetic
 

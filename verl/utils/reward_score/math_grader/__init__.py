@@ -6,12 +6,18 @@
 
 Answers are parsed into exact trees (`lexer`, `parser`) and compared by exact rational arithmetic,
 then by intervals of rising precision at chosen points (`evaluate`, `equality`, `compare`). No text
-is ever run as code, and every grade stays within fixed limits (`limits`). Finding the answer in a
-response is `extract`; docs/graders.md has the grammar and the rules.
+is ever run as code, and every grade stays within fixed limits (`nodes`). Finding the answer in a
+response is `final_answer`; docs/graders.md has the grammar and the rules.
 """
 
-from verl.utils.reward_score.math_grader.extract import final_answer, last_boxed
-from verl.utils.reward_score.math_grader.grade import grade
-from verl.utils.reward_score.math_grader.verdict import Abstain, Correct, Verdict, Wrong
+from verl.utils.reward_score.math_grader.grade import (
+    Abstain,
+    Correct,
+    Verdict,
+    Wrong,
+    final_answer,
+    grade,
+    last_boxed,
+)
 
 __all__ = ["Abstain", "Correct", "Verdict", "Wrong", "final_answer", "grade", "last_boxed"]

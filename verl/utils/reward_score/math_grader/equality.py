@@ -12,14 +12,16 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 from verl.utils.reward_score.math_grader.evaluate import Complex, Evaluator, Value
-from verl.utils.reward_score.math_grader.limits import (
+from verl.utils.reward_score.math_grader.nodes import (
+    Node,
+    Number,
     TooLarge,
     Undecided,
     Undefined,
     Unsupported,
     Work,
+    symbols,
 )
-from verl.utils.reward_score.math_grader.nodes import Node, Number, symbols
 from verl.utils.reward_score.math_grader.reals import ZERO
 
 PRECISIONS = (30, 100)

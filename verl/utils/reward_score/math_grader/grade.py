@@ -1,26 +1,32 @@
-"""`grade`: is this answer the gold answer?
+"""`grade`: is this answer the gold answer? And `final_answer`: which is the answer in a response.
 
-Plain numbers are compared at once. Otherwise both texts are parsed and compared; what cannot be
-read or computed within the limits gives `Abstain`, unless the fault is the answer's own. Nothing
-here keeps state, waits, or uses signals, so the verdict is the same from any thread or process.
+Plain numbers are compared at once. Otherwise both texts are parsed and compared. `Wrong` means the
+answer was shown not to be the gold answer (or is not mathematics at all). `Abstain` means that
+nothing was shown: the text lies outside the grammar or the work outside the limits; a reward
+function reports it as None, which takes the response out of training. Nothing here keeps state,
+waits, or uses signals, so the verdict is the same from any thread or process.
+
+The answer is in the last box, \\boxed{...}; a response without one may say "answer: ..." or "the
+answer is ...". Finding it takes time linear in the length of the response: searches for fixed
+strings and one bounded scan, no backtracking.
 """
 
 import re
+from dataclasses import dataclass
 
 from verl.utils.reward_score.math_grader.compare import Comparison
 from verl.utils.reward_score.math_grader.equality import Equality
-from verl.utils.reward_score.math_grader.extract import last_boxed, unboxed
-from verl.utils.reward_score.math_grader.lexer import tokenize
-from verl.utils.reward_score.math_grader.limits import (
+from verl.utils.reward_score.math_grader.lexer import simple_number, tokenize
+from verl.utils.reward_score.math_grader.nodes import (
     MAX_CHARACTERS,
+    Call,
     GradingStopped,
     Malformed,
+    Node,
     Work,
+    walk,
 )
-from verl.utils.reward_score.math_grader.literals import simple_number
-from verl.utils.reward_score.math_grader.nodes import Call, Node, walk
 from verl.utils.reward_score.math_grader.parser import parse
-from verl.utils.reward_score.math_grader.verdict import Abstain, Correct, Verdict, Wrong
 
 _LOOSE_SPACE = re.compile(r"(?<![0-9A-Za-z\\])\s+|(?<!\\)\s+(?![0-9A-Za-z])")
 _FINAL_STOP = re.compile(r"(?<!\\)[.,;:]{1,9}$")
@@ -28,6 +34,28 @@ _DIGIT_GROUP = re.compile(r"[0-9][, ][0-9]{3}")
 _LETTER = r"(?:\\(?:text[a-z]{0,6}|math[a-z]{2})\s?\{\s?)?\(?([A-J])"
 _LONE_LETTER = re.compile(_LETTER + r"[).:}\s]{0,4}")
 _LETTER_CHOICE = re.compile(_LETTER + r"(?:[).:}]|$)")
+
+
+@dataclass(frozen=True)
+class Correct:
+    """The answer is the gold answer, perhaps written differently."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The answer is something else; `reason` says how that was seen."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Abstain:
+    """The grader cannot tell; `reason` says what it could not read or work out."""
+
+    reason: str
+
+
+Verdict = Correct | Wrong | Abstain
 
 
 def grade(answer: str, gold: str) -> Verdict:
@@ -107,3 +135,60 @@ def _has_plain_log(tree: Node) -> bool:
         isinstance(part, Call) and part.function == "log" and len(part.arguments) == 1
         for part in walk(tree)
     )
+
+
+MAX_BOX_CHARACTERS = 10_000
+"""A box that is not closed within this many characters holds no answer."""
+
+
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_MARKERS = ("answer is", "answer:", "answer :")
+
+
+def last_boxed(text: str) -> str | None:
+    """The last \\boxed{...} or \\fbox{...}, command included; None if there is none, or it is open.
+
+    Also the old form without braces, \\boxed 5, up to the next dollar sign or line.
+    """
+    start = text.rfind("\\boxed")
+    if start < 0:
+        start = text.rfind("\\fbox")
+    if start < 0:
+        return None
+    window = text[start : start + MAX_BOX_CHARACTERS]
+    opening = window.find("{")
+    if opening < 0 or window[:opening].strip() not in ("\\boxed", "\\fbox"):
+        bare = re.match(r"\\(?:boxed|fbox) ([^$\n]*)", window)
+        return bare.group() if bare else None
+    depth = 0
+    for match in _BRACE.finditer(window, opening):
+        depth += (match.group() == "{") - (match.group() == "}")
+        if depth == 0:
+            return window[: match.end()]
+    return None
+
+
+def unboxed(box: str) -> str:
+    """What is inside a box that `last_boxed` returned."""
+    command, brace, content = box.partition("{")
+    if brace and command.strip() in ("\\boxed", "\\fbox") and content.endswith("}"):
+        return content[:-1]
+    for command in ("\\boxed ", "\\fbox "):
+        if box.startswith(command):
+            return box.removeprefix(command)
+    raise ValueError(f"{box[:80]!r} is not a box; it should look like \\boxed{{...}}")
+
+
+def final_answer(text: str) -> str | None:
+    """The answer of a response: its last box, else the line after its last "answer is"."""
+    box = last_boxed(text)
+    if box is not None:
+        return unboxed(box)
+    if "\\boxed" in text:
+        return None  # a box that was never closed: the response was cut off inside its answer
+    lowered = text.lower()
+    end = max(lowered.rfind(marker) + len(marker) * (marker in lowered) for marker in _MARKERS)
+    if end < 1 or len(lowered) != len(text):
+        return None
+    line = text[end : end + MAX_BOX_CHARACTERS].lstrip().partition("\n")[0]
+    return line.lstrip(": ").strip() or None

@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 
-from verl.utils.reward_score.math_grader import units, vocabulary
-from verl.utils.reward_score.math_grader.lexer import Token
-from verl.utils.reward_score.math_grader.limits import (
-    MAX_DEPTH,
-    Malformed,
-    TooLarge,
-    Unsupported,
+from verl.utils.reward_score.math_grader.lexer import (
+    APPROXIMATELY,
+    Token,
+    based_number,
+    canonical,
+    number,
 )
-from verl.utils.reward_score.math_grader.literals import based_number, number
 from verl.utils.reward_score.math_grader.nodes import (
+    MAX_DEPTH,
     Call,
     Constant,
     Degree,
     Group,
     Inverse,
     Listing,
+    Malformed,
     Matrix,
     MinusPlus,
     Negate,
@@ -43,7 +43,9 @@ from verl.utils.reward_score.math_grader.nodes import (
     SetOf,
     Sum,
     Symbol,
+    TooLarge,
     Union,
+    Unsupported,
     Words,
 )
 
@@ -141,7 +143,7 @@ class _Parser:
     def _relation(self) -> Node:
         members: list[Node] = []
         operators: list[str] = []
-        is_rounded = self.peek() == "word" and self.token.text in vocabulary.APPROXIMATELY
+        is_rounded = self.peek() == "word" and self.token.text in APPROXIMATELY
         if is_rounded or self.peek() == "~=":
             self._take()
             members.append(Words(""))
@@ -162,7 +164,7 @@ class _Parser:
                 raise Unsupported("a ratio of more than two numbers")
         if self.peek() != "word":
             return node
-        unit = units.canonical(self._phrase(_PART_OF_UNIT))
+        unit = canonical(self._phrase(_PART_OF_UNIT))
         if unit in ("percent", "degree"):
             return Percent(node) if unit == "percent" else Degree(node)
         return Quantity(node, unit) if unit else node

@@ -23,7 +23,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from verl.utils.reward_score.math_grader.limits import (
+from verl.utils.reward_score.math_grader.nodes import (
     MAX_BITS,
     TooLarge,
     Undecided,

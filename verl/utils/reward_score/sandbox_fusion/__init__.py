@@ -16,7 +16,7 @@ from verl.utils.reward_score.code_tests import (
     read_cases,
     score_of,
 )
-from verl.utils.reward_score.sandbox_fusion.service import DEFAULT_MEMORY_MB, RemoteTests, Semaphore
+from verl.utils.reward_score.sandbox_fusion.utils import DEFAULT_MEMORY_MB, RemoteTests, Semaphore
 from verl.utils.sandbox import SandboxError
 
 

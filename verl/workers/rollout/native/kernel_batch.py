@@ -20,8 +20,7 @@ from verl.models.head import OutputHead, raw_logits
 from verl.models.kernels.filters import Filters, Repetition
 from verl.models.kernels.row_steps import StepBlock, StepRows, end_step
 from verl.models.kernels.sampling import draw_tokens
-from verl.utils.device import without_waiting
-from verl.utils.garbage import collect_seldom
+from verl.utils.device import collect_seldom, without_waiting
 from verl.workers.rollout.native.cache_size import CacheSize
 from verl.workers.rollout.native.kv_cache import KeysAndValues, KVCache
 from verl.workers.rollout.native.lockstep import as_on_first_rank

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.utils.collectives import all_reduce_
+from verl.utils.distributed import all_reduce_
 
 
 def smallest_of_all(number: int, group: dist.ProcessGroup | None) -> int:

@@ -1,0 +1,234 @@
+"""Programs that run inside a sandbox next to a solution, to call its functions or to judge it.
+
+Code in the same process as the solution can be altered by it, so nothing there is trusted: such
+programs only carry arguments in and a value out. What the solution prints meanwhile goes to
+standard error.
+
+Statements about a solution are judged outside its process: two programs for two sandboxes, joined
+by pipes. `serving_program` has the solution and answers calls; `judge_program` has the statements,
+and stand-ins for what they do not define themselves. Only plain data crosses.
+"""
+
+LOAD_SOLUTION = '''
+import os, sys
+_answers = os.dup(1)
+os.dup2(2, 1)
+_names = {"__name__": "solution"}
+exec(
+    """from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+import bisect, collections, functools, heapq, itertools, math, random, re, string, sys""",
+    _names,
+)
+exec(compile(SOLUTION, "solution.py", "exec"), _names)
+'''
+
+_CALL_FUNCTION = """
+import json
+
+def _find(name):
+    if name in _names:
+        return _names[name]
+    return getattr(_names["Solution"](), name)
+
+def _plain(value):
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value)
+
+_arguments = [json.loads(line) for line in sys.stdin.read().splitlines() if line.strip()]
+_answer = json.dumps(_find(FUNCTION)(*_arguments), default=_plain).encode()
+while _answer:
+    _answer = _answer[os.write(_answers, _answer):]
+"""
+
+
+def function_program(solution: str, function: str) -> str:
+    """Calls `function`, or the method of `Solution`, with one JSON argument per line of standard
+    input, and writes its value as JSON. Common modules are imported for the solution."""
+    return f"SOLUTION = {solution!r}\nFUNCTION = {function!r}\n{LOAD_SOLUTION}{_CALL_FUNCTION}"
+
+
+def asserting_program(solution: str, assertion: str, password: str) -> str:
+    """The solution and a statement about it in one process, for services that can do no better.
+
+    It prints `password` at the end: leaving early is not enough to pass. A solution that reads its
+    own source can forge this; the pair in `judge.py` cannot be forged.
+    """
+    return f"{solution}\n\n{assertion}\n\nprint({password!r})\n"
+
+
+# Plain data as JSON: scalars as they are, anything else as [kind, ...]. What is no data is kept
+# where it is, and crosses as ["handle", number].
+_CODEC = """
+import json
+
+def encode(value, keep):
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    for kind, types in (("list", list), ("tuple", tuple), ("set", (set, frozenset))):
+        if isinstance(value, types):
+            return [kind, [encode(entry, keep) for entry in value]]
+    if isinstance(value, dict):
+        return ["dict", [[encode(k, keep), encode(v, keep)] for k, v in value.items()]]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", value.hex()]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if type(value).__module__ == "numpy":
+        return encode(value.tolist(), keep)
+    return ["handle", keep(value)]
+
+def decode(tree, find):
+    if not isinstance(tree, list):
+        return tree
+    kind, *rest = tree
+    if kind == "handle":
+        return find(rest[0])
+    if kind == "bytes":
+        return bytes.fromhex(rest[0])
+    if kind == "complex":
+        return complex(*rest)
+    if kind == "dict":
+        return {decode(k, find): decode(v, find) for k, v in rest[0]}
+    build = {"list": list, "tuple": tuple, "set": set}[kind]
+    return build(decode(entry, find) for entry in rest[0])
+"""
+
+_SERVE_SOLUTION = """
+_requests = os.fdopen(os.dup(0), "rb")
+_objects = []
+
+def _keep(value):
+    _objects.append(value)
+    return len(_objects) - 1
+
+def _answer(request):
+    try:
+        target = _names[request["name"]] if "name" in request else _objects[request["handle"]]
+        for attribute in request["path"]:
+            target = getattr(target, attribute)
+        if "arguments" in request:
+            arguments = decode(request["arguments"], _objects.__getitem__)
+            keywords = decode(request["keywords"], _objects.__getitem__)
+            target = target(*arguments, **keywords)
+        return {"value": encode(target, _keep)}
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)[:1000]}
+
+for _line in _requests:
+    _reply = json.dumps(_answer(json.loads(_line))).encode() + b"\\n"
+    while _reply:
+        _reply = _reply[os.write(_answers, _reply):]
+"""
+
+
+def serving_program(solution: str) -> str:
+    """Answers calls of the solution's functions, one JSON document per line, until input ends."""
+    return f"SOLUTION = {solution!r}\n{LOAD_SOLUTION}{_CODEC}{_SERVE_SOLUTION}"
+
+
+PASSED, FAILED, NOT_JUDGED = 0, 1, 3
+"""Exit codes of `judge_program`; the last means that the statement itself is at fault."""
+
+_JUDGE = '''
+import builtins, os, sys
+
+MAX_LINE = 1 << 20
+
+class Unsuitable(BaseException):
+    pass
+
+class Remote:
+    """Something that lives in the solution's process: it can be called, and its value asked for.
+    What is no data is true, and equal to itself only."""
+
+    def __init__(self, root, path=()):
+        self._root, self._path = root, path
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Remote(self._root, self._path + (name,))
+
+    def __call__(self, *arguments, **keywords):
+        request = {**self._root, "path": self._path}
+        request["arguments"] = encode(arguments, hand_over)
+        request["keywords"] = encode(keywords, hand_over)
+        return ask(request)
+
+    def __eq__(self, other):
+        value = self._value()
+        return value is other if isinstance(value, Remote) else value == other
+
+    def __bool__(self):
+        value = self._value()
+        return isinstance(value, Remote) or bool(value)
+
+    def _value(self):
+        if "handle" in self._root and not self._path:
+            return self
+        return ask({**self._root, "path": self._path})
+
+def hand_over(value):
+    if isinstance(value, Remote):
+        value = value._value()
+        if isinstance(value, Remote):
+            return value._root["handle"]
+    raise Unsuitable(f"an argument of the solution is {type(value).__name__}, which is not data")
+
+def ask(request):
+    state["requests"] += 1
+    sys.stdout.write(json.dumps(request) + "\\n")
+    sys.stdout.flush()
+    reply = json.loads(sys.stdin.buffer.readline(MAX_LINE))
+    if "error" in reply:
+        kind = vars(builtins).get(str(reply["error"]))
+        is_error = isinstance(kind, type) and issubclass(kind, Exception)
+        state["raised"] = (kind if is_error else RuntimeError)(str(reply["text"]))
+        raise state["raised"]
+    return decode(reply["value"], lambda number: Remote({"handle": int(number)}))
+
+class Names(dict):
+    """What the statement does not define, and Python neither, is the solution's."""
+
+    def __missing__(self, name):
+        if name in vars(builtins):
+            raise KeyError(name)
+        return Remote({"name": name})
+
+state = {"requests": 0, "raised": None}
+status, reason = FAILED, "it says nothing about the solution"
+try:
+    exec(compile(STATEMENT, "assertion", "exec"), Names({"__name__": "__main__"}))
+    status = PASSED
+except BaseException as error:
+    reason = f"{type(error).__name__}: {error}"
+    is_unfit = isinstance(error, (SyntaxError, ImportError, Unsuitable))
+    status = NOT_JUDGED if is_unfit and error is not state["raised"] else FAILED
+if not state["requests"]:
+    status = NOT_JUDGED
+print(reason[:1000], file=sys.stderr, flush=True)
+os._exit(status)
+'''
+
+
+def judge_program(assertion: str) -> str:
+    """Runs statements about a solution that is somewhere else: its functions are called over
+    standard output and input, and only data comes back. Objects that claim to equal everything,
+    patched builtins or an early exit therefore stay in the solution's process."""
+    constants = (
+        f"STATEMENT = {assertion!r}\n"
+        f"PASSED, FAILED, NOT_JUDGED = {PASSED}, {FAILED}, {NOT_JUDGED}\n"
+    )
+    return f"{constants}{_CODEC}{_JUDGE}"

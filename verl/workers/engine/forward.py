@@ -1,0 +1,110 @@
+"""The forward pass of a micro-batch: padded rows in, columns of their response tokens out.
+
+Rows are packed without padding, prompts shared where the engine does so. With sequence parallelism
+each rank computes its shard of the tokens. The output layer runs on response positions only.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from verl.models.forward import hidden_states, packed_layout
+from verl.models.head import OutputHead, picked_rows, sum_squared_probs, token_log_probs
+from verl.models.ulysses import SequenceShare, UlyssesLayout
+from verl.models.value import score_head
+from verl.utils.device import without_waiting
+from verl.workers.engine.base import Columns
+from verl.workers.engine.inputs import pack_rows, pack_shared_rows
+
+ROW_COLUMNS = ("input_ids", "attention_mask", "position_ids", "responses")
+
+
+def forward_rows(
+    module: PreTrainedModel,
+    rows: TensorDict,
+    *,
+    device: torch.device,
+    temperature: float,
+    is_value_model: bool,
+    prefix_sharing: bool,
+    with_sum_pi_squared: bool,
+    sequence_group: dist.ProcessGroup | None,
+) -> Columns:
+    """`log_probs` and `entropy` of the response tokens, or `values`; (B, T), 0 where there is none.
+
+    `sequence_group` has the ranks that split the tokens of these rows.
+    """
+    ids, mask, positions, responses = (rows[name] for name in ROW_COLUMNS)
+    pack = pack_shared_rows if prefix_sharing else pack_rows
+    packed = pack(ids, mask, positions, responses.shape[1]).to(device)
+    layout = packed_layout(module, packed.parts)
+    if sequence_group is not None:
+        share = SequenceShare(len(packed.input_ids), packed.sources, sequence_group)
+        packed, layout = packed.part(share), UlyssesLayout(layout, share)
+    hidden = hidden_states(module, packed.input_ids, packed.position_ids, layout)
+    sources = picked_rows(hidden, packed.sources)
+    if is_value_model:
+        return {"values": packed.unpack(score_head(module)(sources).squeeze(-1).float())}
+    head = OutputHead.of(module)
+    log_probs, entropy = token_log_probs(sources, head, packed.targets, temperature=temperature)
+    columns = {"log_probs": log_probs, "entropy": entropy}
+    if with_sum_pi_squared:
+        columns["sum_pi_squared"] = sum_squared_probs(sources, head, temperature=temperature)
+    return {name: packed.unpack(values) for name, values in columns.items()}
+
+
+def rows_on_host(data: TensorDict) -> TensorDict:
+    """The batch with the columns that packing reads in CPU memory.
+
+    On a device every micro-batch would wait for the one before it, only to read its row lengths. A
+    batch with a device of its own would move them back.
+    """
+    on_host: Any = {name: data[name].cpu() for name in ROW_COLUMNS}
+    return data.copy().clear_device_().update(on_host)
+
+
+def rows_on_device(rows: TensorDict, device: torch.device) -> TensorDict:
+    """All columns on the device, without waiting for it."""
+    columns: Any = {name: without_waiting(rows[name], device) for name in rows.keys()}  # noqa: SIM118
+    return TensorDict(columns, batch_size=rows.batch_size)
+
+
+def take_rows(data: TensorDict, rows: list[int]) -> TensorDict:
+    """The rows of a micro-batch, without waiting for the device; an empty micro-batch has one row
+    of a single token, which no loss counts."""
+    if rows:
+        index = torch.tensor(rows)
+        columns: Any = {
+            name: data[name][without_waiting(index, data[name].device)]
+            for name in data.keys()  # noqa: SIM118
+        }
+        return TensorDict(columns, batch_size=len(rows))
+    blank = {
+        name: torch.zeros(1, *column.shape[1:], dtype=column.dtype, device=column.device)
+        for name, column in data.items()
+    }
+    blank["attention_mask"][:, 0] = 1
+    return TensorDict(blank, batch_size=1)
+
+
+def put_rows(columns: Columns, outputs: Columns, rows: list[int], num_rows: int) -> None:
+    """Write the outputs of a micro-batch into the columns of the whole batch, without waiting."""
+    for name, part in outputs.items():
+        if name not in columns:
+            columns[name] = part.new_zeros(num_rows, *part.shape[1:])
+        index = without_waiting(torch.tensor(rows, dtype=torch.long), part.device)
+        columns[name].index_copy_(0, index, part[: len(rows)])  # an empty one has a blank row
+
+
+def row_lengths(data: TensorDict) -> list[int]:
+    """Tokens of each row."""
+    return data["attention_mask"].sum(1).tolist()
+
+
+def sum_of_columns(columns: Columns, rows: TensorDict) -> tuple[Tensor, dict[str, Any]]:
+    """A loss of every output, for passes whose gradient is thrown away."""
+    return torch.stack([column.sum() for column in columns.values()]).sum(), {}

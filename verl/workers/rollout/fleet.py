@@ -1,0 +1,438 @@
+"""Many engines as one: load balancing, sticky sessions, loss, restart and retry.
+
+    submit --> engine with the fewest outstanding tokens --> Future of all samples
+                 |  (or the one that holds the beginning of the prompt, if it is about as free)
+                 +-- EngineLostError --> out of service; `recover` runs on a thread, one engine
+                 |                       at a time; the request is retried on any other engine
+                 +-- no engine left ---> the request is held until one is back, or none can be
+
+Agent loops, the server and batch generation share this class. It may be called from any thread and
+any event loop: a lock guards the bookkeeping and is never held while an engine is called. A retried
+sample has the seed it had before; one that was reported through `on_end` is reported once.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from verl.workers.rollout.base import (
+    EngineLostError,
+    GenerationRequest,
+    Rollout,
+    StreamingRollout,
+    TokenDelta,
+    TokenOutput,
+)
+
+Recover = Callable[[Rollout], None]
+"""Restarts a lost engine with the current weights; returns when it can serve."""
+
+OnEnd = Callable[[int, TokenOutput], None]
+"""Called with the index and the output of each sample as it ends, on the engine's thread."""
+
+MAX_ATTEMPTS = 3
+MAX_STICKY = 10_000
+WAKE_SECONDS = 10.0
+PREFIX_TOKENS = 64
+"""Requests without a session that share so many first tokens prefer one engine."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One engine and its load."""
+
+    index: int
+    engine: Rollout
+    outstanding: int = 0
+    """Tokens of its requests, prompt and response, that may still have to be computed."""
+
+    num_running: int = 0
+    num_requests: int = 0
+    num_losses: int = 0
+    num_unproductive_restarts: int = 0
+    """Restarts since it last finished a request."""
+
+    is_lost: bool = False
+    failure: BaseException | None = None
+    """Why it stays lost; None while it is in service or being recovered."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One submitted request, on its way through as many attempts as it takes."""
+
+    request: GenerationRequest
+    on_end: OnEnd | None
+    future: "Future[list[TokenOutput]]" = field(default_factory=Future)
+    num_attempts: int = 0
+    ended: dict[int, TokenOutput] = field(default_factory=dict)
+    slot: Slot | None = None
+    """The engine that works on it."""
+
+    outputs: "Future[list[TokenOutput]] | None" = None
+    """What that engine will give."""
+
+    num_losses: int = 0  # of the slot, when the request was given to it
+    outstanding: int = 0
+
+
+class Fleet:
+    """Continues prompts on `engines`.
+
+    `recover` restarts a lost engine; without it, and after `max_restarts` restarts in a row between
+    which no request was finished, an engine stays out of service. A request is given to an engine
+    at most `max_attempts` times. Keeping keys and values for the next turn of a session costs a
+    copy per response, so engines are told of sessions from the first second turn on, or from the
+    start with `keep_sessions`.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Rollout],
+        *,
+        recover: Recover | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
+        max_restarts: int | None = None,
+        max_sticky: int = MAX_STICKY,
+        keep_sessions: bool = False,
+    ) -> None:
+        if not engines:
+            raise ValueError("a fleet needs at least one rollout engine")
+        self.slots = [Slot(index, engine) for index, engine in enumerate(engines)]
+        self.num_redispatched = 0  # samples
+        self.num_restarts = 0
+        self._recover = recover
+        self._max_attempts = max_attempts
+        self._max_restarts = max_restarts
+        self._max_sticky = max_sticky
+        self._keep_sessions = keep_sessions
+        self._lock = threading.Condition()
+        self._is_paused = False
+        self._held: deque[Job] = deque()  # while paused, or while every engine is being recovered
+        self._engine_of: OrderedDict[Hashable, int] = OrderedDict()  # session or prefix -> engine
+        self._lost: deque[Slot] = deque()  # waiting for recovery
+        self._recovery: threading.Thread | None = None
+
+    @property
+    def engines(self) -> list[Rollout]:
+        return [slot.engine for slot in self.slots]
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Tokens that each engine may still have to compute."""
+        return [slot.outstanding for slot in self.slots]
+
+    def engine_of(self, session_id: str) -> int | None:
+        """Index of the engine that served the session last."""
+        return self._engine_of.get(session_id)
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def submit(
+        self, request: GenerationRequest, on_end: OnEnd | None = None
+    ) -> "Future[list[TokenOutput]]":
+        """Continue a prompt; cancelling the future aborts the request on its engine."""
+        job = Job(request, on_end)
+        job.future.add_done_callback(lambda future: self._abort_cancelled(job))
+        self._dispatch(job)
+        return job.future
+
+    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
+        return await asyncio.wrap_future(self.submit(request))
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Yield tokens as they come. EngineLostError if no engine is in service, or if the engine
+        is lost after the first tokens; before them, the request is retried."""
+        job = Job(request, None)
+        while True:
+            if self._is_paused or not self._assign(job):
+                raise self._all_lost() or EngineLostError("no rollout engine is in service")
+            assert job.slot is not None
+            engine, has_begun = job.slot.engine, False
+            assert isinstance(engine, StreamingRollout), f"{type(engine).__name__} cannot stream"
+            try:
+                async with aclosing(engine.stream(self._sent(request))) as deltas:  # pyright: ignore[reportArgumentType]
+                    async for delta in deltas:
+                        has_begun = True
+                        self._discharge(job, len(delta.token_ids))
+                        yield delta
+                self._release(job, None)
+                return
+            except EngineLostError as error:
+                if not self._should_retry(job, error, is_retriable=not has_begun):
+                    raise
+            finally:
+                self._release(job, None, has_finished=False)
+
+    def abort(self, request_id: str) -> None:
+        """End a request with what it has."""
+        for slot in self.slots:
+            slot.engine.abort(request_id)
+
+    def close_session(self, session_id: str) -> None:
+        """Let the engine of the session drop what it keeps for it."""
+        with self._lock:
+            index = self._engine_of.pop(session_id, None)
+        if index is not None:
+            self.slots[index].engine.close_session(session_id)
+
+    # ---- all engines -----------------------------------------------------------------------------
+
+    def versions(self) -> set[int]:
+        """Policy versions of all engines; empty if an engine is lost."""
+        try:
+            return {slot.engine.policy_version for slot in self.slots}
+        except EngineLostError:
+            return set()
+
+    def pause(self, *, keep: bool) -> None:
+        """Hold new requests until `resume`. Without `keep`, wait until running ones have ended."""
+        with self._lock:
+            self._is_paused = True
+            while not keep and any(slot.num_running for slot in self.slots):
+                self._lock.wait(timeout=WAKE_SECONDS)
+
+    def resume(self) -> None:
+        with self._lock:
+            self._is_paused = False
+        self._dispatch_held()
+
+    def num_in_service(self) -> int:
+        """Number of engines that serve; an engine found dead is recovered."""
+        for slot in self.slots:
+            if not slot.is_lost and not slot.engine.is_alive():
+                self._lose(slot, slot.num_losses, EngineLostError("its process has ended"))
+        return sum(not slot.is_lost for slot in self.slots)
+
+    # ---- dispatch --------------------------------------------------------------------------------
+
+    def _dispatch(self, job: Job) -> None:
+        if job.future.cancelled():
+            return
+        with self._lock:
+            is_held = self._is_paused or not self._assign(job)
+            if is_held:
+                self._held.append(job)
+            failure = self._all_lost() if is_held and not self._is_paused else None
+        if failure is not None:
+            self._dispatch_held()  # fails it, with all others
+        if is_held:
+            return
+        assert job.slot is not None
+        try:
+            job.outputs = submit_to(
+                job.slot.engine,
+                self._sent(job.request),
+                lambda *sample: self._end_sample(job, *sample),
+            )
+        except Exception as error:
+            self._end(job, error)
+            return
+        job.outputs.add_done_callback(lambda outputs: self._end(job, error_of(outputs)))
+        self._abort_cancelled(job)
+
+    def _dispatch_held(self) -> None:
+        """Submit what was held; fail it if no engine will come back."""
+        with self._lock:
+            if self._is_paused:
+                return
+            held, self._held = self._held, deque()
+            failure = self._all_lost()
+        for job in held:
+            if failure is None:
+                self._dispatch(job)
+            elif job.future.set_running_or_notify_cancel():
+                job.future.set_exception(failure)
+
+    def _assign(self, job: Job) -> bool:
+        """Give the job to an engine; False if none is in service."""
+        request = job.request
+        session = request.session_ids[0] if request.session_ids else None
+        key = session or tuple(request.prompt_ids[:PREFIX_TOKENS])
+        with self._lock:
+            self._keep_sessions |= not job.num_attempts and session in self._engine_of
+            serving = [slot for slot in self.slots if not slot.is_lost]
+            if not serving:
+                return False
+            slot = min(serving, key=lambda slot: slot.outstanding)
+            previous = self.slots[self._engine_of.get(key, slot.index)]
+            # Computing the prompt elsewhere costs as much as waiting for so many tokens.
+            slack = len(request.prompt_ids)
+            if not previous.is_lost and previous.outstanding <= slot.outstanding + slack:
+                slot = previous
+            for name in request.session_ids or (key,):
+                self._engine_of[name] = slot.index
+                self._engine_of.move_to_end(name)
+            while len(self._engine_of) > self._max_sticky:
+                self._engine_of.popitem(last=False)
+            job.slot, job.num_losses = slot, slot.num_losses
+            job.num_attempts += 1
+            job.outstanding = len(request.prompt_ids)
+            job.outstanding += request.num_samples * request.params.max_tokens
+            slot.outstanding += job.outstanding
+            slot.num_running += 1
+            slot.num_requests += 1
+        return True
+
+    def _sent(self, request: GenerationRequest) -> GenerationRequest:
+        has_sessions = self._keep_sessions or request.session_ids is None
+        return request if has_sessions else dataclasses.replace(request, session_ids=None)
+
+    def _discharge(self, job: Job, num_tokens: int) -> None:
+        """Count tokens as computed, or as no longer to come."""
+        with self._lock:
+            num_tokens = min(num_tokens, job.outstanding)
+            job.outstanding -= num_tokens
+            if job.slot is not None:
+                job.slot.outstanding -= num_tokens
+
+    def _release(self, job: Job, error: BaseException | None, has_finished: bool = True) -> None:
+        """Take the job from its engine, once per attempt."""
+        with self._lock:
+            slot, job.slot = job.slot, None
+            if slot is None:
+                return
+            slot.outstanding -= job.outstanding
+            slot.num_running -= 1
+            if has_finished and error is None:
+                slot.num_unproductive_restarts = 0
+            self._lock.notify_all()
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def _end_sample(self, job: Job, sample: int, output: TokenOutput) -> None:
+        self._discharge(job, job.request.params.max_tokens)
+        if sample not in job.ended and not job.future.cancelled():
+            job.ended[sample] = output
+            if job.on_end is not None:
+                job.on_end(sample, output)
+
+    def _end(self, job: Job, error: BaseException | None) -> None:
+        """The engine is through with the job: resolve its future, or retry."""
+        if isinstance(error, EngineLostError) and self._should_retry(job, error):
+            self._dispatch(job)
+            return
+        self._release(job, error)
+        if not job.future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            job.future.set_exception(error)
+            return
+        assert job.outputs is not None
+        outputs = job.outputs.result(timeout=0)
+        # A sample that ended before a loss was reported then; the retry must not contradict it.
+        job.future.set_result([job.ended.get(n, output) for n, output in enumerate(outputs)])
+
+    def _should_retry(self, job: Job, error: EngineLostError, *, is_retriable: bool = True) -> bool:
+        """Take the lost engine out of service, and say whether another may have the job."""
+        slot = job.slot
+        assert slot is not None
+        self._release(job, error)
+        self._lose(slot, job.num_losses, error)
+        is_last = job.num_attempts >= self._max_attempts
+        if is_last or not is_retriable or job.future.cancelled():
+            return False
+        with self._lock:
+            self.num_redispatched += job.request.num_samples
+        return True
+
+    def _abort_cancelled(self, job: Job) -> None:
+        with self._lock:
+            slot, outputs = job.slot, job.outputs
+        if not job.future.cancelled() or slot is None or outputs is None:
+            return
+        if not outputs.cancel():
+            slot.engine.abort(job.request.request_id)
+
+    # ---- loss and recovery -----------------------------------------------------------------------
+
+    def _lose(self, slot: Slot, num_losses: int, error: EngineLostError) -> None:
+        """Take the engine out of service; `num_losses` tells whether this loss is known already."""
+        with self._lock:
+            if slot.is_lost or slot.num_losses != num_losses:
+                return
+            logger.warning("rollout engine %d is lost: %s", slot.index, error)
+            slot.is_lost = True
+            slot.num_losses += 1
+            limit = self._max_restarts
+            if self._recover is None or slot.num_unproductive_restarts == limit:
+                logger.error("rollout engine %d stays lost: %s", slot.index, error)
+                slot.failure = error
+            else:
+                self._lost.append(slot)
+                if self._recovery is None:
+                    self._recovery = threading.Thread(
+                        target=self._recover_lost, name="engine recovery", daemon=True
+                    )
+                    self._recovery.start()
+        if slot.failure is not None:
+            self._dispatch_held()
+
+    def _recover_lost(self) -> None:
+        """Recover one engine after another: all ranks may take part in each recovery."""
+        assert self._recover is not None
+        while True:
+            with self._lock:
+                if not self._lost:
+                    self._recovery = None
+                    return
+                slot = self._lost.popleft()
+                slot.num_unproductive_restarts += 1
+            failure: BaseException | None = None
+            try:
+                self._recover(slot.engine)
+            except BaseException as error:  # told to the requests that wait for the engine
+                logger.error("rollout engine %d stays lost: %s", slot.index, error)
+                failure = error
+            with self._lock:
+                slot.failure = failure
+                if failure is None:
+                    slot.is_lost = False
+                    self.num_restarts += 1
+            self._dispatch_held()
+
+    def _all_lost(self) -> EngineLostError | None:
+        """The error of those who would wait for ever."""
+        failures = [slot.failure for slot in self.slots if slot.failure is not None]
+        if len(failures) < len(self.slots):
+            return None
+        error = EngineLostError(
+            f"all {len(self.slots)} rollout engines are lost, and none could be restarted: "
+            f"{failures[0]}"
+        )
+        error.__cause__ = failures[0]
+        return error
+
+
+def error_of(outputs: "Future[list[TokenOutput]]") -> BaseException | None:
+    return CancelledError() if outputs.cancelled() else outputs.exception(timeout=0)
+
+
+def submit_to(
+    engine: Rollout, request: GenerationRequest, on_end: OnEnd
+) -> "Future[list[TokenOutput]]":
+    async def generate() -> list[TokenOutput]:
+        outputs = await engine.generate(request)
+        for sample, output in enumerate(outputs):
+            on_end(sample, output)
+        return outputs
+
+    return asyncio.run_coroutine_threadsafe(generate(), engine_loop(os.getpid()))
+
+
+@functools.cache
+def engine_loop(pid: int) -> asyncio.AbstractEventLoop:
+    """The event loop, on a thread of its own, that steps the engines of this process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="engine steps", daemon=True).start()
+    return loop
