@@ -15,13 +15,13 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from verl.protocol.trajectory import Grade, InfraError
 from verl.trainer.evaluation.responses import Task
 from verl.utils.import_utils import require
-from verl.workers.reward_manager.guarded_call import GuardedCall
-from verl.workers.reward_manager.results import Grade, InfraError
-from verl.workers.reward_manager.worker_pool import MAX_RETRIES
+from verl.workers.reward_manager.worker_pool import MAX_RETRIES, WorkerPool
 
 RewardFunction = Callable[..., Any]
 
@@ -45,13 +45,17 @@ class LocalWorkers(Workers):
         self, function: RewardFunction, *, num_workers: int, timeout_seconds: float
     ) -> None:
         self.num_workers = num_workers
-        self._call = isolated(function, num_workers, timeout_seconds)
+        self._pool = isolated(function, timeout_seconds)
+        self._threads = ThreadPoolExecutor(num_workers)
 
     async def grade(self, arguments: tuple[Any, ...]) -> Grade:
-        return await self._call({"arguments": arguments})
+        call = self._pool.call
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, call, {"arguments": arguments})
 
     def close(self) -> None:
-        self._call.close()
+        self._pool.close()
+        self._threads.shutdown()
 
 
 def grade_all(
@@ -70,14 +74,15 @@ def grade_all(
     asyncio.run(run())
 
 
-def isolated(function: RewardFunction, num_workers: int, timeout_seconds: float) -> GuardedCall:
+def isolated(function: RewardFunction, timeout_seconds: float) -> WorkerPool:
     """Call it with `{"arguments": (...)}`: they are passed by position, in a worker process."""
 
     def call(arguments: tuple[Any, ...]) -> Any:
         result = function(*arguments)
         return asyncio.run(result) if inspect.iscoroutine(result) else result
 
-    return GuardedCall(call, timeout_seconds=timeout_seconds, num_workers=num_workers, isolate=True)
+    return WorkerPool(call, timeout_seconds=timeout_seconds)
+
 
 
 START_SECONDS = 600.0
@@ -99,16 +104,16 @@ class RayWorkers(Workers):
         if not self._ray.is_initialized():
             self._ray.init(**ray_init)
         self.num_workers = num_workers or int(self._ray.cluster_resources()["CPU"])
-        self._patience_seconds = START_SECONDS + (1 + MAX_RETRIES) * timeout_seconds
+        self._timeout_seconds = START_SECONDS + (1 + MAX_RETRIES) * timeout_seconds
         actor = self._ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=MAX_RETRIES)(Grader)
         self._idle = [actor.remote(function, timeout_seconds) for _ in range(self.num_workers)]
 
     async def grade(self, arguments: tuple[Any, ...]) -> Grade:
         actor = self._idle.pop()
         try:
-            return await asyncio.wait_for(actor.grade.remote(arguments), self._patience_seconds)
+            return await asyncio.wait_for(actor.grade.remote(arguments), self._timeout_seconds)
         except asyncio.TimeoutError:
-            text = f"a Ray actor gave no answer in {self._patience_seconds} s"
+            text = f"a Ray actor gave no answer in {self._timeout_seconds} s"
             return InfraError(text, is_timeout=True)
         except self._ray.exceptions.RayError as error:
             return InfraError(f"a Ray actor failed: {error}")
@@ -124,7 +129,7 @@ class Grader:
     """What an actor runs."""
 
     def __init__(self, function: RewardFunction, timeout_seconds: float) -> None:
-        self._call = isolated(function, 1, timeout_seconds)
+        self._pool = isolated(function, timeout_seconds)
 
-    async def grade(self, arguments: tuple[Any, ...]) -> Grade:
-        return await self._call({"arguments": arguments})
+    def grade(self, arguments: tuple[Any, ...]) -> Grade:
+        return self._pool.call({"arguments": arguments})

@@ -2,8 +2,8 @@
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
-from verl.workers.reward_manager import dapo, naive, remote
-from verl.workers.reward_manager.loop_style import get_reward_manager_cls, loop_style
+from verl.workers.reward_manager import managers, prime
+from verl.workers.reward_manager.adapters import get_reward_manager_cls, loop_style
 from verl.workers.reward_manager.registry import register
 
 __all__ = [
@@ -16,6 +16,6 @@ __all__ = [
     "register",
 ]
 
-DAPORewardManager = loop_style(dapo.DAPORewardManager)
-NaiveRewardManager = loop_style(naive.NaiveRewardManager)
-RemoteRewardManager = loop_style(remote.RemoteRewardManager)
+DAPORewardManager = loop_style(managers.DAPORewardManager)
+NaiveRewardManager = loop_style(managers.NaiveRewardManager)
+RemoteRewardManager = loop_style(prime.RemoteRewardManager)
