@@ -84,7 +84,6 @@ def isolated(function: RewardFunction, timeout_seconds: float) -> WorkerPool:
     return WorkerPool(call, timeout_seconds=timeout_seconds)
 
 
-
 START_SECONDS = 600.0
 """For an actor to be placed and to import what it needs, when the cluster is busy."""
 
