@@ -5,8 +5,7 @@ from safetensors import safe_open
 
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import save_tiny_model
-from verl.models.loading import CACHE_LINE, load_causal_lm
-from verl.models.value import load_value_model
+from verl.models.loading import CACHE_LINE, load_causal_lm, load_value_model
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config.convert import to_dict
 from verl.config.generation import GenerationConfig
-from verl.utils.checkpoint.identity import compare, config_identity, dataset_identity, fingerprint
+from verl.utils.checkpoint.manifest import compare, config_identity, dataset_identity, fingerprint
 
 Identity = dict[str, dict[str, Any]]
 

@@ -49,8 +49,7 @@ from verl.trainer.ppo.validation import validate
 from verl.trainer.ppo.workers import RunWorkers, controller_of
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 from verl.utils.checkpoint.layout import CheckpointSaveError, CheckpointUploadError
-from verl.utils.dataset.rl_dataset import LearnsFromBatches
-from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
 from verl.utils.device import collecting_seldom, resolve_device
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
