@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -12,6 +13,7 @@ from verl.utils.dataset.prompts import CHATML
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
+    OnEnd,
     StreamingRollout,
     TokenDelta,
     TokenOutput,
@@ -108,10 +110,9 @@ class ScriptedRollout(StreamingRollout):
             self.lose_after = None
             raise EngineLostError("killed at 0x7f00dead in /secret/place")
 
-    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
-        raise NotImplementedError
-
-    def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
+    def submit(
+        self, request: GenerationRequest, on_end: OnEnd | None = None
+    ) -> Future[list[TokenOutput]]:
         raise NotImplementedError
 
     def abort(self, request_id: str) -> None: ...

@@ -44,7 +44,7 @@ class Flawed(NativeEngine):
 
     def __init__(self, error, fails):
         engine = native()
-        super().__init__(engine.runner.module, engine.limits, eos_token_ids=[2])
+        super().__init__(engine.core.runner.module, engine.limits, eos_token_ids=[2])
         self.error, self.fails, self.num_calls = error, fails, 0
 
     def generate_batch(self, requests):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.agent_loop.manager import GRADE_COLUMN
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch
@@ -20,7 +21,6 @@ from verl.trainer.ppo.seeds import keyed_seed
 from verl.trainer.ppo.workers import RunWorkers
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
-from verl.workers.reward_manager.results import GRADE_COLUMN, as_result
 from verl.workers.rollout.publish import Publisher
 
 
@@ -92,7 +92,7 @@ class StepBatch:
         if len(scores) == len(batch) and all(score.token_values is not None for score in scores):
             add_scores(batch, scores)
         elif len(grades) == len(batch):
-            batch.non_tensor_batch[GRADE_COLUMN] = object_array(map(as_result, grades))
+            batch.non_tensor_batch[GRADE_COLUMN] = object_array(grades)
         return batch
 
 

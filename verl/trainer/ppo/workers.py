@@ -145,18 +145,6 @@ class RunWorkers:
                 worker.stop_rollout()
         self.placer.stop()
 
-    def options_read(self) -> list[list[str]]:
-        """The options that each worker process has looked at; one in this process tells nothing
-        new."""
-        groups = (
-            self.actor_rollout_wg,
-            self.rollout_wg,
-            self.critic_wg,
-            self.ref_policy_wg,
-            self.rm_wg,
-        )
-        return [paths for group in groups if group is not None for paths in group.options_read()]
-
     def _agent_loop_manager(self) -> AgentLoopManager:
         rollout = self.config.actor_rollout_ref.rollout
         cls = AgentLoopManager

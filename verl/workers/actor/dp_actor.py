@@ -8,7 +8,7 @@ from torch import Tensor
 
 from verl.algos.aggregate import agg_loss
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_losses.preparation import is_prepared, prepare_loss
+from verl.algos.policy_losses.terms import is_prepared, prepare_loss
 from verl.algos.registry import get_policy_loss_fn
 from verl.config.actor import FSDPActorConfig
 from verl.models.lora import as_started

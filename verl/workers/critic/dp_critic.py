@@ -5,7 +5,7 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.algos.value_loss import compute_value_loss
+from verl.algos.aggregate import compute_value_loss
 from verl.config.critic import FSDPCriticConfig
 from verl.utils.device import without_waiting
 from verl.utils.metric import Metric

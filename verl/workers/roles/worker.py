@@ -64,12 +64,6 @@ class RankWorker(Worker):
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def options_read(self) -> list[str]:
-        """The options that this process has read, if reads are logged."""
-        log = vars(self.config).get("_read_log")
-        return [] if log is None else sorted(log.paths)
-
 
 class CheckpointedWorker(Worker):
     """A worker whose `init_model` sets `checkpoints`."""

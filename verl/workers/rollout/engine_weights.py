@@ -33,8 +33,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
-from verl.models.lora.files import CONFIG_FILE
-from verl.models.lora.layers import ADAPTER, is_adapter, peft_config
+from verl.models.lora import ADAPTER, CONFIG_FILE, is_adapter, peft_config
 from verl.models.tensor_parallel import load_weights
 from verl.utils.distributed import all_reduce_
 from verl.utils.fs import copy_to_local
