@@ -109,7 +109,14 @@ class ScriptedRollout(StreamingRollout):
             raise EngineLostError("killed at 0x7f00dead in /secret/place")
 
     async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
-        raise NotImplementedError
+        outputs = [TokenOutput() for _ in range(request.num_samples)]
+        async for delta in self.stream(request):
+            output = outputs[delta.sample]
+            output.token_ids += delta.token_ids
+            output.log_probs += delta.log_probs
+            output.policy_versions += delta.policy_versions
+            output.stop_reason = delta.stop_reason
+        return outputs
 
     def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
         raise NotImplementedError
