@@ -1,4 +1,8 @@
-"""What holds for every test: no bf16 crash, no spinning threads, a seed, no rank left behind."""
+"""What holds for every test: no bf16 crash, no spinning threads, a seed, no rank left behind.
+
+Under xdist the tests of a file run on one worker, and all tests on Ray run on the same one, where
+they share a cluster.
+"""
 
 import gc
 import os
@@ -10,9 +14,49 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+
+
+def is_on_ray(item: pytest.Item) -> bool:
+    return item.get_closest_marker("ray") is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    for item in items:
+        if is_on_ray(item):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+    yield
+    items.sort(key=is_on_ray)  # one after another, last in a session without xdist
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if is_on_ray(item) and (nextitem is None or not is_on_ray(nextitem)):
+        import ray
+
+        ray.shutdown()  # reward workers and others use a cluster when there is one
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadGroupScheduling
+
+    class FilesAndGroups(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return FilesAndGroups(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+def pytest_collection_finish() -> None:
+    """What imports have made lives as long as the session: the collector need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +72,12 @@ def _no_rank_left_behind() -> Iterator[None]:
     gc.collect()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> None:
+    """The one cluster of the session, with room for every group that a test starts; it ends after
+    the last test on Ray."""
+    import ray
+
+    ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")

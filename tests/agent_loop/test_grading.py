@@ -11,6 +11,8 @@ from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
 from verl.agent_loop.grading import GradedGeneration
 from verl.protocol import DataProto
+from verl.protocol.padded import Padding
+from verl.protocol.trajectory import Trajectory
 from verl.trainer.ppo.scoring import graded, score_batch
 from verl.workers.reward_manager.loop_style import RewardManagerBase
 from verl.workers.reward_manager.naive import NaiveRewardManager
@@ -182,16 +184,17 @@ def test_a_row_keeps_its_own_column_beside_trajectories_that_bring_one():
 
 def test_a_generation_that_is_given_up_hands_nothing_over():
     reward_fn = CountsBatches(tiny_tokenizer(), 0, lambda **kw: 1.0)
-    output = AgentLoopOutput(prompt_ids=[5], response_ids=[6], response_mask=[1])
 
     async def give_up():
-        follower = GradedGeneration(reward_fn, lambda outputs: pytest.fail("handed over"))
-        ending = asyncio.create_task(follower.add(0, {}, output))
-        await asyncio.sleep(0)  # it has been added, and is about to be handed over
-        follower.cancel()
-        await ending
+        grading = GradedGeneration(
+            reward_fn, Padding(prompt_length=1, response_length=1, pad_token_id=0)
+        )
+        grading.add(Trajectory(uid="a", sample=0, row={}))
+        grading.cancel()  # it was about to be handed over
+        await asyncio.sleep(0.01)
 
     asyncio.run(give_up())
+    assert not hasattr(reward_fn, "sizes")
 
 
 def test_a_manager_that_cannot_take_a_response_ends_the_generation():

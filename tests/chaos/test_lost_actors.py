@@ -15,21 +15,14 @@ from tests.trainer.test_ranks import comparable
 from verl.trainer.main_ppo import run_ppo
 from verl.utils.environment import temp_env_var
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.slow,
+    pytest.mark.timeout(500),
+]
 
 PHASES = ("generate", "update", "save")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    import ray
-
-    if ray.is_initialized():  # by the tests of another folder, which will also end it
-        yield
-        return
-    ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
 
 
 def ray_run(toy, output, changes):

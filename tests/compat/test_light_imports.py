@@ -34,6 +34,11 @@ def test_training_code_loads_no_cluster_and_no_foreign_engine():
     loaded = loaded_by(
         "verl",
         "verl.config",
+        "verl.single_controller",
+        "verl.single_controller.local",
+        "verl.single_controller.controllers",
+        "verl.utils.ray_utils",
+        "verl.utils.resource_pool_manager",
         "verl.trainer.ppo.core_algos",
         "verl.trainer.ppo.metric_utils",
         "verl.trainer.ppo.reward",

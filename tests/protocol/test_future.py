@@ -96,19 +96,16 @@ def test_a_chunk_can_be_sent_to_the_worker_that_fetches_it():
 
 
 @pytest.mark.ray
-def test_parts_may_be_ray_references():
+def test_parts_may_be_ray_references(ray_cluster):
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, configure_logging=False)
-    try:
-        data = only_tensors(100_000)
-        whole = DataProtoFuture.concat([ray.put(data[:10]), ray.put(data[10:])])
-        assert torch.equal(whole.get(timeout_seconds=60).batch["number"], torch.arange(100_000))
-        share = DataProtoFuture(lambda parts: parts[0], [ray.put(data)]).get(timeout_seconds=60)
-        share.batch["number"] += 1  # Ray maps its store read-only: writing there would crash
-        assert share.batch["number"][-1] == 100_000
-        impossible = ray.remote(resources={"a resource nobody has": 1})(lambda: None).remote()
-        with pytest.raises(TimeoutError, match="part 0 of 1"):
-            DataProtoFuture.concat([impossible]).get(timeout_seconds=0.2)
-    finally:
-        ray.shutdown()
+    data = only_tensors(100_000)
+    whole = DataProtoFuture.concat([ray.put(data[:10]), ray.put(data[10:])])
+    assert torch.equal(whole.get(timeout_seconds=60).batch["number"], torch.arange(100_000))
+    share = DataProtoFuture(lambda parts: parts[0], [ray.put(data)]).get(timeout_seconds=60)
+    share.batch["number"] += 1  # Ray maps its store read-only: writing there would crash
+    assert share.batch["number"][-1] == 100_000
+    impossible = ray.remote(resources={"a resource nobody has": 1})(lambda: None).remote()
+    with pytest.raises(TimeoutError, match="part 0 of 1"):
+        DataProtoFuture.concat([impossible]).get(timeout_seconds=0.2)
+    ray.cancel(impossible)

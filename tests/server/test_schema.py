@@ -28,12 +28,17 @@ def talking() -> Iterator[RunningServer]:
         assert server.service.admission.num_running == 0
 
 
-def faults_and_cases(server: RunningServer, max_examples: int) -> tuple[list[str], int]:
+def faults_and_cases(
+    server: RunningServer, max_examples: int, *, with_boundary_cases: bool = True
+) -> tuple[list[str], int]:
     """What schemathesis finds with its boundary cases and so many random ones for each route."""
     settings = {
         "headers": {"Authorization": f"Bearer {TOKEN}"},
         "generation": {"max-examples": max_examples, "deterministic": True, "database": "none"},
-        "phases": {"stateful": {"enabled": False}},
+        "phases": {
+            "stateful": {"enabled": False},
+            "coverage": {"enabled": with_boundary_cases},
+        },
         "request-timeout": 20.0,
     }
     config = schemathesis.Config.from_dict(settings)
@@ -59,6 +64,13 @@ def fault_text(check: Any) -> str:
     return f"{check.name}: {found.failure.message}; {found.code_sample}"
 
 
+def test_forty_requests_find_no_violation(talking):
+    faults, num_cases = faults_and_cases(talking, max_examples=12, with_boundary_cases=False)
+    assert not faults, "\n\n".join(faults)
+    assert num_cases >= 40
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_few_hundred_requests_find_no_violation(talking):
     faults, num_cases = faults_and_cases(talking, max_examples=12)

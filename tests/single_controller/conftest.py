@@ -74,18 +74,6 @@ SINGLE_RANKS = [
 
 
 @pytest.fixture(scope="package")
-def ray_cluster() -> Iterator[None]:
-    import ray
-
-    if ray.is_initialized():  # by the tests of another folder, which will also end it
-        yield
-        return
-    ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="package")
 def ray_pool(ray_cluster):
     from verl.single_controller.ray import RayResourcePool
 

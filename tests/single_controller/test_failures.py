@@ -16,7 +16,7 @@ from verl.single_controller import (
     WorkerTimeout,
 )
 from verl.single_controller.base import answers
-from verl.single_controller.local import LocalWorkerGroup
+from verl.single_controller.local import LocalWorkerGroup, process_backend
 
 
 @pytest.fixture
@@ -51,13 +51,19 @@ def test_the_first_failure_is_told_first_and_the_others_in_brief(calculators):
     assert "then also:" in text
 
 
-def test_a_failure_is_reported_while_other_ranks_are_busy(calculators, stopwatch):
+@pytest.fixture
+def impatient(monkeypatch):
+    """A failure waits only a moment for others."""
+    monkeypatch.setattr(answers, "AFTER_EXCEPTION_SECONDS", 0.2)
+
+
+def test_a_failure_is_reported_while_other_ranks_are_busy(calculators, stopwatch, impatient):
     if calculators.world_size == 1:
         pytest.skip("needs a second rank")
-    busy = calculators.execute_rank_zero_async("sleep_on", {0}, 4)
+    busy = calculators.execute_rank_zero_async("sleep_on", {0}, 1.5)
     with pytest.raises(WorkerError, match="no answer yet from rank 0"):
         calculators.raise_on([1])
-    assert stopwatch() < 3.8
+    assert stopwatch() < 1.4
     calculators.resolve(busy)
 
 
@@ -69,8 +75,8 @@ def test_an_exception_that_cannot_travel_is_told_as_text(calculators):
 def test_a_hanging_rank_is_named_with_its_stack_at_the_deadline(calculators, stopwatch):
     last = calculators.world_size - 1
     with pytest.raises(WorkerTimeout) as caught:
-        calculators.with_deadline(0.5).sleep_on([last], 2.5)
-    assert 0.4 < stopwatch() < 2.4
+        calculators.with_deadline(0.5).sleep_on([last], 1.5)
+    assert 0.4 < stopwatch() < 1.4
     error = caught.value
     assert (error.method, error.ranks) == ("sleep_on", (last,))
     assert "no answer within 0.5 s" in str(error)
@@ -96,7 +102,10 @@ def test_an_argument_that_failed_fails_the_call(calculators):
         calculators.execute_all_sync("pass_through", references)
 
 
-def test_a_killed_rank_is_told_at_once_while_the_others_hang(pair_launcher, stopwatch, caplog):
+def test_a_killed_rank_is_told_at_once_while_the_others_hang(
+    pair_launcher, stopwatch, caplog, monkeypatch
+):
+    monkeypatch.setattr(process_backend, "STOP_SECONDS", 0.5)
     group = pair_launcher.start(Calculator)
     pids = group.where()
     group.start_worker_aliveness_check(every_n_seconds=0.1)
@@ -131,7 +140,7 @@ def test_a_stopped_rank_is_found_long_before_the_deadline(calculators, stopwatch
     pids = calculators.where()
     if os.getpid() in pids:
         pytest.skip("the driver itself would stop")
-    monkeypatch.setattr(calculators._backend, "probe_seconds", 0.7)
+    monkeypatch.setattr(calculators._backend, "probe_seconds", 0.3)
     os.kill(pids[1], signal.SIGSTOP)
     try:
         with pytest.raises(WorkerTimeout) as caught:
@@ -163,15 +172,15 @@ def test_a_group_in_this_process_can_be_shut_down_too():
         group.add(1)
 
 
-def test_a_future_reports_the_first_failure_of_any_rank(calculators, stopwatch):
+def test_a_future_reports_the_first_failure_of_any_rank(calculators, stopwatch, impatient):
     """Although its parts are joined in the order of ranks, and rank zero is still busy."""
     if calculators.world_size == 1:
         pytest.skip("needs a second rank")
-    busy = calculators.execute_rank_zero_async("sleep_on", {0}, 4)
+    busy = calculators.execute_rank_zero_async("sleep_on", {0}, 1.5)
     future = calculators.future_of(calculators.execute_all_async("raise_on", {1}), [0, 1])
     with pytest.raises(WorkerError, match="no rows on rank 1"):
         future.get()
-    assert stopwatch() < 3.8
+    assert stopwatch() < 1.4
     calculators.resolve(busy)
 
 

@@ -3,8 +3,10 @@
 import asyncio
 import ctypes
 import os
+import random
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -128,6 +130,15 @@ class Calculator(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def environment(self, name):
         return os.environ.get(name)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def folder_and_words(self, words):
+        print(words, flush=True)
+        return os.getcwd()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def draw(self):
+        return random.random(), np.random.rand()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def where(self):

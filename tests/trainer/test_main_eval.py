@@ -207,8 +207,9 @@ def test_ray_init_num_cpus_is_the_number_of_workers_of_older_scripts(grader):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_on_ray_the_result_is_the_same_and_a_hanging_function_is_cut_off(tmp_path, grader):
-    ray = pytest.importorskip("ray")
+def test_on_ray_the_result_is_the_same_and_a_hanging_function_is_cut_off(
+    tmp_path, grader, ray_cluster
+):
     rows = [row(["right", "wrong"]), row(["hang", "right"]), row(["raise", "die"])]
     path = written(tmp_path, rows)
     here = config_of(path, grader, grading={"timeout_seconds": 2.0})
@@ -219,12 +220,7 @@ def test_on_ray_the_result_is_the_same_and_a_hanging_function_is_cut_off(tmp_pat
         grading={"timeout_seconds": 2.0, "controller": "ray"},
         ray_kwargs={"ray_init": quiet},
     )
-    was_running = ray.is_initialized()
-    try:
-        assert evaluate(there) == evaluate(here)
-    finally:
-        if not was_running:
-            ray.shutdown()
+    assert evaluate(there) == evaluate(here)
 
 
 def test_acc_decides_what_passes_and_the_score_what_the_mean_is(tmp_path, grader):

@@ -24,7 +24,7 @@ from verl.utils.environment import BadData, temp_env_var
 from verl.workers.roles import ActorRolloutRefWorker
 
 # Each run starts processes that import torch, which takes its time on busy cores.
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 
 ROLLOUT_APART = (
     "actor_rollout_ref.hybrid_engine=false",
@@ -32,18 +32,6 @@ ROLLOUT_APART = (
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
 )
 ON_RAY = ("trainer.controller=ray", "trainer.n_gpus_per_node=2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    import ray
-
-    if ray.is_initialized():  # by the tests of another folder, which will also end it
-        yield
-        return
-    ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
 
 
 def ray_run(toy, output, *changes, task_runner_class=None):

@@ -391,14 +391,10 @@ def test_background_scoring_without_ray_is_the_same_call(file):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_background_scoring_runs_in_a_ray_task(file):
+def test_background_scoring_runs_in_a_ray_task(file, ray_cluster):
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        reference = compute_reward_async.remote(batch(), config(file, "score_batch"), "tokenizer")
-        rewards, extras = ray.get(reference, timeout=60)
-    finally:
-        ray.shutdown()
+    reference = compute_reward_async.remote(batch(), config(file, "score_batch"), "tokenizer")
+    rewards, extras = ray.get(reference, timeout=60)
     assert rewards.tolist() == [[0.0, 3.0], [3.0, 0.0]]
     assert extras == {}

@@ -1,77 +1,69 @@
 """Responses are graded as soon as they end, while others are still generated.
 
-    event loop of the engines               grading thread
-      some loops end: add their rows  ---->   the reward manager judges each
+    event loop of the rollout               grading thread
+      trajectories end: add          ---->    the reward manager judges each
       ...
-      all loops have ended: wait for  <----   the last grades
+      all have ended: finish waits   <----    the last grades
 
-Responses that end in one turn of the event loop reach the reward manager as one batch, which costs
-far less than a batch for each. It has the columns of their rows of the whole batch, so the grades
-are those they would get afterwards. The grades travel with the batch in a column of their own; what
-becomes of faults and abstentions is decided where batches are scored.
+Trajectories that end in one turn of the event loop reach the reward manager as one batch.
 """
 
 import asyncio
-import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
-import numpy as np
-
-from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.follower import AsBatch, EndedRow, Follower, batch_of
-from verl.protocol import DataProto
+from verl.protocol.padded import Padding, padded_batch
+from verl.protocol.trajectory import Trajectory
 from verl.workers.reward_manager.grading import PerResponseManager
-from verl.workers.reward_manager.results import GRADE_COLUMN, as_result
 
 
-class GradedGeneration(Follower):
-    """The responses to one batch of prompts. `as_batch` makes a batch of trajectories."""
+class GradedGeneration:
+    """Grades the trajectories of one generation."""
 
-    def __init__(self, manager: PerResponseManager, as_batch: AsBatch) -> None:
+    def __init__(self, manager: PerResponseManager, padding: Padding) -> None:
         self._manager = manager
-        self._as_batch = as_batch
+        self._padding = padding
         self._round = manager.open_round()
-        self._ended: list[EndedRow] = []
-        self._handing_over: asyncio.Task[None] | None = None
+        self._added: list[Trajectory] = []
+        self._num_handed_over = 0
+        self._error: Exception | None = None
 
-    async def add(self, place: int, row: Mapping[str, Any], output: AgentLoopOutput) -> None:
-        """Grade the trajectory of a row, unless its loop has scored it."""
-        if output.reward_score is not None:
+    def add(self, trajectory: Trajectory) -> None:
+        """Grade a trajectory, together with all that end in this turn of the event loop."""
+        self._added.append(trajectory)
+        if len(self._added) == self._num_handed_over + 1:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        start, self._num_handed_over = self._num_handed_over, len(self._added)
+        if start == self._num_handed_over:
             return
-        self._ended.append(EndedRow(place, row, output))
-        if self._handing_over is None:  # it runs after everything that is ready now
-            self._handing_over = asyncio.create_task(self._hand_over())
-        await asyncio.shield(self._handing_over)
+        places = {id(t): place for place, t in enumerate(self._added[start:], start)}
+        try:
+            for alike in by_columns(self._added[start:]):
+                responses = self._manager.responses(padded_batch(alike, self._padding))
+                numbers = [places[id(trajectory)] for trajectory in alike]
+                self._round.add_all(zip(numbers, responses, strict=True))
+        except Exception as error:  # raised by `finish`
+            self._error = error
 
-    async def _hand_over(self) -> None:
-        """Give the manager what has ended since the last time."""
-        ended, self._ended, self._handing_over = self._ended, [], None
-        for rows in alike(ended):
-            responses = self._manager.responses(batch_of(rows, self._as_batch))
-            places = [row.place for row in rows]
-            self._round.add_all(zip(places, responses, strict=True))
-
-    async def finish(self, batch: DataProto) -> None:
-        """Wait for the last grades and put all of them into the batch."""
-        start = time.perf_counter()
+    async def finish(self) -> None:
+        """Wait for the last grades."""
+        if self._error is None and self._num_handed_over < len(self._added):
+            self._hand_over()
+        if self._error is not None:
+            raise self._error
         grades = await asyncio.to_thread(self._round.grades)
-        batch.meta_info["timing"]["reward_wait"] = time.perf_counter() - start
-        if len(grades) < len(batch):  # loops score all of a batch or nothing
-            return
-        column = np.empty(len(batch), dtype=object)
-        column[:] = [as_result(grade) for grade in grades]
-        batch.non_tensor_batch[GRADE_COLUMN] = column
+        for trajectory, grade in zip(self._added, grades, strict=True):
+            trajectory.grade = grade
 
     def cancel(self) -> None:
-        self._ended.clear()  # they may not have been handed over yet
+        self._num_handed_over = len(self._added)  # they may not have been handed over yet
         self._round.cancel()
 
 
-def alike(rows: Sequence[EndedRow]) -> Iterable[list[EndedRow]]:
-    """The rows whose trajectories bring the same columns: none is to miss what others have."""
-    groups: dict[Hashable, list[EndedRow]] = {}
-    for row in rows:
-        columns = frozenset(row.output.extra_fields), row.output.response_logprobs is None
-        groups.setdefault(columns, []).append(row)
-    return groups.values()
+def by_columns(trajectories: Sequence[Trajectory]) -> Iterable[list[Trajectory]]:
+    """Trajectories that bring the same columns: none is to miss what others have."""
+    parts: dict[Hashable, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        parts.setdefault(frozenset(trajectory.extra_fields), []).append(trajectory)
+    return parts.values()

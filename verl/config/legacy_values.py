@@ -35,7 +35,9 @@ def chat_template(way: str, value: Any, values: Values) -> Today | None:
 
 
 def peft_type(way: str, value: Any, values: Values) -> Today | None:
-    return {} if str(value).lower() in ("lora", "none") else None
+    if str(value).lower() in ("lora", "none"):
+        return {}
+    return {"actor_rollout_ref.model.peft_type": value}
 
 
 def max_turns(way: str, value: Any, values: Values) -> Today:

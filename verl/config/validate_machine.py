@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.faults import Fault, nearest_path, shown
-from verl.config.names import TRACKERS, critic_lora_rank, needs_critic, uses_lora
 from verl.config.ppo import PPOConfig
-from verl.config.ranks import world_size
+from verl.config.roles import TRACKERS, critic_lora_rank, needs_critic, uses_lora, world_size
 from verl.config.sft import SFTConfig, SFTEngineConfig
 
 ENGINE_PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.faults import Fault, nearest_divisors
-from verl.config.ranks import pool_devices, rollout_ranks, world_size
+from verl.config.roles import pool_devices, rollout_ranks, world_size
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -131,12 +131,6 @@ def engine_size_faults(config: Any) -> Iterator[Fault]:
             "the other way"
         )
         yield Fault(text, (key, f"{ROLLOUT}.name"))
-    if rollout.name == "trtllm":
-        text = (
-            f'{ROLLOUT}.name is "trtllm", for which there is no adapter; use native, vllm or '
-            "sglang, or register an engine of your own"
-        )
-        yield Fault(text, (f"{ROLLOUT}.name",))
 
 
 def loader_faults(config: Any) -> Iterator[Fault]:

@@ -12,8 +12,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from verl.model_merger.weights import LazyWeights, lazy_tensor
-from verl.models.lora import ADAPTER_FOLDER, LoraOptions, add_lora, is_adapter, merged_copy
-from verl.models.lora.files import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE
+from verl.models.lora import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    LoraOptions,
+    add_lora,
+    is_adapter,
+    merged_copy,
+)
 from verl.utils.checkpoint.hf_model import own_weights, published_weights
 
 BASE_LAYER = ".base_layer"

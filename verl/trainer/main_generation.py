@@ -13,8 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from verl.config import command
-from verl.config.base import ReadLog
-from verl.config.effects import report_unread
+from verl.config.effects import idle_notices
 from verl.config.faults import ConfigError, Fault
 from verl.config.generation import GenerationConfig
 from verl.config.load import Loaded, load_config
@@ -70,8 +69,7 @@ def say_plan(config: GenerationConfig, missing: list[Fault]) -> None:
 def generate_and_report(loaded: Loaded) -> None:
     config: GenerationConfig = loaded.config
     dtype = config.rollout.dtype if "rollout.dtype" in loaded.user_set else "auto"
-    log = ReadLog()
-    log.attach(config)
+    command.say(idle_notices(config, loaded.user_set))
 
     def start(model_path: str, num_batches: int) -> Any:
         start_engines = lazy_attribute(__name__, _LAZY, "start_engines")
@@ -82,7 +80,6 @@ def generate_and_report(loaded: Loaded) -> None:
 
     summary = lazy_attribute(__name__, _LAZY, "generate")(config, start, announce)
     write_lines(list(summary.lines()))
-    command.say(report_unread(config, loaded.user_set, log))
 
 
 def write_lines(lines: list[str]) -> None:

@@ -9,7 +9,7 @@ message without a traceback and exits with its code.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _OWN_VARIABLES = {
@@ -187,6 +187,17 @@ def _timestamp(name: str) -> int | None:
 
 def variable(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
+
+
+def all_variables() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def replace_variables(variables: Mapping[str, str]) -> None:
+    """Make these the whole environment."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def set_variable(name: str, value: str) -> None:

@@ -21,9 +21,7 @@ def test_without_a_cluster_the_processes_are_our_own():
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_with_a_cluster_they_are_its_actors(tmp_path):
-    import ray
-
+def test_with_a_cluster_they_are_its_actors(tmp_path, ray_cluster):
     def function(solution_str, **kwargs):
         with open(tmp_path / solution_str, "a") as log:
             log.write("x")
@@ -35,14 +33,10 @@ def test_with_a_cluster_they_are_its_actors(tmp_path):
             time.sleep(600)
         return {"score": 1.0, "pid": os.getpid()}
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        options = RemoteRewardManager.options_of(CONFIG)
-        assert options["make_pool"] is RayWorkerPool
-        made = RemoteRewardManager(tiny_tokenizer(), 0, function, timeout_seconds=5.0, **options)
-        five, six, seven, eight = made.grade(batch("5", "6", "7", "8"))
-    finally:
-        ray.shutdown()
+    options = RemoteRewardManager.options_of(CONFIG)
+    assert options["make_pool"] is RayWorkerPool
+    made = RemoteRewardManager(tiny_tokenizer(), 0, function, timeout_seconds=5.0, **options)
+    five, six, seven, eight = made.grade(batch("5", "6", "7", "8"))
     assert isinstance(five, InfraError)
     assert "4 actors died" in five.reason
     assert (tmp_path / "5").read_text() == "xxxx"

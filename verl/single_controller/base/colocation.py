@@ -38,6 +38,12 @@ class ClassWithInitArgs:
         """The plain Python class."""
         return self.cls
 
+    @property
+    def modules(self) -> list[str]:
+        """Importable modules that a process needs to construct it."""
+        module = self.worker_class.__module__
+        return [] if module == "__main__" else [module]
+
 
 class ColocatedWorker(Worker):
     """The roles of one rank; subclasses are made by `colocated_class` and `fused_class`."""

@@ -6,8 +6,9 @@
       send the answer
 
 The process leads a process group of its own, so Ctrl-C reaches only the driver, and ending the
-group also ends what the worker started. The kernel is asked to kill the worker together with the
-driver; the watching thread does the same where the kernel cannot be asked.
+group also ends what the worker started. The kernel is asked to kill the worker together with its
+parent, which is the driver or its fork server; the watching thread does the same when the driver
+ends, where the kernel cannot be asked.
 """
 
 import ctypes
@@ -17,7 +18,8 @@ import signal
 import sys
 import threading
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing import spawn
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from verl.single_controller.base.failures import Failure, Guard
@@ -25,7 +27,7 @@ from verl.single_controller.base.process_probe import announce
 from verl.single_controller.local.coroutines import call_method
 from verl.single_controller.local.messages import CONSTRUCT, Answer, Request, Setup
 from verl.single_controller.local.parcel import Parcel
-from verl.utils.environment import set_variable
+from verl.utils.environment import replace_variables
 
 PR_SET_PDEATHSIG = 1
 
@@ -34,8 +36,9 @@ def main(connection: "Connection[Any, Any]") -> None:
     os.setpgid(0, 0)
     setup: Setup = connection.recv()
     die_with_driver(setup)
-    for name, value in setup.variables.items():
-        set_variable(name, value)
+    replace_variables(setup.variables)
+    if setup.preparation is not None:
+        import_main_module(setup.preparation)
     connection.send(announce())
     Rank(connection).serve()
 
@@ -90,14 +93,27 @@ def portable(failure: Failure) -> Failure:
 def die_with_driver(setup: Setup) -> None:
     if sys.platform == "linux" and setup.dies_with_thread:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != setup.driver_pid:  # it has died before we asked
+    if os.getppid() != setup.parent_pid:  # it has died before we asked
         os.killpg(0, signal.SIGKILL)
-    threading.Thread(target=watch_driver, name="watch driver", daemon=True).start()
-
-
-def watch_driver() -> None:
     driver = multiprocessing.parent_process()
-    assert driver is not None
-    while driver.is_alive():
-        driver.join(timeout=60.0)
+    sentinel = os.pidfd_open(setup.driver_pid) if driver is None else driver.sentinel
+    threading.Thread(
+        target=watch_driver, args=(sentinel,), name="watch driver", daemon=True
+    ).start()
+
+
+def watch_driver(sentinel: int) -> None:
+    while not wait([sentinel], timeout=60.0):
+        pass
     os.killpg(0, signal.SIGKILL)
+
+
+def import_main_module(preparation: dict[str, Any]) -> None:
+    """Take over the driver's paths and import its script, whose classes may be sent here.
+
+    A group that the script starts during this import, for want of a guard, is an error.
+    """
+    this_process: Any = multiprocessing.current_process()
+    this_process._inheriting = True
+    spawn.prepare(preparation)
+    del this_process._inheriting

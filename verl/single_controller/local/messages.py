@@ -5,7 +5,7 @@ then `Request`s; the worker sends its `ProcessAddress` once, then one `Answer` p
 order. `None` instead of a request asks the worker to end.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from verl.single_controller.base.failures import Failure
 
@@ -15,9 +15,18 @@ CONSTRUCT = "__init__"
 
 class Setup(NamedTuple):
     variables: dict[str, str]
+    """The whole environment of the rank."""
+
     driver_pid: int
+    parent_pid: int
+    """The driver, or its fork server."""
+
     dies_with_thread: bool
     """Whether the kernel may end the worker when the thread that started it ends."""
+
+    preparation: dict[str, Any] | None
+    """What `multiprocessing` makes a forked process like its driver with; None if it was spawned,
+    which includes this."""
 
 
 class Request(NamedTuple):

@@ -42,7 +42,7 @@ class ProcessBackend(Backend):
         )
         try:
             for rank, own in enumerate(variables):
-                self._ranks.append(RankProcess(rank, own))
+                self._ranks.append(RankProcess(rank, own, spec.modules))
             shares = [Share(rank, (parcel,), {}) for rank in range(len(variables))]
             references = self.submit(construct, CONSTRUCT, shares)
             wait_for_answers(self, construct, range(len(variables)), references)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import spawn
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -24,10 +25,12 @@ from typing import Any, NamedTuple
 from verl.single_controller.base.backend import Call
 from verl.single_controller.base.failures import SHUT_DOWN, Failure
 from verl.single_controller.base.process_probe import ProcessAddress
-from verl.single_controller.local import child
+from verl.single_controller.local import child, fork_server
+from verl.single_controller.local.fork_server import ForkedProcess
 from verl.single_controller.local.future import LocalFuture
 from verl.single_controller.local.messages import Answer, Request, Setup
 from verl.single_controller.local.parcel import Parcel
+from verl.utils import environment
 
 IDLE_SECONDS = 3600.0
 DEATH_POLL_SECONDS = 1.0
@@ -47,10 +50,27 @@ class Outgoing(NamedTuple):
     kwargs: dict[str, Parcel | LocalFuture]
 
 
+def start_process(
+    theirs: Any, variables: dict[str, str], modules: Sequence[str]
+) -> tuple[BaseProcess | ForkedProcess, Setup]:
+    """A process that serves `theirs`, and the first message that it expects there."""
+    variables = {**environment.all_variables(), **variables}
+    driver_pid = os.getpid()
+    if fork_server.is_available():
+        preparation = spawn.get_preparation_data("rank")
+        del preparation["authkey"]  # it refuses to be sent
+        forked = fork_server.fork_rank(theirs, modules)
+        return forked, Setup(variables, driver_pid, forked.parent_pid, True, preparation)
+    spawned = multiprocessing.get_context("spawn").Process(target=child.main, args=(theirs,))
+    spawned.start()
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    return spawned, Setup(variables, driver_pid, driver_pid, on_main_thread, None)
+
+
 class RankProcess:
     """Started by `__init__`; ended by `stop`."""
 
-    def __init__(self, rank: int, variables: dict[str, str]) -> None:
+    def __init__(self, rank: int, variables: dict[str, str], modules: Sequence[str]) -> None:
         self.rank = rank
         self.address: ProcessAddress | None = None
         self.death: Failure | None = None
@@ -59,13 +79,10 @@ class RankProcess:
         self._count = 0
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=child.main, args=(theirs,))
-        self.process.start()
-        theirs.close()
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        self._connection.send(Setup(variables, os.getpid(), on_main_thread))
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self.process, setup = start_process(theirs, variables, modules)
+        self._connection.send(setup)
         for target in (self._send_all, self._receive_all):
             threading.Thread(target=target, name=f"rank {rank}", daemon=True).start()
 

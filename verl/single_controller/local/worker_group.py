@@ -120,6 +120,10 @@ class LocalColocatedClass(ClassWithInitArgs):
         self.class_dict = dict(class_dict)
         self.fused_worker_used = is_fused
 
+    @property
+    def modules(self) -> list[str]:
+        return [module for spec in self.class_dict.values() for module in spec.modules]
+
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalColocatedClass, (self.class_dict, self.fused_worker_used)
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 
-from verl.config.names import needs_critic
-from verl.config.ranks import data_parallel_size
+from verl.config.roles import data_parallel_size, needs_critic
 
 
 @dataclass(frozen=True)

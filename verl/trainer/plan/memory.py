@@ -27,15 +27,18 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.engine import FSDPEngineConfig
-from verl.config.names import (
+from verl.config.ref import McoreRefConfig
+from verl.config.roles import (
     critic_lora_rank,
+    data_parallel_size,
+    engine_of,
     is_own_reference,
     needs_critic,
     needs_reference,
+    ranks_per_sequence,
+    role_ranks,
     uses_lora,
 )
-from verl.config.ranks import data_parallel_size, engine_of, ranks_per_sequence, role_ranks
-from verl.config.ref import McoreRefConfig
 from verl.trainer.plan.model_shape import ModelShape, read_model_shape
 from verl.trainer.plan.placement import has_whole_weights, replicas
 

@@ -12,9 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config import command
-from verl.config.base import ReadLog
 from verl.config.convert import to_dict
-from verl.config.effects import report_unread
+from verl.config.effects import idle_notices
 from verl.config.faults import ConfigError
 from verl.config.load import Loaded, load_config
 from verl.config.sft import SFTConfig, SFTEngineConfig
@@ -26,9 +25,6 @@ from verl.utils.import_utils import lazy_attribute
 
 AnySFTConfig = SFTConfig | SFTEngineConfig
 Train = Callable[[Loaded], None]
-
-STARTED = {"trainer.nnodes", "trainer.n_gpus_per_node"}
-"""Options that `as_started` sets."""
 
 SILENT_RANK_SECONDS = 1800.0
 """How long ranks wait for one that neither works nor dies, for example while it writes."""
@@ -63,13 +59,13 @@ def run(loaded: Loaded, train: Train) -> None:
     if config.trainer.dry_run:
         sys.stdout.write(f"{plan(config)}\n")
         return
+    say(idle_notices(config, loaded.user_set))
     train(loaded)
 
 
 def train_here(loaded: Loaded) -> None:
     """Train in this process, as one of the ranks that `torchrun` started if it did."""
-    config, log = loaded.config, ReadLog()
-    log.attach(config)
+    config = loaded.config
     has_peers = world_size() > 1
     if has_peers:
         say([replication_notice(world_size())])
@@ -78,7 +74,6 @@ def train_here(loaded: Loaded) -> None:
     trainer.fit()
     if has_peers:
         lazy_attribute(__name__, _LAZY, "leave")()
-    say(report_unread(config, loaded.user_set - STARTED, log))
     if rank() == 0:
         sys.stdout.write(f"{ending(trainer)}\n")
 

@@ -1,6 +1,6 @@
 """What a supervised run would do, for `trainer.dry_run`. Read from the options alone."""
 
-from verl.config.ranks import world_size
+from verl.config.roles import world_size
 from verl.config.sft import SFTConfig, SFTEngineConfig
 
 

@@ -10,8 +10,6 @@ ranks talk to each other as they do under `torchrun`, and rank 0 reports and wri
 
 from typing import Any
 
-from verl.config.base import ReadLog
-from verl.config.effects import report_unread
 from verl.config.load import load_config
 from verl.config.sft import SFTEngineConfig
 from verl.single_controller.base import Worker
@@ -25,14 +23,11 @@ from verl.utils.distributed import (
 
 
 class SFTWorker(Worker):
-    """`config` is the plain dictionary of an `SFTEngineConfig`, `user_set` what the user wrote."""
+    """One rank; `config` is the plain dictionary of an `SFTEngineConfig`."""
 
-    def __init__(self, config: dict[str, Any], user_set: list[str]) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config: SFTEngineConfig = load_config(config, SFTEngineConfig).checked()
-        self.user_set = user_set
-        self.log = ReadLog()
-        self.log.attach(self.config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start(self) -> int:
@@ -49,7 +44,7 @@ class SFTWorker(Worker):
         return next(self._steps, None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def finish(self) -> tuple[str, list[str]]:
-        """How the run went, and the settings that nothing looked at."""
+    def finish(self) -> str:
+        """Leave the other ranks; a text on how the run went."""
         destroy_global_process_group()
-        return ending(self.trainer), report_unread(self.config, self.user_set, self.log)
+        return ending(self.trainer)

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.models.forward import hidden_states, packed_layout
-from verl.models.head import OutputHead, sum_squared_probs, token_log_probs
-from verl.models.picked_rows import picked_rows
+from verl.models.head import OutputHead, picked_rows, sum_squared_probs, token_log_probs
 from verl.models.ulysses import SequenceShare, UlyssesLayout
 from verl.models.value import score_head
 from verl.utils.device import without_waiting

@@ -8,43 +8,16 @@ it never becomes a reward. `as_grade` reads what a reward function returned, `as
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from verl.protocol.trajectory import Abstain, Grade, InfraError, Score
+
 GRADE_COLUMN = "__grade__"
 """Column of a batch whose responses were graded while they were generated, as `as_result`."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """A verdict: a finite number, and whatever else the grader reported."""
-
-    value: float
-    extras: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Abstain:
-    """The grader cannot judge this response; it takes no part in training."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class InfraError:
-    """Grading failed: an exception, a time-out, an answer that is no score."""
-
-    reason: str
-    is_timeout: bool = False
-    is_final: bool = False
-    """It was tried again already, so the group is not graded a second time."""
-
-
-Grade = Score | Abstain | InfraError
 
 
 def as_grade(result: Any) -> Grade:
