@@ -1,6 +1,7 @@
 import _thread
 import asyncio
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from tests.agent_loop.fakes import engine_loop
 from tests.trainer.generation.cases import (
     CONTENT_ONLY,
     Starts,
@@ -46,18 +48,21 @@ class Flawed(NativeEngine):
 
     def __init__(self, error, fails, output=None):
         engine = native()
-        super().__init__(engine.runner.module, engine.limits, eos_token_ids=[2])
+        super().__init__(engine.core.runner.module, engine.limits, eos_token_ids=[2])
         self.error, self.fails = error, dict(fails)
         self.parts = None if output is None else output.with_name(f"{output.name}.parts")
 
-    async def generate(self, request):
+    def submit(self, request, on_end=None):
         row = int(request.request_id.removeprefix("row "))
-        if self.fails.get(row, 0):
-            self.fails[row] -= 1
-            while self.parts and len(list(self.parts.glob("*.parquet"))) < 2:
-                await asyncio.sleep(0.01)
-            await self.fail()
-        return await super().generate(request)
+        if not self.fails.get(row, 0):
+            return super().submit(request, on_end)
+        self.fails[row] -= 1
+        return asyncio.run_coroutine_threadsafe(self.fail_in_time(), engine_loop(os.getpid()))
+
+    async def fail_in_time(self):
+        while self.parts and len(list(self.parts.glob("*.parquet"))) < 2:
+            await asyncio.sleep(0.01)
+        await self.fail()
 
     async def fail(self):
         raise self.error

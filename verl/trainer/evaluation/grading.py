@@ -12,11 +12,12 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from verl.protocol.trajectory import Grade
 from verl.trainer.evaluation.responses import Task
-from verl.workers.reward_manager.guarded_call import GuardedCall
-from verl.workers.reward_manager.results import Grade
+from verl.workers.reward_manager.worker_pool import WorkerPool
 
 RewardFunction = Callable[..., Any]
 
@@ -40,13 +41,17 @@ class LocalWorkers(Workers):
         self, function: RewardFunction, *, num_workers: int, timeout_seconds: float
     ) -> None:
         self.num_workers = num_workers
-        self._call = isolated(function, num_workers, timeout_seconds)
+        self._pool = isolated(function, timeout_seconds)
+        self._threads = ThreadPoolExecutor(num_workers)
 
     async def grade(self, arguments: tuple[Any, ...]) -> Grade:
-        return await self._call({"arguments": arguments})
+        call = self._pool.call
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, call, {"arguments": arguments})
 
     def close(self) -> None:
-        self._call.close()
+        self._pool.close()
+        self._threads.shutdown()
 
 
 def grade_all(
@@ -65,11 +70,11 @@ def grade_all(
     asyncio.run(run())
 
 
-def isolated(function: RewardFunction, num_workers: int, timeout_seconds: float) -> GuardedCall:
+def isolated(function: RewardFunction, timeout_seconds: float) -> WorkerPool:
     """Call it with `{"arguments": (...)}`: they are passed by position, in a worker process."""
 
     def call(arguments: tuple[Any, ...]) -> Any:
         result = function(*arguments)
         return asyncio.run(result) if inspect.iscoroutine(result) else result
 
-    return GuardedCall(call, timeout_seconds=timeout_seconds, num_workers=num_workers, isolate=True)
+    return WorkerPool(call, timeout_seconds=timeout_seconds)

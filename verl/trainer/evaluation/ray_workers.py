@@ -8,9 +8,9 @@ and the call repeated; one that does not answer at all leaves its response witho
 import asyncio
 from typing import Any
 
+from verl.protocol.trajectory import Grade, InfraError
 from verl.trainer.evaluation.grading import RewardFunction, Workers, isolated
 from verl.utils.import_utils import require
-from verl.workers.reward_manager.results import Grade, InfraError
 from verl.workers.reward_manager.worker_pool import MAX_RETRIES
 
 START_SECONDS = 600.0
@@ -57,7 +57,7 @@ class Grader:
     """What an actor runs."""
 
     def __init__(self, function: RewardFunction, timeout_seconds: float) -> None:
-        self._call = isolated(function, 1, timeout_seconds)
+        self._pool = isolated(function, timeout_seconds)
 
-    async def grade(self, arguments: tuple[Any, ...]) -> Grade:
-        return await self._call({"arguments": arguments})
+    def grade(self, arguments: tuple[Any, ...]) -> Grade:
+        return self._pool.call({"arguments": arguments})

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError, Fault
+from verl.protocol.trajectory import Grade, Score
 from verl.trainer.evaluation.grading import LocalWorkers, RewardFunction, Workers, grade_all
 from verl.trainer.evaluation.ray_workers import RayWorkers
 from verl.trainer.evaluation.responses import ResponseFile, Task, Unscored
@@ -17,7 +18,6 @@ from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.trainer.ppo.reward_functions import name_of, takes_whole_batch
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.prime import one_per_core
-from verl.workers.reward_manager.results import Grade, Score
 
 
 @dataclass(frozen=True)

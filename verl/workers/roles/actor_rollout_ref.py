@@ -46,11 +46,11 @@ from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_pas
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.engine_weights import ProcessWeights, exhaust
 from verl.workers.rollout.factory import adapter_engines, has_own_process, ranks_per_engine
+from verl.workers.rollout.polling import Poll, PollReport
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
 from verl.workers.rollout.publish import CheckSettings, Compared, DriftCheck
 from verl.workers.rollout.trained import Answer, LocalPolicy, log_probs_of, scrambled
-from verl.workers.rollout.visits import Visit, VisitReport
 from verl.workers.schedule import MicroBatching
 from verl.workers.weight_sync import Published, WeightSender, send_weights
 from verl.workers.weight_sync.tcp import TcpSender
@@ -88,9 +88,9 @@ class GeneratingWorker(RankWorker):
         self.generator.stop()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def rollout_visit(self, visit: Visit) -> VisitReport:
+    def rollout_poll(self, poll: Poll) -> PollReport:
         """Let requests in, generate for a while, and tell what has ended."""
-        return self.generator.visits.visit(visit)
+        return self.generator.poller.poll(poll)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_version(self) -> int:

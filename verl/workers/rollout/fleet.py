@@ -13,9 +13,7 @@ sample has the seed it had before; one that was reported through `on_end` is rep
 
 import asyncio
 import dataclasses
-import functools
 import logging
-import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
@@ -26,6 +24,7 @@ from dataclasses import dataclass, field
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
+    OnEnd,
     Rollout,
     StreamingRollout,
     TokenDelta,
@@ -34,9 +33,6 @@ from verl.workers.rollout.base import (
 
 Recover = Callable[[Rollout], None]
 """Restarts a lost engine with the current weights; returns when it can serve."""
-
-OnEnd = Callable[[int, TokenOutput], None]
-"""Called with the index and the output of each sample as it ends, on the engine's thread."""
 
 MAX_ATTEMPTS = 3
 MAX_STICKY = 10_000
@@ -236,10 +232,8 @@ class Fleet:
             return
         assert job.slot is not None
         try:
-            job.outputs = submit_to(
-                job.slot.engine,
-                self._sent(job.request),
-                lambda *sample: self._end_sample(job, *sample),
+            job.outputs = job.slot.engine.submit(
+                self._sent(job.request), lambda *sample: self._end_sample(job, *sample)
             )
         except Exception as error:
             self._end(job, error)
@@ -355,10 +349,8 @@ class Fleet:
     def _abort_cancelled(self, job: Job) -> None:
         with self._lock:
             slot, outputs = job.slot, job.outputs
-        if not job.future.cancelled() or slot is None or outputs is None:
-            return
-        if not outputs.cancel():
-            slot.engine.abort(job.request.request_id)
+        if job.future.cancelled() and slot is not None and outputs is not None:
+            outputs.cancel()
 
     # ---- loss and recovery -----------------------------------------------------------------------
 
@@ -422,23 +414,3 @@ class Fleet:
 
 def error_of(outputs: "Future[list[TokenOutput]]") -> BaseException | None:
     return CancelledError() if outputs.cancelled() else outputs.exception(timeout=0)
-
-
-def submit_to(
-    engine: Rollout, request: GenerationRequest, on_end: OnEnd
-) -> "Future[list[TokenOutput]]":
-    async def generate() -> list[TokenOutput]:
-        outputs = await engine.generate(request)
-        for sample, output in enumerate(outputs):
-            on_end(sample, output)
-        return outputs
-
-    return asyncio.run_coroutine_threadsafe(generate(), engine_loop(os.getpid()))
-
-
-@functools.cache
-def engine_loop(pid: int) -> asyncio.AbstractEventLoop:
-    """The event loop, on a thread of its own, that steps the engines of this process."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="engine steps", daemon=True).start()
-    return loop

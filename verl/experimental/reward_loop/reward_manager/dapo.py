@@ -1,8 +1,8 @@
 """The manager `dapo`, made from the configuration."""
 
-from verl.workers.reward_manager import dapo
-from verl.workers.reward_manager.loop_style import loop_style
+from verl.workers.reward_manager import managers
+from verl.workers.reward_manager.adapters import loop_style
 
 __all__ = ["DAPORewardManager"]
 
-DAPORewardManager = loop_style(dapo.DAPORewardManager)
+DAPORewardManager = loop_style(managers.DAPORewardManager)
