@@ -17,7 +17,7 @@ class VictimActor(ActorRolloutRefWorker):
     def init_model(self) -> None:
         super().init_model()
         points = Failpoints(self.config.model.path, "actor", self.rank)
-        points.before(self.generator.visits, "visit", "generate")
+        points.before(self.generator.poller, "poll", "generate")
         points.before(self.policy, "compute_log_prob", "old log-prob")
         points.before(self.policy, "update_policy", "update")
         points.amid_tensors(self.engine, "get_per_tensor_param", "weight sync")

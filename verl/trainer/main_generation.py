@@ -18,8 +18,7 @@ from verl.config.faults import ConfigError, Fault
 from verl.config.generation import GenerationConfig
 from verl.config.load import Loaded, load_config
 from verl.config.validate import validate
-from verl.trainer.generation.checks import generation_faults
-from verl.trainer.generation.report import Start, plan_lines
+from verl.trainer.generation.plan import Start, generation_faults, plan_lines
 from verl.utils.import_utils import lazy_attribute
 
 CONFIG_NAME = "generation"

@@ -258,7 +258,7 @@ def test_a_checkpoint_without_an_adapter_is_refused(model_path, tmp_path):
 def test_generation_with_merged_weights_follows_every_update_and_leaves_the_base_alone(model_path):
     workers = policy(model_path, lora=LoraConfig(merge=True))
     worker, before = workers.workers[0], weights(workers)
-    assert not has_lora(worker.rollout.runner.module)
+    assert not has_lora(worker.rollout.core.runner.module)
     for version in (1, 2):
         workers.update_actor(annotated(workers))
         assert worker.rollout.policy_version == version

@@ -143,7 +143,7 @@ def test_the_rollout_engine_sees_an_update_at_once_without_a_copy(model_path):
     same = torch.equal(before.batch["rollout_log_probs"], after.batch["rollout_log_probs"])
     assert not same, "the weights moved, so must the log-probs"
     shared = {p.data_ptr() for p in worker.engine.module.parameters()}
-    assert {p.data_ptr() for p in worker.rollout.runner.module.parameters()} == shared
+    assert {p.data_ptr() for p in worker.rollout.core.runner.module.parameters()} == shared
 
 
 def test_a_restored_policy_continues_bit_for_bit(model_path, tmp_path):

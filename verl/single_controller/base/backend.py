@@ -10,7 +10,7 @@ exits.
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,6 +63,9 @@ class Backend(ABC):
     reference_type: type
     """The type of what `submit` gives."""
 
+    is_this_process: bool = False
+    """Whether the only rank is the calling process, so that it has `run_here`."""
+
     probe_seconds: float = 5.0
     """How often to look for stopped ranks during a long wait."""
 
@@ -81,6 +84,14 @@ class Backend(ABC):
         several shares hold is transported once. A rank that is known to be dead gives a reference
         that has already failed.
         """
+
+    def method_here(self, role: str, name: str) -> Callable[..., Any]:
+        """A method of a role's worker in this process."""
+        raise NotImplementedError(f"{type(self).__name__} has no rank in this process")
+
+    def run_here(self, call: Call, function: Callable[..., Any], share: Share) -> Any:
+        """Call a function on the calling thread, within the call's deadline; its reference."""
+        raise NotImplementedError(f"{type(self).__name__} has no rank in this process")
 
     @abstractmethod
     def wait(self, references: Sequence[Any], timeout_seconds: float) -> list[int]:

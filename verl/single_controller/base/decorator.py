@@ -9,6 +9,7 @@ another without visiting the driver.
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
+from types import MethodType
 from typing import Any, TypeVar
 
 from verl.protocol import DataProtoFuture
@@ -64,6 +65,9 @@ __all__ = [
     "registered_methods",
     "update_dispatch_mode",
 ]
+
+PLAIN_METHOD = "plain_method"
+"""The attribute of a decorated method that holds the decorated and the plain one."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 ModeFunctions = dict[str, Callable[..., Any]]
@@ -148,9 +152,21 @@ def _resolving(method: Callable[..., Any]) -> Callable[..., Any]:
         return await method(*args, **kwargs)
 
     wrapper: Any = call_async if inspect.iscoroutinefunction(method) else call
+    vars(wrapper)[PLAIN_METHOD] = wrapper, method
     del wrapper.__wrapped__  # Ray would look through it, at a signature that refuses parts
     wrapper.__signature__ = _with_any_keyword(inspect.signature(method))
     return wrapper
+
+
+def plain_method(bound: Callable[..., Any]) -> Callable[..., Any]:
+    """The method that `register` decorated, for a call without futures among its arguments.
+
+    A method that is decorated once more, or replaced, is given back as it is.
+    """
+    if not isinstance(bound, MethodType) or PLAIN_METHOD not in vars(bound.__func__):
+        return bound
+    wrapper, method = vars(bound.__func__)[PLAIN_METHOD]
+    return MethodType(method, bound.__self__) if wrapper is bound.__func__ else bound
 
 
 def _with_any_keyword(signature: inspect.Signature) -> inspect.Signature:

@@ -1,8 +1,10 @@
 """One method of a worker group: what happens between the user's call and the result.
 
 `bind_method` reads the note that `register` left and puts together the dispatch, execute and
-collect functions; `group_method` runs them in order. Rows that dispatch added to make a batch
-divisible are taken away here, so neither workers nor users see that count.
+collect functions; `group_method` runs them in order. Where the only rank is this process, execute
+is a plain call of the worker's method: two frames lie between the caller and the method. Rows that
+dispatch added to make a batch divisible are taken away here, so neither workers nor users see that
+count.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import NonTensorData, TensorDictBase
 
 from verl.protocol import DataProto, DataProtoFuture
+from verl.single_controller.base.backend import Share
 from verl.single_controller.base.decorator import get_predefined_execute_fn, mode_functions
 from verl.single_controller.base.dispatch import (
     Arguments,
@@ -63,11 +66,25 @@ def group_method(
     execute_fn: Function,
     blocking: bool,
 ) -> Function:
+    backend = group._backend
+    is_for_all = execute_fn == group.execute_all
+    is_direct = (
+        blocking
+        and backend.is_this_process
+        and (is_for_all or execute_fn == group.execute_rank_zero)
+    )
+
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = dispatch_fn(group, *args, **kwargs)
         padding = kwargs.pop(PADDING_KEY, 0)
         started = group.start_call(method_name)
-        output = execute_fn(method_name, *args, **kwargs)
+        if is_direct and not group._holds_futures(args, kwargs):
+            function = backend.method_here(group._role, method_name)
+            share = group._shares(args, kwargs)[0] if is_for_all else Share(0, args, kwargs)
+            reference = backend.run_here(started, function, share)
+            output = [reference] if is_for_all else reference
+        else:
+            output = execute_fn(method_name, *args, **kwargs)
         if blocking:
             output = group.resolve(output, started)
         output = collect_fn(group, output)

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from verl.protocol.future import concat_parts
+from verl.protocol.future import DataProtoFuture, concat_parts
 from verl.single_controller.base.answers import wait_for_answers
 from verl.single_controller.base.backend import (
     DEFAULT_CALL_TIMEOUT_SECONDS,
@@ -161,6 +161,7 @@ class WorkerGroup:
         return self._backend.submit(call, remote_name, shares)
 
     def _shares(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Share]:
+        """The arguments of each rank: its entries of lists with one per rank, or all of them."""
         ranks = range(self.world_size)
         values = (*args, *kwargs.values())
         if not all(isinstance(value, list) and len(value) == len(ranks) for value in values):
@@ -170,6 +171,15 @@ class WorkerGroup:
             Share(rank, rank_args[rank], {key: value[rank] for key, value in kwargs.items()})
             for rank in ranks
         ]
+
+    def _holds_futures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether results that may not be there yet are among the arguments or their entries."""
+        kinds = (DataProtoFuture, self.reference_type)
+        return any(
+            isinstance(entry, kinds)
+            for value in (*args, *kwargs.values())
+            for entry in (value if isinstance(value, list) else [value])
+        )
 
     # ---- methods of the worker class -------------------------------------------------------------
 

@@ -19,10 +19,10 @@ def call_method(
 ) -> Any:
     """The result of a sync or async method; `seconds` bounds the wait for another thread."""
     result = method(*args, **kwargs)
-    return _completed(result, seconds) if inspect.iscoroutine(result) else result
+    return completed(result, seconds) if inspect.iscoroutine(result) else result
 
 
-def _completed(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
+def completed(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
     loop = get_event_loop()
     if not loop.is_running():
         return loop.run_until_complete(coroutine)

@@ -5,24 +5,27 @@ training loop into the model. A call has a deadline here too (`interrupt`). As t
 rank, this process itself is rank 0 of 1: the environment says so while such a back-end exists.
 """
 
+import inspect
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.single_controller.base.answers import wait_for_answers
 from verl.single_controller.base.backend import Backend, Call, Outcome, Share
 from verl.single_controller.base.colocation import ClassWithInitArgs
+from verl.single_controller.base.decorator import plain_method
 from verl.single_controller.base.failures import SHUT_DOWN, Guard
-from verl.single_controller.local.coroutines import call_method
+from verl.single_controller.local.coroutines import completed
 from verl.single_controller.local.future import LocalFuture, finished_positions
-from verl.single_controller.local.interrupt import RanTooLong, run_with_deadline
+from verl.single_controller.local.interrupt import DeadlinePassed, Watch
 from verl.utils import environment
 
 
 class InProcessBackend(Backend):
     reference_type = LocalFuture
+    is_this_process = True
 
     def __init__(
         self, construct: Call, spec: ClassWithInitArgs, variables: Mapping[str, str]
@@ -32,7 +35,7 @@ class InProcessBackend(Backend):
         self._stack = ""
         self._lease = RankEnvironment.lease(variables)
         self.workers = [None]
-        future = self._run(construct, spec, Share(0, (), {}))
+        future = self.run_here(construct, spec, Share(0, (), {}))
         try:
             self.workers = wait_for_answers(self, construct, [0], [future])
         except BaseException:
@@ -41,26 +44,37 @@ class InProcessBackend(Backend):
 
     def submit(self, call: Call, method: str, shares: Sequence[Share]) -> list[Any]:
         bound = getattr(self.workers[0], method)
-        return [self._run(call, bound, share) for share in shares]
+        return [self.run_here(call, bound, share) for share in shares]
 
-    def _run(self, call: Call, function: Any, share: Share) -> LocalFuture:
+    def method_here(self, role: str, name: str) -> Callable[..., Any]:
+        worker = self.workers[0].worker_dict[role] if role else self.workers[0]
+        return plain_method(getattr(worker, name))
+
+    def run_here(self, call: Call, function: Callable[..., Any], share: Share) -> LocalFuture:
         """The future is done on return, unless the function ran too long."""
         future = LocalFuture(call, 0, self, self._changed)
         if self.is_closed.is_set():
             future.complete(failure=SHUT_DOWN)
             return future
         with Guard() as guard:
-            args = tuple(_value(arg, call) for arg in share.args)
+            args = [_value(arg, call) for arg in share.args]
             kwargs = {key: _value(arg, call) for key, arg in share.kwargs.items()}
-            seconds = call.remaining_seconds()
+            watch = Watch(call.remaining_seconds())
             try:
-                value = run_with_deadline(
-                    lambda: call_method(function, args, kwargs, seconds), seconds
-                )
-            except RanTooLong as error:
-                self._stack = error.stack
-                return future
-            future.complete(value)
+                try:
+                    watch.start()
+                    value = function(*args, **kwargs)
+                    if inspect.iscoroutine(value):
+                        value = completed(value, call.remaining_seconds())
+                finally:
+                    watch.stop()
+                if watch.stack is None:
+                    future.complete(value)
+            except DeadlinePassed as passed:
+                watch.stop()  # the signal may have come in the middle of the first stop
+                if passed.watch is not watch:
+                    raise
+            self._stack = watch.stack or ""
         if guard.failure is not None:
             future.complete(failure=guard.failure)
         return future

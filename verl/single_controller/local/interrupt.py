@@ -15,49 +15,34 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from types import FrameType
-from typing import Any
-
-
-class RanTooLong(Exception):
-    """The function had not returned when its time was up; `stack` says where it was then."""
-
-    def __init__(self, stack: str) -> None:
-        super().__init__(stack)
-        self.stack = stack
 
 
 class DeadlinePassed(BaseException):
     """Raised inside the function; not an `Exception`, so that its own handlers let it pass."""
 
-    def __init__(self, watch: "_Watch") -> None:
+    def __init__(self, watch: "Watch") -> None:
         super().__init__()
         self.watch = watch
 
 
-def run_with_deadline(function: Callable[[], Any], seconds: float) -> Any:
-    """The function's result, or `RanTooLong`."""
-    watch = _Watch(seconds)
+class Watch:
+    """One running function; those of the main thread can be nested.
+
     try:
         try:
             watch.start()
-            result = function()
+            function()
         finally:
             watch.stop()
     except DeadlinePassed as passed:
         watch.stop()  # the signal may have come in the middle of the first stop
         if passed.watch is not watch:
             raise
-    if watch.stack is not None:
-        raise RanTooLong(watch.stack)
-    return result  # pyright: ignore[reportPossiblyUnboundVariable]
+    watch.stack  # where the function was at its deadline; None if it was in time
+    """
 
-
-class _Watch:
-    """One running function; those of the main thread can be nested."""
-
-    active: "list[_Watch]" = []  # outermost first
+    active: "list[Watch]" = []  # outermost first
 
     def __init__(self, seconds: float) -> None:
         self.stack: str | None = None
@@ -68,15 +53,15 @@ class _Watch:
 
     def start(self) -> None:
         if self._is_on_main_thread():
-            _Watch.active.append(self)
+            Watch.active.append(self)
             # It stays installed: a signal that comes late finds no watch and does nothing.
             signal.signal(signal.SIGVTALRM, _raise_in_main_thread)
         self._timer.start()
 
     def stop(self) -> None:
         self._timer.cancel()
-        if self in _Watch.active:
-            _Watch.active.remove(self)
+        if self in Watch.active:
+            Watch.active.remove(self)
 
     def _is_on_main_thread(self) -> bool:
         return self._thread is threading.main_thread()
@@ -90,7 +75,7 @@ class _Watch:
 
 
 def _raise_in_main_thread(number: int, frame: FrameType | None) -> None:
-    for watch in _Watch.active:
+    for watch in Watch.active:
         if watch.stack is not None and not watch.has_raised:
             watch.has_raised = True
             raise DeadlinePassed(watch)

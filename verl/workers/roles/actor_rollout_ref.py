@@ -37,6 +37,7 @@ from verl.workers.roles.dispatch import (
     UpdateSettings,
     dispatch_inference,
     dispatch_update,
+    model_rows,
     planned_passes,
     row_column,
     update_plan,
@@ -46,11 +47,11 @@ from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_pas
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.engine_weights import ProcessWeights, exhaust
 from verl.workers.rollout.factory import adapter_engines, has_own_process, ranks_per_engine
+from verl.workers.rollout.polling import Poll, PollReport
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
 from verl.workers.rollout.publish import CheckSettings, Compared, DriftCheck
 from verl.workers.rollout.trained import Answer, LocalPolicy, log_probs_of, scrambled
-from verl.workers.rollout.visits import Visit, VisitReport
 from verl.workers.schedule import MicroBatching
 from verl.workers.weight_sync import Published, WeightSender, send_weights
 from verl.workers.weight_sync.tcp import TcpSender
@@ -88,9 +89,9 @@ class GeneratingWorker(RankWorker):
         self.generator.stop()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def rollout_visit(self, visit: Visit) -> VisitReport:
+    def rollout_poll(self, poll: Poll) -> PollReport:
         """Let requests in, generate for a while, and tell what has ended."""
-        return self.generator.visits.visit(visit)
+        return self.generator.poller.poll(poll)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_version(self) -> int:
@@ -278,7 +279,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         """
         temperature, start = self.config.rollout.temperature, time.perf_counter()
         columns = self.policy.compute_log_prob(
-            data.batch,
+            model_rows(data),
             micro_batching=planned_passes(data) or self.inference_settings("actor"),
             temperature=temperature,
         )
@@ -299,7 +300,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` of the responses under the reference, at the rollout temperature."""
         log_probs = self.reference.compute_log_prob(
-            data.batch,
+            model_rows(data),
             micro_batching=planned_passes(data) or self.inference_settings("ref"),
             temperature=self.config.rollout.temperature,
         )
@@ -314,7 +315,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         """
         config, start = self.config, time.perf_counter()
         metrics = self.policy.update_policy(
-            data.batch,
+            model_rows(data),
             rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
             temperature=config.rollout.temperature,
             old_policy_version=data.meta_info.get("old_policy_version"),

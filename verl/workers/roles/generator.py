@@ -3,7 +3,7 @@
 It starts the engine that `rollout.name` names (`verl.workers.rollout.factory`): on a module that is
 trained here, on a copy of it in this process, or in a process of its own. In the first case there
 are no weights to publish; else `weights` holds the engine's own. The engine itself is used as it is
-in the same process, by visits from elsewhere, or with a whole batch at once.
+in the same process, by polls from elsewhere, or with a whole batch at once.
 """
 
 import socket
@@ -40,6 +40,7 @@ from verl.workers.rollout.factory import (
     process_engines,
     ranks_per_engine,
 )
+from verl.workers.rollout.polling import Poller, poller_of
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
 from verl.workers.rollout.sequences import (
@@ -50,7 +51,6 @@ from verl.workers.rollout.sequences import (
     requests_of,
     sampling_options,
 )
-from verl.workers.rollout.visits import Visits, visits_of
 
 
 class Generator:
@@ -59,7 +59,7 @@ class Generator:
     rollout: Rollout
     """Not on a rank whose engine another rank leads."""
 
-    visits: Visits
+    poller: Poller
     weights: EngineWeights | None = None
     """The engine's own; None where it generates with those that are trained."""
 
@@ -199,7 +199,7 @@ class Generator:
         return ProcessWeights(process, tensors)
 
     def _serve(self, rollout: Rollout) -> None:
-        self.rollout, self.visits = rollout, visits_of(rollout)
+        self.rollout, self.poller = rollout, poller_of(rollout)
 
     @property
     def _engine_index(self) -> int:
