@@ -80,11 +80,11 @@ class CountsSevens(PPOTrainer):
         super().init_workers()
         self.shares = []
 
-    def update(self, batch):
+    def update(self, batch, step):
         (seven,) = self.tokenizer("7")["input_ids"]
         mask = batch.batch["response_mask"].bool()
         self.shares.append((batch.batch["responses"][mask] == seven).float().mean().item())
-        return super().update(batch)
+        return super().update(batch, step)
 
 
 def test_a_policy_learns_what_the_reward_model_prefers(toy, trained, tmp_path):
