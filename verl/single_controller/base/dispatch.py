@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 
 from verl.protocol import BatchError, DataProto, DataProtoFuture, pad_dataproto_to_divisor
-from verl.protocol.union import concat_meta_info
+from verl.protocol.ops import concat_meta_info
 from verl.single_controller.base.modes import PADDING_KEY
 from verl.utils import tensordict_utils
 

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from verl.protocol.future import DataProtoFuture, concat_parts
+from verl.protocol.transport import DataProtoFuture, concat_parts
 from verl.single_controller.base.answers import wait_for_answers
 from verl.single_controller.base.backend import (
     DEFAULT_CALL_TIMEOUT_SECONDS,

@@ -23,8 +23,7 @@ from verl.protocol import DataProto
 from verl.protocol.trajectory import Group, Score, Trajectory
 from verl.trainer.ppo.context import StepBatch, StepContext
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.mismatch_metrics import calculate_debug_metrics
-from verl.trainer.ppo.reporting import groups_without_spread
+from verl.trainer.ppo.metric_utils import calculate_debug_metrics, groups_without_spread
 from verl.trainer.ppo.scoring import reported_metrics, score_batch, settled
 from verl.trainer.ppo.session import TrainingRun
 from verl.trainer.ppo.tripwires import require_finite
