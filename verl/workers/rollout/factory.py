@@ -24,10 +24,9 @@ from verl.utils.device import get_visible_devices_keyword
 from verl.utils.registry import Registry
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.hf_rollout import HFRollout
-from verl.workers.rollout.native.end_tokens import end_tokens
+from verl.workers.rollout.native.cache import beside_weights, cache_budget
 from verl.workers.rollout.native.engine import NativeEngine
-from verl.workers.rollout.native.memory import beside_weights, cache_budget
-from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import EngineLimits, end_tokens
 from verl.workers.rollout.process.client import EngineSpec
 from verl.workers.rollout.process.native import BUILD as BUILD_NATIVE
 from verl.workers.rollout.process.native import native_options
