@@ -11,7 +11,7 @@ from verl.workers.rollout.native.batch import RunningBatch
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 
 LIMITS = EngineLimits(
-    max_num_seqs=6, max_prompt_tokens=6, max_response_tokens=14, steps_per_visit=3
+    max_num_seqs=6, max_prompt_tokens=6, max_response_tokens=14, tokens_per_step=3
 )
 SETTINGS = {
     "sampling": {},

@@ -126,7 +126,7 @@ LIMITS = EngineLimits(
     max_prompt_tokens=6,
     max_response_tokens=14,
     max_prefill_tokens=64,
-    steps_per_visit=3,
+    tokens_per_step=3,
 )
 
 

@@ -139,7 +139,7 @@ def native_limits(rollout: RolloutConfig, device: torch.device) -> EngineLimits:
         max_response_tokens=rollout.response_length,
         max_prefill_tokens=rollout.max_num_batched_tokens,
         max_cache_bytes=cache_budget(device, rollout.gpu_memory_utilization),
-        steps_per_visit=STEPS_PER_VISIT_ON_CPU if device.type == "cpu" else STEPS_PER_VISIT,
+        tokens_per_step=STEPS_PER_VISIT_ON_CPU if device.type == "cpu" else STEPS_PER_VISIT,
     )
 
 

@@ -57,7 +57,7 @@ class Batch(ABC):
 
     @abstractmethod
     def decode(self, samples: Sequence[Sample]) -> list[StepOutput]:
-        """Give all rows their next tokens, up to `steps_per_visit` each."""
+        """Give all rows their next tokens, up to `tokens_per_step` each."""
 
     @abstractmethod
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
@@ -100,7 +100,7 @@ class RunningBatch(Batch):
         device = runner.device
         self._table = RowTable.empty(num_rows, limits.max_stop_tokens, device)
         self._seen = SeenTokens(num_rows, runner.vocabulary, device)
-        block = (limits.steps_per_visit, num_rows)
+        block = (limits.tokens_per_step, num_rows)
         self._tokens = torch.zeros(block, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(block, device=device)
 
@@ -123,7 +123,7 @@ class RunningBatch(Batch):
         table, needs = self._table[rows], needs_of(samples)
         # No further than the first row that is full; stop tokens may still end a row in between.
         num_steps = min(sample.group.token_limit - sample.num_tokens for sample in samples)
-        num_steps = min(num_steps, self.limits.steps_per_visit)
+        num_steps = min(num_steps, self.limits.tokens_per_step)
         layout = self.runner.decode_layout(self.cache, samples, table, num_steps)
         for step in range(num_steps):
             self._emit(step, rows, table, self.runner.decode(layout, table), needs)

@@ -4,7 +4,7 @@
               ^                                                             |
               +---------- preempted, or the weights changed: recompute -----+
 
-A step admits waiting groups and then gives every running row up to `steps_per_visit` tokens; only
+A step admits waiting groups and then gives every running row up to `tokens_per_step` tokens; only
 then does the host look at them. Everything runs on the calling thread and nothing is locked: a
 thread of its own is what `NativeEngine` adds. With `tp_group`, ranks hold one model together: each
 has a core, and all must make the same calls in the same order (`lockstep`).
@@ -103,7 +103,7 @@ class EngineCore:
         return running
 
     def step(self) -> None:
-        """Admit what fits, then give every running sequence up to `steps_per_visit` tokens.
+        """Admit what fits, then give every running sequence up to `tokens_per_step` tokens.
 
         If that fails, all requests are dropped with the error and the engine is as new.
         """

@@ -77,7 +77,7 @@ class PagedBatch(Batch):
             size.num_slots,
             num_rows=size.num_rows,
             max_tokens=max_tokens,
-            lookahead=2 * limits.steps_per_visit,  # the steps in flight, and the next
+            lookahead=2 * limits.tokens_per_step,  # the steps in flight, and the next
         )
         pages = self._pages = PageTable(size.num_rows, pages_for(max_tokens), runner.device)
         self.steps = KernelSteps(
@@ -122,7 +122,7 @@ class PagedBatch(Batch):
 
     def reserve(self, samples: Sequence[Sample]) -> bool:
         """For as many response tokens as each may have when the next steps are done."""
-        steps = self.steps.limits.steps_per_visit
+        steps = self.steps.limits.tokens_per_step
         ahead = self.steps.num_ahead(samples)
         reach = [s.num_tokens + num + steps for s, num in zip(samples, ahead, strict=True)]
         return self._held.grow(samples, reach)

@@ -56,7 +56,7 @@ class KernelSteps:
         is_cuda = device.type == "cuda"
         self.table = RowTable.empty(num_rows, limits.max_stop_tokens, device)
         self._seen = SeenTokens(num_rows, runner.vocabulary, device)
-        block = (limits.steps_per_visit, num_rows)
+        block = (limits.tokens_per_step, num_rows)
         self._tokens = torch.zeros(block, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(block, device=device)
         self.reset()
@@ -143,7 +143,7 @@ class KernelSteps:
     def _start(self, samples: Sequence[Sample]) -> bool:
         """Whether there was anything to start."""
         draw, num_rows = Draw.of(needs_of(samples)), len(samples)
-        num_steps = min(self._most_left(samples), self.limits.steps_per_visit)
+        num_steps = min(self._most_left(samples), self.limits.tokens_per_step)
         if num_steps <= 0:
             return False
         self._num_steps.zero_()

@@ -3,7 +3,7 @@
 A group is admitted as a whole: one slot for its prompt and one for each sample. Occupied slots are
 kept dense (0 to n-1): when a sequence leaves, the last one moves into the gap, and the engine is
 told which slots to copy. A step can then work on a plain slice of the cache. How much memory is
-behind a slot, and who gives way when there is too little, is told in `room`.
+behind a slot, and which group is preempted when there is too little, is told in `pages`.
 """
 
 import itertools

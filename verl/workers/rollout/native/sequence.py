@@ -160,9 +160,9 @@ class EngineLimits:
     max_stop_tokens: int = 32
     """Most token ids that end a response, the model's own included."""
 
-    steps_per_visit: int = 4
-    """Tokens that every sequence gets before the host looks at them. More save work on the host; a
-    sequence that ends in between computes on in vain."""
+    tokens_per_step: int = 4
+    """Tokens that every sequence gets per engine step, before the host reads them. More save work
+    on the host; a sequence that ends in between computes in vain for the rest of the step."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
