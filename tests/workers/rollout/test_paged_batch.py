@@ -137,7 +137,7 @@ def test_new_weights_in_the_middle_leave_no_page_behind(device):
     for _ in range(2):
         engine.core.step()
     version[0] = 4
-    engine.abort("1")
+    engine.core.abort("1")
     while not all(group.is_finished for group in groups):
         engine.core.step()
     engine.core.batch.flush()
