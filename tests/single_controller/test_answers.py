@@ -6,7 +6,7 @@ import pytest
 
 from tests.single_controller.scripted import answer, failure, scripted_group
 from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
-from verl.single_controller.base import answers
+from verl.single_controller.base import backend
 
 
 def test_values_come_in_the_order_of_ranks_not_of_arrival():
@@ -35,7 +35,7 @@ def test_of_two_exceptions_the_earlier_is_the_cause():
 
 
 def test_a_failure_waits_only_a_moment_for_the_silent(monkeypatch):
-    monkeypatch.setattr(answers, "AFTER_EXCEPTION_SECONDS", 0.2)
+    monkeypatch.setattr(backend, "AFTER_EXCEPTION_SECONDS", 0.2)
     group = scripted_group([failure("bad"), None, None])
     start = time.monotonic()
     with pytest.raises(WorkerError, match="no answer yet from ranks 1, 2"):

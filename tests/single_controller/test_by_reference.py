@@ -8,8 +8,8 @@ from tests.single_controller.workers import Calculator
 from verl import DataProto
 from verl.protocol import BatchError
 from verl.single_controller import ResourcePool
-from verl.single_controller.base.by_reference import BatchByReference, by_reference, gather_rows
 from verl.single_controller.base.dispatch import split
+from verl.single_controller.base.futures import BatchByReference, by_reference, gather_rows
 
 
 def rows(*values):

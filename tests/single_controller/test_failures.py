@@ -15,8 +15,8 @@ from verl.single_controller import (
     WorkerError,
     WorkerTimeout,
 )
-from verl.single_controller.base import answers
-from verl.single_controller.local import LocalWorkerGroup, process_backend
+from verl.single_controller.base import backend
+from verl.single_controller.local import LocalWorkerGroup, processes
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_first_failure_is_told_first_and_the_others_in_brief(calculators):
 @pytest.fixture
 def impatient(monkeypatch):
     """A failure waits only a moment for others."""
-    monkeypatch.setattr(answers, "AFTER_EXCEPTION_SECONDS", 0.2)
+    monkeypatch.setattr(backend, "AFTER_EXCEPTION_SECONDS", 0.2)
 
 
 def test_a_failure_is_reported_while_other_ranks_are_busy(calculators, stopwatch, impatient):
@@ -105,7 +105,7 @@ def test_an_argument_that_failed_fails_the_call(calculators):
 def test_a_killed_rank_is_told_at_once_while_the_others_hang(
     pair_launcher, stopwatch, caplog, monkeypatch
 ):
-    monkeypatch.setattr(process_backend, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
     group = pair_launcher.start(Calculator)
     pids = group.where()
     group.start_worker_aliveness_check(every_n_seconds=0.1)
@@ -154,7 +154,7 @@ def test_a_stopped_rank_is_found_long_before_the_deadline(calculators, stopwatch
 
 
 def test_stopped_ranks_are_found_within_thirty_seconds_by_default(calculators):
-    assert 2 * calculators._backend.probe_seconds + answers.SLICE_SECONDS < 30
+    assert 2 * calculators._backend.probe_seconds + backend.SLICE_SECONDS < 30
 
 
 def test_a_constructor_that_raises_is_reported(launcher):
