@@ -20,7 +20,7 @@ from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.colocation import ClassWithInitArgs
-from verl.single_controller.base.controller import Controller
+from verl.single_controller.controllers import Controller
 from verl.trainer.ppo.dataloader import EndOfData, PromptLoader
 from verl.trainer.ppo.datasets import (
     Collate,

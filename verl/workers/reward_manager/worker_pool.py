@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from verl.single_controller.base.process_probe import is_stopped
-from verl.single_controller.local.parcel import Parcel
+from verl.single_controller.local.payload import Payload
 from verl.workers.reward_manager.results import Grade, InfraError
 from verl.workers.reward_manager.worker_process import (
     NUMBER,
@@ -55,7 +55,7 @@ class WorkerPool:
 
     def call(self, kwargs: Mapping[str, Any]) -> Grade:
         try:
-            content = Parcel.of(dict(kwargs), "what the reward function is given").content
+            content = Payload.of(dict(kwargs), "what the reward function is given").content
         except ValueError as error:
             return InfraError(str(error), is_final=True)
         for _ in range(1 + MAX_RETRIES):
@@ -88,7 +88,7 @@ class WorkerPool:
         if answer is None:
             return None
         self._family.put_back(worker)
-        return Parcel(answer).open()
+        return Payload(answer).open()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from verl.single_controller.local.parcel import Parcel
+from verl.single_controller.local.payload import Payload
 from verl.workers.reward_manager.async_functions import is_async
 from verl.workers.reward_manager.results import Grade, InfraError, safe_grade
 
@@ -89,14 +89,14 @@ class Nursery:
 
 
 def work(line: socket.socket, function: Callable[..., Any]) -> None:
-    """Answer calls until the trainer closes the line."""
+    """Reply calls until the trainer closes the line."""
     os.setsid()  # a group of its own, so that processes it starts die with it
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # thread pools do not survive a fork
     loop = asyncio.new_event_loop()
     while (content := receive(line)) is not None:
-        grade = grade_of(function, Parcel(content).open(), loop)
+        grade = grade_of(function, Payload(content).open(), loop)
         sys.stdout.flush()
         send(line, packed(grade))
 
@@ -116,9 +116,9 @@ def grade_of(
 
 def packed(grade: Grade) -> bytes | memoryview:
     try:
-        return Parcel.of(grade, "what the reward function reported").content
+        return Payload.of(grade, "what the reward function reported").content
     except ValueError as error:
-        return Parcel.of(InfraError(str(error)), "an error").content
+        return Payload.of(InfraError(str(error)), "an error").content
 
 
 def send(line: socket.socket, content: bytes | memoryview) -> None:
