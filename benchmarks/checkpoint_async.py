@@ -27,7 +27,7 @@ from verl.utils.checkpoint.background import Background, collect_receipts
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.checkpoint.store import CheckpointStore
 from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.roles.checkpointed import CheckpointedWorker
+from verl.workers.roles.worker import CheckpointedWorker
 from verl.workers.schedule import MicroBatching
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint_async.json"

@@ -60,7 +60,7 @@ class Contestant:
     @property
     def cache_gib(self) -> float:
         """Keys and values of all sequences; they are not in torch's allocator."""
-        cache = self.engine.cache
+        cache = self.engine.core.cache
         return cache.shape.bytes_per_sequence * cache.max_slots / GIB
 
     def run(self, work: Workload, seed: int) -> tuple[float, list[list[TokenOutput]]]:
@@ -81,13 +81,13 @@ def against_floor(contestant: Contestant, work: Workload, options: argparse.Name
         elapsed, outputs = contestant.run(work, options.seed + number + 1)
         seconds.append(elapsed)
     prefill = [contestant.run(shortened(work, 1), options.seed + n)[0] for n in range(3)]
-    model, median = contestant.engine.runner.module, statistics.median(seconds)
+    model, median = contestant.engine.core.runner.module, statistics.median(seconds)
     limits = ceilings(options.device)
     counts = Counts.of(model.config, number_format(options.device).itemsize)
     floor = decode_floor(counts, work, **limits)
     last = requests(work, contestant.vocabulary, options.seed + options.repeats)[0]
     return {
-        "batch": type(contestant.engine.batch).__name__,
+        "batch": type(contestant.engine.core.batch).__name__,
         "warm_up_seconds": first,
         "seconds": seconds,
         "prefill_seconds": prefill,

@@ -47,7 +47,7 @@ def measure(contestant: Contestant, work: Workload, rounds: int, seed: int) -> d
         samples[name].append(seconds_of(contestant, work, round_seed, VARIANTS[name]))
     medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
     return {
-        "batch": type(contestant.engine.batch).__name__,
+        "batch": type(contestant.engine.core.batch).__name__,
         "warm_up_seconds": warm_up,
         "seconds": samples,
         "variants": {

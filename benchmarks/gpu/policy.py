@@ -81,13 +81,13 @@ class Policy:
         )
         self.tokenizer = word_tokenizer(self.vocabulary)
         self.phases = Phases(self.device)
-        self._clock(self.rollout.batch, "prefill")
+        self._clock(self.rollout.core.batch, "prefill")
         self._clock(self.engine.optimizer, "step", name="optimizer")
 
     @property
     def cache_gib(self) -> float:
         """Keys and values while generating; they are not in torch's allocator."""
-        cache = self.rollout.cache
+        cache = self.rollout.core.cache
         return cache.shape.bytes_per_sequence * cache.max_slots / GIB
 
     def step(self, work: Workload, seed: int, *, with_old_log_probs: bool) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """An engine that answers from a table, and a configuration for agent loops."""
 
 import asyncio
+import functools
+import os
+import threading
 from collections.abc import Callable
 
 from verl.config.agent import AgentLoopConfig
@@ -9,6 +12,14 @@ from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.serving import SamplingConfig
 from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
+
+
+@functools.cache
+def engine_loop(pid: int) -> asyncio.AbstractEventLoop:
+    """An event loop on a thread of its own, for all fakes of this process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="fake engines", daemon=True).start()
+    return loop
 
 
 class FakeRollout(Rollout):
@@ -32,8 +43,16 @@ class FakeRollout(Rollout):
     def policy_version(self) -> int:
         return 0
 
-    def generate_batch(self, requests):
-        raise NotImplementedError
+    def submit(self, request, on_end=None):
+        work = self._answer(request, on_end)
+        return asyncio.run_coroutine_threadsafe(work, engine_loop(os.getpid()))
+
+    async def _answer(self, request, on_end):
+        outputs = await self.generate(request)
+        for sample, output in enumerate(outputs):
+            if on_end is not None:
+                on_end(sample, output)
+        return outputs
 
     async def generate(self, request):
         self.requests.append(request)

@@ -7,8 +7,7 @@ from tests.agent_loop.fakes import FakeRollout, loop_config
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
-from verl.agent_loop.manager import SEED_COLUMN
-from verl.agent_loop.trajectory_info import get_trajectory_info
+from verl.agent_loop.manager import SEED_COLUMN, get_trajectory_info
 from verl.config.agent import AgentLoopConfig
 from verl.protocol import DataProto
 from verl.workers.rollout.native.engine import NativeEngine

@@ -2,10 +2,23 @@ import pytest
 import torch
 
 from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
-from verl.agent_loop.trajectories import as_batch, timing_of
+from verl.agent_loop.rollouter import fill_trajectory
+from verl.protocol.padded import Padding, padded_batch, trajectories_of
+from verl.protocol.trajectory import Trajectory, trajectory_timing
+from verl.workers.rollout.base import TokenOutput
 from verl.workers.rollout.sequences import pad
 
 LENGTHS = {"prompt_length": 3, "response_length": 4, "pad_token_id": 2}
+
+
+def trajectory(output, *turns, **row):
+    made = Trajectory(uid="a", sample=0, row=row)
+    fill_trajectory(made, output, turns, max_response_tokens=1024)
+    return made
+
+
+def as_batch(outputs, **lengths):
+    return padded_batch([trajectory(output) for output in outputs], Padding(**lengths))
 
 
 def output(prompt, response, **more):
@@ -108,7 +121,7 @@ def test_timing_names_the_slowest_trajectory():
         output([5], [6], metrics={"generate_sequences": 1.0}),
         output([5, 6], [7, 8, 9], metrics={"generate_sequences": 2.0, "tool_calls": 0.5}),
     ]
-    timing = timing_of(outputs)
+    timing = trajectory_timing([trajectory(output) for output in outputs])
     assert timing["agent_loop/generate_sequences/mean"] == 1.5
     assert timing["agent_loop/slowest/tool_calls"] == 0.5
     assert timing["agent_loop/slowest/prompt_length"] == 2
@@ -125,3 +138,61 @@ def test_columns_have_the_types_that_workers_expect():
 def test_a_row_that_is_longer_than_its_place_is_refused():
     with pytest.raises(ValueError, match="a row has 3 entries; it is to be padded to 2"):
         pad([[1], [1, 2, 3]], 2, 0)
+
+
+def turn(*ids, versions):
+    return TokenOutput(token_ids=list(ids), policy_versions=versions)
+
+
+def test_each_turn_of_the_model_keeps_the_versions_that_sampled_it():
+    made = trajectory(
+        output([5], [6, 7, 9, 8], response_mask=[1, 1, 0, 1]),
+        turn(6, 7, versions=[3, 4]),
+        turn(8, versions=[4]),
+    )
+    assert [s.author for s in made.segments] == ["template", "model", "tool", "model"]
+    assert [s.versions for s in made.segments] == [None, [3, 4], None, [4]]
+    assert made.versions == {3, 4}
+    assert (made.prompt_ids, made.response_ids) == ([5], [6, 7, 9, 8])
+    assert made.response_mask == [1, 1, 0, 1]
+
+
+def test_a_segment_may_be_several_turns_or_the_beginning_of_one():
+    one = trajectory(output([5], [6, 7, 8]), turn(6, versions=[1]), turn(7, 8, 9, versions=[2] * 3))
+    assert one.segments[1].versions == [1, 2, 2]
+
+
+def test_versions_of_tokens_that_no_engine_sampled_are_unknown():
+    made = trajectory(output([5], [6, 7]), turn(6, 8, versions=[1, 1]))
+    assert made.segments[1].versions is None
+    assert made.versions == set()
+
+
+def test_a_rejected_turn_is_passed_over():
+    made = trajectory(output([5], [7]), turn(6, versions=[1]), turn(7, versions=[2]))
+    assert made.segments[1].versions == [2]
+
+
+def test_a_response_that_begins_with_a_tool_keeps_its_prompt():
+    made = trajectory(output([5], [9, 6], response_mask=[0, 1]))
+    assert (made.prompt_ids, made.response_ids) == ([5], [9, 6])
+
+
+def test_a_batch_becomes_trajectories_and_the_same_batch_again():
+    outputs = [
+        output([5], [6, 7, 8], response_mask=[1, 0, 1], extra_fields={"note": "x"}),
+        output([8, 9], [], num_turns=4, extra_fields={"note": None}),
+    ]
+    batch = as_batch(outputs, **LENGTHS)
+    batch.batch["routed"] = torch.tensor([[1, 2], [3, 4]])
+    again = padded_batch(trajectories_of(batch), Padding(**LENGTHS))
+    assert set(again.batch.keys()) == set(batch.batch.keys())
+    assert all(torch.equal(again.batch[name], batch.batch[name]) for name in batch.batch.keys())
+    assert again.non_tensor_batch["note"].tolist() == ["x", None]
+    assert again.non_tensor_batch["__num_turns__"].tolist() == [2, 4]
+
+
+def test_columns_of_the_row_join_unless_the_trajectory_brings_them():
+    made = trajectory(output([5], [6], extra_fields={"note": "own"}), note="row", answer=7)
+    columns = padded_batch([made], Padding(**LENGTHS)).non_tensor_batch
+    assert (columns["note"][0], columns["answer"][0]) == ("own", 7)

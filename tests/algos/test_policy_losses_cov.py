@@ -5,7 +5,7 @@ import torch
 
 from tests.algos.loss_cases import CASES, Batch, actor, gradient_of, loss_of, prepared, random_batch
 from verl.algos.policy_losses import prepare_loss, prepared_by
-from verl.algos.policy_losses.token_selection import token_covariance, token_lots
+from verl.algos.policy_losses.cov import token_covariance, token_lots
 from verl.algos.registry import get_policy_loss_fn
 from verl.config.actor import ActorConfig, PolicyLossConfig
 

@@ -11,7 +11,7 @@ from verl.algos.rollout_correction import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
-from verl.algos.rollout_correction.criteria import parse_criteria
+from verl.algos.rollout_correction.correction import parse_criteria
 
 
 def log_ratios(ratios: list[list[float]]) -> Tensor:

@@ -17,9 +17,9 @@ class VictimActor(ActorRolloutRefWorker):
     def init_model(self) -> None:
         super().init_model()
         points = Failpoints(self.config.model.path, "actor", self.rank)
-        points.before(self.visits, "visit", "generate")
-        points.before(self.actor, "compute_log_prob", "old log-prob")
-        points.before(self.actor, "update_policy", "update")
+        points.before(self.generator.poller, "poll", "generate")
+        points.before(self.policy, "compute_log_prob", "old log-prob")
+        points.before(self.policy, "update_policy", "update")
         points.amid_tensors(self.engine, "get_per_tensor_param", "weight sync")
         points.amid_writes(self.checkpoints, "capture", "save")
 

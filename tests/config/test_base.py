@@ -1,12 +1,11 @@
-"""Sections: frozen, read-only mappings whose reads can be noted."""
+"""Sections: frozen, read-only mappings."""
 
-import copy
 from dataclasses import FrozenInstanceError, dataclass
 from typing import ClassVar
 
 import pytest
 
-from verl.config.base import BaseConfig, FreeSection, ReadLog, option
+from verl.config.base import BaseConfig, FreeSection, option
 
 
 @dataclass(kw_only=True)
@@ -68,36 +67,9 @@ def test_a_misspelled_attribute_names_the_option():
         Outer().step  # noqa: B018
 
 
-def test_reads_are_noted_and_passing_through_a_section_is_no_read():
-    section, log = Outer(), ReadLog()
-    log.attach(section)
-    _ = section.inner
-    assert log.paths == set()
-    _ = section.inner.rate
-    _ = section["mode"]
-    assert log.paths == {"inner.rate", "mode"}
-
-
-def test_a_free_dict_that_was_read_counts_for_all_its_keys():
-    section, log = Outer(inner=Inner(kwargs={"depth": 1})), ReadLog()
-    log.attach(section)
-    assert not log.has_read("inner.kwargs.depth")
-    _ = section.inner.kwargs
-    assert log.has_read("inner.kwargs.depth")
-
-
-def test_undeclared_keys_are_read_and_noted_too():
-    section, free, log = Outer(), FreeSection(), ReadLog()
+def test_undeclared_keys_are_read_like_options():
+    section, free = Outer(), FreeSection()
     vars(free)["extras"]["depth"] = 2
     vars(section)["extras"]["mine"] = free
-    log.attach(section)
     assert section.mine.depth == section["mine"]["depth"] == 2
-    assert log.paths == {"mine.depth"}
     assert "mine" in section
-
-
-def test_a_copied_section_reports_to_the_same_log():
-    section, log = Outer(), ReadLog()
-    log.attach(section)
-    _ = copy.deepcopy(section).inner.rate
-    assert log.paths == {"inner.rate"}

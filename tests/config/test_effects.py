@@ -1,13 +1,11 @@
-"""Settings that do nothing are named with the reason, before a run and after it."""
+"""Settings that do nothing are named before a run, and what does not exist is refused."""
 
 from verl.config.advice import advice
-from verl.config.base import ReadLog
-from verl.config.effects import EFFECTS, report_unread, unread, without_effect
+from verl.config.effects import OTHER_BACK_END, absent_faults, idle_notices, without_effect
 from verl.config.keys import Keys
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
-from verl.config.sft import SFTConfig
-from verl.config.variants import family, nested
+from verl.config.variants import nested
 
 A = "actor_rollout_ref.actor"
 R = "actor_rollout_ref.rollout"
@@ -29,7 +27,7 @@ def test_settings_without_effect_are_named():
     settings = {
         "critic.optim.lr": 1e-3,
         "trainer.critic_warmup": 3,
-        "actor_rollout_ref.ref.strategy": "fsdp",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 2,
         "algorithm.kl_ctrl.kl_coef": 0.5,
         f"{A}.kl_loss_coef": 0.5,
         f"{A}.kl_loss_type": "k1",
@@ -61,7 +59,7 @@ def test_settings_whose_switch_is_on_are_not_named():
     settings = {
         "critic.optim.lr": 1e-3,
         "trainer.critic_warmup": 3,
-        "actor_rollout_ref.ref.strategy": "fsdp",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 2,
         "algorithm.use_kl_in_reward": True,
         "algorithm.kl_ctrl.kl_coef": 0.5,
         f"{A}.use_kl_loss": True,
@@ -106,7 +104,7 @@ def test_a_stored_adapter_and_a_shared_reference_leave_settings_without_effect()
 
 
 def test_what_only_a_gpu_does_is_named_on_a_cpu():
-    settings = {f"{A}.use_torch_compile": True, f"{A}.probe_micro_batch": True}
+    settings = {f"{A}.use_torch_compile": False, f"{A}.probe_micro_batch": True}
     assert idle({**GRPO, **settings, "trainer.device": "cpu"}).keys() == settings.keys()
     assert not idle({**GRPO, **settings, "trainer.device": "cuda"})
 
@@ -125,7 +123,7 @@ def test_the_form_of_a_critics_adapters_needs_a_rank():
 
 def test_settings_of_the_other_back_end_are_named():
     found = idle({f"{A}.fsdp_config.param_offload": True, f"{A}.strategy": "megatron"})
-    assert found == {f"{A}.fsdp_config.param_offload": f"{A}.strategy is megatron"}
+    assert found == {f"{A}.fsdp_config.param_offload": OTHER_BACK_END}
 
 
 def test_one_clip_ratio_is_overruled_by_two():
@@ -135,53 +133,58 @@ def test_one_clip_ratio_is_overruled_by_two():
 
 
 def test_keys_for_older_scripts_are_named():
-    found = idle({"trainer.ray_wait_register_center_timeout": 100, "data.return_raw_chat": False})
-    assert set(found.values()) == {"accepted for older scripts; nothing reads it"}
-    assert len(found) == 2
+    keys = {"trainer.ray_wait_register_center_timeout": 100, "data.return_raw_chat": False}
+    keys["reward_model.launch_reward_fn_async"] = True
+    assert idle(keys).keys() == keys.keys()
+    assert "as soon as they end" in idle(keys)["reward_model.launch_reward_fn_async"]
+
+
+def test_a_default_that_is_stated_is_not_named():
+    assert idle({**GRPO, "critic.ppo_epochs": 1, "data.return_raw_chat": True}) == {}
+
+
+def test_a_switch_below_an_idle_section_is_named_and_its_own_is_not():
+    found = idle({**GRPO, "critic.profiler.enable": True, "critic.enable": False})
+    assert found.keys() == {"critic.profiler.enable"}
+
+
+def test_the_parts_of_engine_kwargs_are_for_one_engine_each():
+    key = f"{R}.engine_kwargs.vllm.swap_space"
+    assert idle({key: 4, f"{R}.name": "sglang"})[key] == "name is sglang, and this is for vllm"
+
+
+def test_notices_are_one_line_each():
+    loaded = load({**GRPO, "critic.optim.lr": 1e-3})
+    assert idle_notices(loaded.config, loaded.user_set) == [
+        "critic.optim.lr has no effect here: there is no critic: algorithm.adv_estimator does not "
+        "use one"
+    ]
+
+
+def refused(values, **options):
+    loaded = load(values)
+    return [fault.text for fault in absent_faults(loaded.config, loaded.user_set, **options)]
+
+
+def test_what_does_not_exist_is_refused_with_key_value_and_reason():
+    (text,) = refused({"transfer_queue.enable": True})
+    assert text.startswith("transfer_queue.enable is True; batches travel through the controller")
+    assert refused({"transfer_queue.enable": False, f"{R}.quantization": None}) == []
+
+
+def test_a_loop_of_ones_own_may_read_what_built_in_loops_do_not():
+    turns = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.tool_config_path": "tools.yaml"}
+    assert len(refused(turns)) == 2
+    assert refused(turns, has_own_code=True) == []
+    own = {**turns, f"{R}.agent.agent_loop_config_path": "loops.yaml"}
+    assert refused(own) == []
+    limit = {f"{R}.multi_turn.max_user_turns": 3}
+    assert idle(limit).keys() == limit.keys()
+    assert idle({**own, **limit}) == {}
 
 
 def test_a_switch_itself_is_never_called_idle():
     assert idle({"critic.enable": False, **GRPO}) == {}
-
-
-def test_every_rule_is_about_keys_that_exist():
-    keys = family(PPOConfig).keys
-    missing = [prefix for effect in EFFECTS for prefix in effect.prefixes if prefix not in keys]
-    assert missing == []
-
-
-def test_other_commands_have_no_rules_yet_and_no_findings():
-    assert without_effect(load_config({}, SFTConfig).checked(), ["optim.lr"]) == []
-
-
-def test_what_nothing_read_is_reported_at_the_end_with_the_reason_if_known():
-    loaded = load({**GRPO, "critic.optim.lr": 1e-3, "data.seed": 4})
-    config, log = loaded.checked(), ReadLog()
-    log.attach(config)
-    _ = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    assert unread(loaded.user_set, log) == ["critic.optim.lr", "data.seed"]
-    assert report_unread(config, loaded.user_set, log) == [
-        "critic.optim.lr had no effect: there is no critic: "
-        "algorithm.adv_estimator does not use one",
-        "data.seed had no effect: nothing in this run read it",
-    ]
-
-
-def test_looking_for_reasons_does_not_count_as_reading():
-    loaded = load({**GRPO, "critic.enable": False, "critic.optim.lr": 1e-3})
-    config, log = loaded.checked(), ReadLog()
-    log.attach(config)
-    said = report_unread(config, loaded.user_set, log)  # asks critic.enable for the reason
-    assert "critic.enable had no effect: nothing in this run read it" in said
-
-
-def test_an_added_key_that_nothing_reads_is_reported_too():
-    loaded = load_config({"mine": {"depth": 1}}, PPOConfig, overrides=["+mine.depth=1"])
-    config, log = loaded.checked(), ReadLog()
-    log.attach(config)
-    assert unread(loaded.user_set, log) == ["mine.depth"]
-    _ = config.mine.depth
-    assert unread(loaded.user_set, log) == []
 
 
 def test_unusual_combinations_get_a_word_of_advice():
@@ -207,11 +210,13 @@ def test_the_megatron_schema_has_keys_that_the_fsdp_schema_lacks():
     assert f"{A}.megatron.seed" not in Keys(PPOConfig())
 
 
-def test_a_key_that_another_one_follows_counts_as_read_with_it():
-    loaded = load({"data.max_response_length": 64, f"{A}.clip_ratio": 0.1})
-    log = ReadLog()
-    log.attach(loaded.config)
-    assert len(report_unread(loaded.config, loaded.user_set, log)) == 2
-    assert loaded.config.actor_rollout_ref.rollout.response_length == 64
-    assert loaded.config.actor_rollout_ref.actor.clip_ratio_low == 0.1
-    assert report_unread(loaded.config, loaded.user_set, log) == []
+def test_a_choice_of_attention_is_named():
+    key = "actor_rollout_ref.model.override_config.attn_implementation"
+    assert "our own" in idle({key: "flash_attention_2"})[key]
+
+
+def test_offloading_weights_that_the_rollout_shares_is_explained():
+    key = f"{A}.fsdp_config.param_offload"
+    alone = {**GRPO, key: True, "trainer.n_gpus_per_node": 1}
+    assert "stay on the device" in idle(alone)[key]
+    assert idle({**alone, f"{R}.name": "vllm"}) == {}

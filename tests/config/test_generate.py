@@ -13,10 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
 from verl.config import ROOTS, BaseConfig
+from verl.config.base import is_option
 from verl.config.convert import Conversion, to_dict
 from verl.config.documentation import sentences
 from verl.config.generate import PAGE, REPOSITORY, YAML_FOLDER, main, stale_files, write_files
-from verl.config.runtime import is_option
 from verl.config.yaml_files import FILES, HEADER
 
 PUBLIC_FILES = """

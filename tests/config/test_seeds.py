@@ -233,7 +233,8 @@ def test_the_prometheus_block():
     rollout = loaded.checked().actor_rollout_ref.rollout
     assert (rollout.prometheus.enable, rollout.prometheus.port) == (True, 9091)
     assert rollout.disable_log_stats is False
-    assert mistakes(loaded) == []
+    (refusal,) = mistakes(loaded)
+    assert "prometheus.enable is True; rollout engines report no metrics" in refusal
 
 
 def test_the_resource_pool_block():
@@ -299,9 +300,7 @@ def test_the_quick_settings():
     assert config.data.sampler.class_name == "CurriculumSampler"
     assert config.reward_model.sandbox_fusion.url == "http://localhost:8000"
     assert len(composed.notices) == 3
-    assert [text.partition(" ")[0] for text in mistakes(composed.loaded)] == [
-        "data.dataloader_num_workers"  # a sampler needs 0; the message says so
-    ]
+    assert mistakes(composed.loaded) == []
 
 
 def test_reward_functions_and_reward_models():
@@ -337,7 +336,8 @@ def test_scaling_and_megatron():
     assert config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 4
     assert config.actor_rollout_ref.ref.megatron.pipeline_model_parallel_size == 2  # follows
     assert config.critic.strategy == "megatron"
-    assert mistakes(composed.loaded) == []
+    (refusal,) = mistakes(composed.loaded)
+    assert "not built in yet: use fsdp" in refusal
 
 
 def test_the_overview_command():

@@ -8,10 +8,10 @@ import pytest
 from verl.config import validate_machine
 from verl.config.faults import nearest_divisors, nearest_multiples, nearest_path
 from verl.config.load import load_config
-from verl.config.names import ESTIMATORS, POLICY_LOSSES
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
+from verl.config.roles import ESTIMATORS, POLICY_LOSSES
 from verl.config.sft import SFTConfig, SFTEngineConfig
-from verl.config.validate import validate
+from verl.config.validate import relation_faults, validate
 from verl.config.variants import nested
 from verl.utils.config import update_dict_with_config, validate_config
 from verl.utils.environment import temp_env_var
@@ -31,6 +31,12 @@ def faults_of(values, root=PPOConfig, **options):
     return validate(loaded.config, loaded.user_set, known_faults=loaded.faults, **options)
 
 
+def relations(values, root=PPOConfig):
+    """Contradictions alone, also of configurations that ask for what does not exist yet."""
+    loaded = load(values, root)
+    return [fault.text for fault in relation_faults(loaded.config, loaded.user_set)]
+
+
 def mistakes(values, root=PPOConfig, **options):
     faults = faults_of(values, root, **options)
     return [fault.text for fault in faults if not fault.is_about_machine]
@@ -38,13 +44,23 @@ def mistakes(values, root=PPOConfig, **options):
 
 def test_the_defaults_are_consistent():
     assert mistakes({}) == []
-    assert mistakes({}, PPOMegatronConfig) == []
+    assert relations({}, PPOMegatronConfig) == []
     assert mistakes({}, SFTConfig) == []
     assert mistakes({}, SFTEngineConfig) == []
 
 
 # what is set, how the message begins, what it offers
 CASES = [
+    (
+        {"algorithm.use_pf_ppo": True, "algorithm.adv_estimator": "grpo"},
+        'algorithm.use_pf_ppo is True, but algorithm.adv_estimator is "grpo"',
+        "only gae draws",
+    ),
+    (
+        {f"{R}.agent.default_agent_loop": "single_turn"},
+        f'{R}.agent.default_agent_loop is "single_turn"',
+        "did you mean 'single_turn_agent'",
+    ),
     (
         {"reward_manager.name": "model"},
         "reward_manager.name is model, but reward_model.enable is False",
@@ -60,7 +76,7 @@ CASES = [
         f'{R}.tensor_model_parallel_size is 2, but {R}.name is "native_process"',
         "only native divides its model",
     ),
-    ({f"{R}.name": "trtllm"}, f'{R}.name is "trtllm", for which there is no adapter', "native"),
+    ({f"{R}.name": "trtllm"}, f'{R}.name is "trtllm"; there is no adapter', "use native, vllm"),
     (
         {f"{A}.ppo_mini_batch_size": 250},
         f"{A}.ppo_mini_batch_size (250) must divide",
@@ -127,27 +143,11 @@ CASES = [
         f"{A}.ulysses_sequence_parallel_size is 2; sequence parallelism works on packed",
         "actor_rollout_ref.model.use_remove_padding=True",
     ),
-    (
-        {f"{A}.strategy": "megatron", f"{A}.megatron.tensor_model_parallel_size": 3},
-        f"{A}.megatron (tensor x pipeline x context) spreads a model over 3",
-        "2 and 4",
-    ),
-    (
-        {
-            f"{A}.strategy": "megatron",
-            "data.train_batch_size": 64,
-            f"{A}.ppo_mini_batch_size": 32,
-            f"{A}.ppo_micro_batch_size_per_gpu": 3,
-        },
-        "data.train_batch_size (64) times",
-        "times their micro-batch of 3",
-    ),
     ({f"{R}.tensor_model_parallel_size": 3}, f"{R}.tensor_model_parallel_size (3)", "2 and 4"),
     ({f"{R}.expert_parallel_size": 3}, f"{R}.expert_parallel_size is 3", "must be 1 or"),
     ({f"{R}.max_model_len": 100}, f"{R}.max_model_len is 100", "1024 tokens"),
     ({f"{R}.n": 4, f"{R}.temperature": 0}, f"{R}.temperature is 0.0; all 4 responses", "n=1"),
     ({f"{R}.val_kwargs.do_sample": True}, f"{R}.val_kwargs.temperature is 0", "above 0"),
-    ({f"{R}.prometheus.enable": True}, f"{R}.disable_log_stats is True", "set it to False"),
     (
         {
             f"{R}.name": "vllm",
@@ -189,11 +189,6 @@ CASES = [
         {f"{C}.rollout_rs": "token_k1,seq_sum_k1,seq_mean_k3", f"{C}.rollout_rs_threshold": "1,2"},
         f'{C}.rollout_rs_threshold is "1,2"',
         "each of the 3 criteria",
-    ),
-    (
-        {"data.sampler.class_path": "pkg://a", "data.sampler.class_name": "B"},
-        "data.dataloader_num_workers is 8",
-        "must be 0",
     ),
     ({"data.custom_cls.path": "pkg://a"}, "data.custom_cls.name is null", "the class in pkg://a"),
     (
@@ -271,11 +266,40 @@ CASES = [
         "did you mean 'critic'",
     ),
     ({f"{R}.name": "vlm"}, f'{R}.name is "vlm"', "did you mean 'vllm'"),
-    ({"critic.strategy": "megatron"}, 'critic.strategy is "megatron"', "both of critic"),
+    ({"critic.strategy": "megatron"}, 'critic.strategy is "megatron"', "use fsdp"),
     ({"resource_pool.critic.gpus": 2}, "resource_pool.critic must have a list", "devices=[0,1]"),
     ({"trainer.save_freq": -2}, "trainer.save_freq is -2", "at least -1"),
     ({"actor_rollout_ref.model.lora_rank": -1}, "actor_rollout_ref.model.lora_rank is -1", "0"),
 ]
+
+
+# the same, of what does not exist yet
+LATER = [
+    (
+        {f"{A}.strategy": "megatron", f"{A}.megatron.tensor_model_parallel_size": 3},
+        f"{A}.megatron (tensor x pipeline x context) spreads a model over 3",
+        "2 and 4",
+    ),
+    (
+        {
+            f"{A}.strategy": "megatron",
+            "data.train_batch_size": 64,
+            f"{A}.ppo_mini_batch_size": 32,
+            f"{A}.ppo_micro_batch_size_per_gpu": 3,
+        },
+        "data.train_batch_size (64) times",
+        "times their micro-batch of 3",
+    ),
+    ({f"{R}.prometheus.enable": True}, f"{R}.disable_log_stats is True", "set it to False"),
+]
+
+
+@pytest.mark.parametrize(("values", "begins", "offers"), LATER, ids=[case[1] for case in LATER])
+def test_a_contradiction_of_what_is_refused_is_known_too(values, begins, offers):
+    (message,) = relations(values)
+    assert message.startswith(begins)
+    assert offers in message
+    assert len(mistakes(values)) == 1, "it is refused in one line"
 
 
 @pytest.mark.parametrize(("values", "begins", "offers"), CASES, ids=[case[1] for case in CASES])
@@ -434,3 +458,34 @@ def test_the_nearest_path_climbs_to_what_exists(tmp_path):
     (tmp_path / "data").mkdir()
     missing = Path(tmp_path / "dta" / "b.parquet")
     assert nearest_path(missing) == f"the closest existing path is {tmp_path / 'data'}"
+
+
+def machine(values):
+    return [fault.text for fault in faults_of(values) if fault.is_about_machine]
+
+
+def test_a_device_that_is_not_here_is_named_unless_the_run_is_elsewhere(monkeypatch):
+    monkeypatch.setattr(validate_machine, "DEVICE_FILES", {"npu": ("/nonexistent",)})
+    npu = {"trainer.device": "npu", "trainer.n_gpus_per_node": 1}
+    assert any(text.startswith('trainer.device is "npu"') for text in machine(npu))
+    ray = machine({**npu, "trainer.controller": "ray"})
+    assert not any(text.startswith("trainer.device") for text in ray)
+
+
+def test_the_package_of_a_trace_back_end_must_be_here(monkeypatch):
+    monkeypatch.setattr(validate_machine, "find_spec", lambda name: None)
+    assert any("trace.backend is" in text for text in machine({f"{R}.trace.backend": "weave"}))
+
+
+def test_a_model_must_be_chosen():
+    assert any("actor_rollout_ref.model.path is required" in text for text in machine({}))
+
+
+def test_a_misspelt_value_of_the_models_configuration_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 32, "hidden_size": 8}')
+    model = {"actor_rollout_ref.model.path": str(tmp_path)}
+    key = "actor_rollout_ref.model.override_config"
+    (text,) = mistakes({**model, f"{key}.max_position_embedings": 64})
+    assert text.endswith("did you mean max_position_embeddings?")
+    assert mistakes({**model, f"{key}.max_position_embeddings": 64}) == []
+    assert mistakes({**model, f"{key}.rope_scaling.type": "yarn"}) == []

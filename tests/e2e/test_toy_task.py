@@ -51,7 +51,7 @@ def test_the_command_trains_and_says_how_it_goes(toy, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "step:2 - " in result.stdout
     assert "critic/score/mean:" in result.stdout
-    assert "had no effect: there is no critic" in result.stderr
+    assert "has no effect here: there is no critic" in result.stderr
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 
 from tests.tiny_models import tiny_model
 from tests.workers.engine.test_one_device import batch, engine, weighted_sum
-from verl.models.compiled import CompiledForward, CompiledLayers, fits
+from verl.models.fuse import CompiledForward, CompiledLayers, fits
 from verl.workers.engine.base import MicroBatching
 
 CUT = MicroBatching(rows=3)

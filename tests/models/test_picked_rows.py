@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.models.picked_rows import picked_rows
+from verl.models.head import picked_rows
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -7,10 +7,9 @@ import torch.distributed as dist
 from tests.tiny_models import ARCHITECTURES, VOCABULARY, tiny_config, tiny_model
 from tests.utils.one_rank import group_of_one
 from tests.utils.two_ranks import run_on_ranks, run_on_two_ranks
-from verl.models.attention import AttentionLayout, AttentionOptions
+from verl.models.attention import AttentionLayout, AttentionOptions, key_heads_of_rank
 from verl.models.exact import make_exact
 from verl.models.forward import hidden_states, packed_layout, packed_positions
-from verl.models.head_shares import key_heads_of_rank
 from verl.models.loading import random_causal_lm
 from verl.models.ulysses import SequenceShare, UlyssesLayout, refuse_undividable
 

@@ -1,17 +1,21 @@
 """Engines, models and a tokenizer for tests of the server."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.agent_loop.fakes import engine_loop
 from tests.tiny_models import tiny_model
 from verl.utils.dataset.prompts import CHATML
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
+    OnEnd,
     StreamingRollout,
     TokenDelta,
     TokenOutput,
@@ -108,11 +112,20 @@ class ScriptedRollout(StreamingRollout):
             self.lose_after = None
             raise EngineLostError("killed at 0x7f00dead in /secret/place")
 
-    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
-        raise NotImplementedError
+    def submit(
+        self, request: GenerationRequest, on_end: OnEnd | None = None
+    ) -> Future[list[TokenOutput]]:
+        return asyncio.run_coroutine_threadsafe(self._whole(request), engine_loop(os.getpid()))
 
-    def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
-        raise NotImplementedError
+    async def _whole(self, request: GenerationRequest) -> list[TokenOutput]:
+        outputs = [TokenOutput() for _ in range(request.num_samples)]
+        async for delta in self.stream(request):
+            output = outputs[delta.sample]
+            output.token_ids += delta.token_ids
+            output.log_probs += delta.log_probs
+            output.policy_versions += delta.policy_versions
+            output.stop_reason = delta.stop_reason
+        return outputs
 
     def abort(self, request_id: str) -> None: ...
 

@@ -35,7 +35,7 @@ class Unlucky(Rollout):
     def __init__(self, process):
         self.process = process
         self.is_due = False
-        self.num_generating = 0
+        self.num_submitted = 0
 
     @property
     def policy_version(self):
@@ -48,22 +48,16 @@ class Unlucky(Rollout):
     def is_alive(self):
         return self.process.is_alive()
 
-    def generate_batch(self, requests):
-        return self.process.generate_batch(requests)
-
-    async def generate(self, request):
+    def submit(self, request, on_end=None):
         if not self.is_due:
-            return await self.process.generate(request)
-        self.num_generating += 1
+            return self.process.submit(request, on_end)
+        self.num_submitted += 1
         signal_engine(self.process, signal.SIGSTOP)  # so that nothing is finished
-        try:
-            answer = self.process.generate(request)
-            if self.num_generating == 2:  # one has been asked before, this one will be
-                signal_engine(self.process, signal.SIGKILL)
-                self.is_due = False
-            return await answer
-        finally:
-            self.num_generating -= 1
+        answer = self.process.submit(request, on_end)
+        if self.num_submitted == 2:
+            signal_engine(self.process, signal.SIGKILL)
+            self.is_due = False
+        return answer
 
     def abort(self, request_id):
         self.process.abort(request_id)
@@ -86,6 +80,7 @@ class LosesItsEngine(KeepsResponses):
             manager = self.async_rollout_manager
             manager.rollout_replicas[0] = Unlucky(manager.rollout_replicas[0])
             manager.rollout_replicas[0].is_due = True
+            manager.recover_with(self.recover_engine)  # serves from the engines as they are now
         return super().rollout(prompts)
 
 

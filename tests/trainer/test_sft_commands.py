@@ -80,7 +80,7 @@ def test_the_command_trains(model_folder, tmp_path, monkeypatch, capsys):
     assert (Path(folder) / "model.safetensors").exists()
 
 
-def test_the_engine_command_trains_and_names_what_nothing_read(
+def test_the_engine_command_trains_and_names_what_has_no_effect(
     model_folder, tmp_path, monkeypatch, capsys
 ):
     changes = {"trainer.logger": ["console"], "engine.fsdp_size": 4, "trainer.n_gpus_per_node": 2}
@@ -90,8 +90,8 @@ def test_the_engine_command_trains_and_names_what_nothing_read(
     assert "step:4 - train/loss:" in output
     assert output.strip().splitlines()[-1].startswith("the model is in ")
     assert "the configuration says 2 devices; this run was started on 1" in notes
-    assert "engine.fsdp_size had no effect" in notes
-    assert notes.count("had no effect") == 1
+    assert "engine.fsdp_size has no effect here" in notes
+    assert notes.count("has no effect here") == 1
 
 
 def test_the_last_lines_sum_the_run_up(model_folder, tmp_path, monkeypatch, capsys):
@@ -139,13 +139,13 @@ def test_the_command_names_a_bad_row_without_a_traceback(
     assert "rows.parquet:1 has 7 tokens" in capsys.readouterr().err
 
 
-def test_the_command_names_options_that_nothing_read(model_folder, tmp_path, monkeypatch, capsys):
+def test_the_command_names_options_without_effect(model_folder, tmp_path, monkeypatch, capsys):
     changes = {"data.balance_dp_token": True, "model.lora_alpha": 32}
     fsdp_command(monkeypatch, model_folder, tmp_path, **changes)
     notes = capsys.readouterr().err
-    assert "data.balance_dp_token had no effect" in notes
-    assert "model.lora_alpha had no effect" in notes
-    assert notes.count("had no effect") == 2
+    assert "data.balance_dp_token has no effect here" in notes
+    assert "model.lora_alpha has no effect here" in notes
+    assert notes.count("has no effect here") == 2
 
 
 def test_a_dry_run_prints_the_plan_and_trains_nothing(model_folder, tmp_path, capsys):

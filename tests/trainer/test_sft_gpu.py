@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.trainer.sft_cases import engine_trainer, write_model
-from verl.models.fused_forward import FusedForward
+from verl.models.fused_norms import FusedForward
 
 pytestmark = pytest.mark.gpu
 

@@ -11,25 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verl.agent_loop.server_manager import AsyncLLMServerManager
+from verl.agent_loop.server_manager import AsyncLLMServerManager, sampled_turns
+from verl.protocol.trajectory import AgentLoopMetrics
 from verl.utils.dataset.prompts import Prompt, encode_prompt_once
 from verl.utils.registry import Registry
+from verl.utils.rollout_trace import rollout_trace_attr
+from verl.workers.rollout.base import TokenOutput
 
 Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
-
-
-@dataclass(kw_only=True)
-class AgentLoopMetrics:
-    """Where the time of one trajectory went."""
-
-    generate_sequences: float = 0.0
-    """Seconds of generation."""
-
-    tool_calls: float = 0.0
-    """Seconds in tools."""
-
-    num_preempted: int = -1
-    """Times the engine had to start over; -1 if it does not say."""
 
 
 @dataclass(kw_only=True)
@@ -80,6 +69,33 @@ class DictConfigWrap:
     config: Any
 
 
+@dataclass(eq=False)
+class LoopSample:
+    """One sample that a loop is to make: what it is given, and who is told of its end."""
+
+    params: dict[str, Any]
+    """Sampling parameters, the seed of this sample among them."""
+
+    row: Mapping[str, Any]
+    """The columns of the dataset row, handed to `run` as keyword arguments."""
+
+    end: Callable[[AgentLoopOutput, Sequence[TokenOutput]], None]
+    """Called on the event loop with the output and the turns that engines sampled for it."""
+
+    trace: Mapping[str, Any] | None = None
+    """Which trajectory it is, for `rollout_trace_attr`; None while nothing is traced."""
+
+    async def run_in(self, loop: "AgentLoopBase") -> None:
+        turns: list[TokenOutput] = []
+        sampled_turns.set(turns)  # in the context of this task, and of those that the loop starts
+        if self.trace is None:
+            output = await loop.run(self.params, **self.row)
+        else:
+            with rollout_trace_attr(name="agent_loop", **self.trace):
+                output = await loop.run(self.params, **self.row)
+        self.end(output, turns)
+
+
 class AgentLoopBase(ABC):
     """One prompt on its way to a trajectory.
 
@@ -109,6 +125,21 @@ class AgentLoopBase(ABC):
     @classmethod  # noqa: B027
     def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
         """Called once per class before its first loop is made: for tools, clients and the like."""
+
+    @classmethod
+    async def run_group(
+        cls, make_loop: Callable[[], "AgentLoopBase"], samples: Sequence[LoopSample]
+    ) -> None:
+        """Run all samples of one prompt and end each; by default in a loop and a task per sample.
+
+        The tasks are made in order, so the samples reach an engine together.
+        """
+        tasks = [asyncio.create_task(sample.run_in(make_loop())) for sample in samples]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

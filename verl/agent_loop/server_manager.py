@@ -19,6 +19,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,9 @@ from verl.workers.rollout.fleet import Fleet, Recover
 
 IGNORED_PARAMS = {"logprobs"}
 """Log-probabilities always come back."""
+
+sampled_turns: ContextVar[list[TokenOutput] | None] = ContextVar("sampled_turns")
+"""Set by whoever runs an agent loop: what engines sample for it is added, turn by turn."""
 
 MAX_PARAMS = 1000
 COLLECT_SECONDS = 0.001
@@ -123,12 +127,16 @@ class AsyncLLMServerManager:
             loop.call_soon(self._send)  # runs after everything that is ready now
         self._waiting.setdefault(key, []).append(ticket)
         try:
-            return await ticket.answer
+            output = await ticket.answer
         except asyncio.CancelledError:
             call = ticket.call
             if call is not None and all(one.answer.done() for one in call.tickets):
                 call.outputs.cancel()  # which aborts the request
             raise
+        turns = sampled_turns.get(None)
+        if turns is not None:
+            turns.append(output)
+        return output
 
     def close_session(self, request_id: str) -> None:
         """Let the engine of the session drop what it keeps for it."""

@@ -1,17 +1,25 @@
-"""From a loss per token to one number, in a way that does not depend on how the batch is cut.
+"""From a loss per token to one number, in a way that does not depend on how the batch is split.
 
 A micro-batch contributes its local sum divided by a count of the *whole* batch, so that the losses
 of micro-batches add up to the loss of the batch. Ranks whose gradients are averaged (FSDP, DDP)
 multiply by the number of ranks, `dp_size`, which turns that average back into a sum. Whoever runs
 a loss on a piece of a batch counts the batch first and passes the counts; without them the tensors
 given here are taken to be the whole batch.
+
+The losses that are little more than this are here too: the policy's entropy, and the critic's
+squared error to the returns, clipped around the old values.
 """
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
+import torch
 from torch import Tensor
 
-from verl.utils.torch_functional import masked_sum
+from verl.utils.torch_functional import entropy_from_logits, masked_mean, masked_sum
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -88,3 +96,39 @@ def _global_count(
 def _nonzero(count: int | Tensor) -> int | Tensor:
     """`count`, or 1 where it is 0: an empty sum stays 0 instead of becoming NaN."""
     return count + (count == 0)
+
+
+def compute_entropy_loss(
+    logits: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    **global_batch: "Unpack[GlobalBatch]",
+) -> Tensor:
+    """Aggregate H(softmax(logits)) in nats; logits (B, T, V), mask (B, T).
+
+    The bonus is subtracted from the loss: loss - entropy_coeff * entropy.
+    """
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, **global_batch)
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    **global_batch: "Unpack[GlobalBatch]",
+) -> tuple[Tensor, Tensor]:
+    """Clipped value loss and the share of tokens where the clip decides (arXiv:1707.06347).
+
+        loss_t = 1/2 max((v_t - R_t)^2, (clip(v_t, V_t - c, V_t + c) - R_t)^2)
+
+    v are the new predictions `vpreds`, V the `values` from before the update, R the `returns`, c is
+    `cliprange_value`; all (B, T). `global_batch` goes to `agg_loss`.
+    """
+    clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
+    loss, clipped_loss = (vpreds - returns).square(), (clipped - returns).square()
+    total = agg_loss(torch.max(loss, clipped_loss), response_mask, loss_agg_mode, **global_batch)
+    clip_fraction = masked_mean((clipped_loss > loss).float(), response_mask)
+    return 0.5 * total, clip_fraction

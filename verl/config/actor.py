@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.algorithm import KL_TYPES
-from verl.config.base import BaseConfig, option
+from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value, while_on
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
+from verl.config.roles import BACK_END, CHUNKED, FUSED, ON_GPU, PACKED, ROUTES, shares_weights
 from verl.config.rollout_correction import RolloutCorrectionConfig
-from verl.config.runtime import runtime_value
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -40,19 +40,45 @@ class PolicyLossConfig(BaseConfig):
     """Policy loss: `vanilla` (PPO), `gspo`, `sapo`, `gpg`, `clip_cov`, `kl_cov`, `geo_mean`,
     `cispo`, or a registered name."""
 
-    clip_cov_ratio: float = option(0.0002, minimum=0, maximum=1)
+    clip_cov_ratio: float = option(
+        0.0002,
+        minimum=0,
+        maximum=1,
+        used_if=When(
+            lambda here, run: here.loss_mode == "clip_cov", "only loss_mode=clip_cov uses it"
+        ),
+    )
     """`clip_cov`: part of the tokens whose gradient is dropped."""
 
-    clip_cov_lb: float = 1.0
+    clip_cov_lb: float = option(
+        1.0,
+        used_if=When(
+            lambda here, run: here.loss_mode == "clip_cov", "only loss_mode=clip_cov uses it"
+        ),
+    )
     """`clip_cov`: lowest covariance of a token that may be dropped."""
 
-    clip_cov_ub: float = 5.0
+    clip_cov_ub: float = option(
+        5.0,
+        used_if=When(
+            lambda here, run: here.loss_mode == "clip_cov", "only loss_mode=clip_cov uses it"
+        ),
+    )
     """`clip_cov`: highest covariance of a token that may be dropped."""
 
-    kl_cov_ratio: float = option(0.0002, minimum=0, maximum=1)
+    kl_cov_ratio: float = option(
+        0.0002,
+        minimum=0,
+        maximum=1,
+        used_if=When(lambda here, run: here.loss_mode == "kl_cov", "only loss_mode=kl_cov uses it"),
+    )
     """`kl_cov`: part of the tokens that get a KL penalty."""
 
-    ppo_kl_coef: float = option(0.1, minimum=0)
+    ppo_kl_coef: float = option(
+        0.1,
+        minimum=0,
+        used_if=When(lambda here, run: here.loss_mode == "kl_cov", "only loss_mode=kl_cov uses it"),
+    )
     """`kl_cov`: weight of that penalty."""
 
     rollout_correction: RolloutCorrectionConfig | None = runtime_value(None)
@@ -65,13 +91,13 @@ class RouterReplayConfig(BaseConfig):
 
     _target_: str = "verl.workers.config.RouterReplayConfig"
 
-    mode: str = option("disabled", choices=("disabled", "R2", "R3"))
+    mode: str = option("disabled", choices=("disabled", "R2", "R3"), absent=ROUTES)
     """Replay the routing of the old policy (R2) or of the rollout engine (R3) in the update."""
 
-    record_file: str | None = None
+    record_file: str | None = option(None, absent=ROUTES)
     """File to which routing is recorded."""
 
-    replay_file: str | None = None
+    replay_file: str | None = option(None, absent=ROUTES)
     """File from which routing is replayed."""
 
 
@@ -89,25 +115,48 @@ class ActorConfig(BaseConfig):
 
     _target_: str = "verl.workers.config.ActorConfig"
 
-    strategy: str = "fsdp"
+    strategy: str = option("fsdp", absent=BACK_END)
     """Training back-end: `fsdp`, `fsdp2` (the same), `megatron`, `veomni`."""
 
-    rollout_n: int = option(1, yaml="${oc.select:actor_rollout_ref.rollout.n,1}", minimum=1)
+    rollout_n: int = option(
+        1,
+        yaml="${oc.select:actor_rollout_ref.rollout.n,1}",
+        minimum=1,
+        used_if=never("rollout.n decides"),
+    )
     """Responses per prompt; follows `rollout.n`."""
 
     ppo_mini_batch_size: int = option(256, minimum=1)
     """Prompts per optimizer step, over all devices; times `rollout.n` gives sequences."""
 
-    ppo_micro_batch_size: int | None = option(None, minimum=1)
+    ppo_micro_batch_size: int | None = option(
+        None,
+        minimum=1,
+        used_if=When(
+            lambda here, run: not here.use_dynamic_bsz,
+            "use_dynamic_bsz is on: micro-batches are split by tokens",
+        ),
+    )
     """Deprecated: the same as `ppo_micro_batch_size_per_gpu`, but counted over all devices."""
 
-    ppo_micro_batch_size_per_gpu: int | None = option(8, minimum=1)
+    ppo_micro_batch_size_per_gpu: int | None = option(
+        8,
+        minimum=1,
+        used_if=When(
+            lambda here, run: not here.use_dynamic_bsz,
+            "use_dynamic_bsz is on: micro-batches are split by tokens",
+        ),
+    )
     """Sequences per forward and backward pass on one device. It never changes the gradient."""
 
     use_dynamic_bsz: bool = False
     """Cut micro-batches by tokens instead of by sequences, which wastes less on uneven lengths."""
 
-    ppo_max_token_len_per_gpu: int = option(16384, minimum=1)
+    ppo_max_token_len_per_gpu: int = option(
+        16384,
+        minimum=1,
+        used_if=while_on("use_dynamic_bsz"),
+    )
     """Tokens per micro-batch on one device when `use_dynamic_bsz` is on. At least the longest
     prompt plus response."""
 
@@ -115,6 +164,7 @@ class ActorConfig(BaseConfig):
         8,
         yaml="${oc.select:actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,8}",
         minimum=1,
+        used_if=never("rollout.log_prob_micro_batch_size_per_gpu decides"),
     )
     """Sequences per forward pass when only log-probabilities are computed."""
 
@@ -122,6 +172,7 @@ class ActorConfig(BaseConfig):
         16384,
         yaml="${oc.select:actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu,16384}",
         minimum=1,
+        used_if=never("rollout.log_prob_max_token_len_per_gpu decides"),
     )
     """Tokens per forward pass when only log-probabilities are computed."""
 
@@ -131,10 +182,17 @@ class ActorConfig(BaseConfig):
     shuffle: bool = False
     """Shuffle the batch before it is cut into mini-batches."""
 
-    data_loader_seed: int = 42
+    data_loader_seed: int = option(42, used_if=while_on("shuffle"))
     """Seed of that shuffle."""
 
-    clip_ratio: float = option(0.2, minimum=0)
+    clip_ratio: float = option(
+        0.2,
+        minimum=0,
+        used_if=When(
+            lambda here, run: here.clip_ratio in (here.clip_ratio_low, here.clip_ratio_high),
+            "clip_ratio_low and clip_ratio_high are both set",
+        ),
+    )
     """PPO's clip: the ratio of new to old probability earns nothing beyond 1 +- this."""
 
     clip_ratio_low: float = option(0.2, yaml="${.clip_ratio}", minimum=0)
@@ -143,13 +201,34 @@ class ActorConfig(BaseConfig):
     clip_ratio_high: float = option(0.2, yaml="${.clip_ratio}", minimum=0)
     """Clip above 1; follows `clip_ratio`. DAPO raises it to 0.28 to keep exploration alive."""
 
-    clip_ratio_c: float = option(3.0, above=1)
+    clip_ratio_c: float = option(
+        3.0,
+        above=1,
+        used_if=When(
+            lambda here, run: here.policy_loss.loss_mode == "vanilla",
+            "only policy_loss.loss_mode=vanilla has a dual clip",
+        ),
+    )
     """Dual clip: bound on the ratio when the advantage is negative."""
 
-    tau_pos: float = option(1.0, above=0)
+    tau_pos: float = option(
+        1.0,
+        above=0,
+        used_if=When(
+            lambda here, run: here.policy_loss.loss_mode == "sapo",
+            "only policy_loss.loss_mode=sapo uses it",
+        ),
+    )
     """SAPO: temperature of the soft clip for positive advantages."""
 
-    tau_neg: float = option(1.05, above=0)
+    tau_neg: float = option(
+        1.05,
+        above=0,
+        used_if=When(
+            lambda here, run: here.policy_loss.loss_mode == "sapo",
+            "only policy_loss.loss_mode=sapo uses it",
+        ),
+    )
     """SAPO: temperature of the soft clip for other advantages."""
 
     policy_loss: PolicyLossConfig = option(default_factory=PolicyLossConfig)
@@ -159,22 +238,33 @@ class ActorConfig(BaseConfig):
     """How token losses become one number: every token counts the same, or every sequence does.
     Dr.GRPO uses `seq-mean-token-sum-norm`."""
 
-    loss_scale_factor: int | None = option(None, minimum=1)
+    loss_scale_factor: int | None = option(
+        None,
+        minimum=1,
+        used_if=When(
+            lambda here, run: here.loss_agg_mode == "seq-mean-token-sum-norm",
+            "only loss_agg_mode=seq-mean-token-sum-norm uses it",
+        ),
+    )
     """Divisor of `seq-mean-token-sum-norm`; null takes the padded response length."""
 
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
 
-    calculate_entropy: bool = False
+    calculate_entropy: bool = option(False, used_if=never("the entropy is always reported"))
     """Accepted for older scripts: the policy's entropy is always reported."""
 
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss, as GRPO does."""
 
-    kl_loss_coef: float = option(0.001, minimum=0)
+    kl_loss_coef: float = option(0.001, minimum=0, used_if=while_on("use_kl_loss"))
     """Weight of that KL."""
 
-    kl_loss_type: str = option("low_var_kl", choices=KL_TYPES)
+    kl_loss_type: str = option(
+        "low_var_kl",
+        choices=KL_TYPES,
+        used_if=while_on("use_kl_loss"),
+    )
     """Estimator of that KL. A trailing `+` takes its value with the gradient of `k2`."""
 
     use_rollout_log_probs: bool = False
@@ -183,27 +273,27 @@ class ActorConfig(BaseConfig):
     calculate_sum_pi_squared: bool = False
     """Also compute the sum of squared probabilities, which `optimal_token_baseline` needs."""
 
-    sum_pi_squared_checkpointing: bool = False
+    sum_pi_squared_checkpointing: bool = option(
+        False, used_if=never("the sum is computed in chunks, which keep no inputs")
+    )
     """Compute that sum again in the backward pass instead of keeping its inputs."""
 
-    freeze_vision_tower: bool = False
+    freeze_vision_tower: bool = option(
+        False, absent=Absent("vision-language models are not trained yet: leave it out")
+    )
     """Vision-language models: do not train the vision encoder."""
 
-    use_prefix_grouper: bool = False
+    use_prefix_grouper: bool = option(
+        False, used_if=never("fsdp_config.prefix_sharing decides, and is on by default")
+    )
     """Run the prompt once for all its responses in the training pass."""
 
-    use_torch_compile: bool = True
+    use_torch_compile: bool = option(True, used_if=ON_GPU)
     """On a GPU, compile norms and MLPs that no fused kernel fits with `torch.compile`, in training
     and scoring passes. Log-probabilities and entropy have kernels of their own."""
 
-    update_while_generating: bool = False
-    """Train on a prompt's responses as soon as the last of them has ended, while others are still
-    generated; the optimizer step waits for all. The update is the same. On one device, with one
-    optimizer step per batch and advantages within groups. Activations then need memory beside the
-    cache of keys and values: lower `rollout.gpu_memory_utilization` or the micro-batches."""
-
     use_fused_kernels: bool = option(
-        False, yaml="${oc.select:actor_rollout_ref.model.use_fused_kernels,false}"
+        False, yaml="${oc.select:actor_rollout_ref.model.use_fused_kernels,false}", used_if=FUSED
     )
     """Fused log-probability head; follows `model.use_fused_kernels`."""
 
@@ -239,6 +329,15 @@ class FSDPActorOptimizerConfig(FSDPOptimizerConfig):
 class FSDPActorEngineConfig(FSDPEngineConfig):
     """The actor's FSDP; what the actor states itself is followed here."""
 
+    param_offload: bool = option(
+        False,
+        used_if=When(
+            lambda here, run: not shares_weights(run),
+            "the built-in rollout engine generates with these weights, so they stay on the device; "
+            "optimizer_offload frees more",
+        ),
+    )
+
     strategy: str = option("fsdp", yaml="${oc.select:actor_rollout_ref.actor.strategy,fsdp}")
     """Name of the training back-end; follows `actor.strategy`."""
 
@@ -271,18 +370,18 @@ class FSDPActorConfig(ActorConfig):
     ulysses_sequence_parallel_size: int = option(1, minimum=1)
     """Devices that share one sequence; `fsdp_config` follows it."""
 
-    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_with_chunking: bool = option(False, used_if=CHUNKED)
     """Compute entropy in chunks of tokens; `fsdp_config` follows it."""
 
-    entropy_checkpointing: bool = False
+    entropy_checkpointing: bool = option(False, used_if=CHUNKED)
     """Compute entropy again in the backward pass; `fsdp_config` follows it."""
 
     use_remove_padding: bool = option(
-        True, yaml="${oc.select:actor_rollout_ref.model.use_remove_padding,true}"
+        True, yaml="${oc.select:actor_rollout_ref.model.use_remove_padding,true}", used_if=PACKED
     )
     """Pack sequences without padding; follows `model.use_remove_padding`."""
 
-    probe_micro_batch: bool = False
+    probe_micro_batch: bool = option(False, used_if=ON_GPU)
     """Let the first update measure how many tokens of a micro-batch fit into 90% of the device's
     memory, beginning at the configured size, and use that number from then on. On a GPU; never
     changes the gradient."""

@@ -6,7 +6,7 @@ One sentence each, shown with the plan and at the start of a run; never a reason
 from collections.abc import Iterator
 from typing import Any
 
-from verl.config.names import GROUP_ESTIMATORS
+from verl.config.roles import GROUP_ESTIMATORS
 
 
 def advice(config: Any) -> list[str]:

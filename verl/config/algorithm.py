@@ -6,11 +6,15 @@ arithmetic is in `verl.algos`.
 
 from dataclasses import dataclass
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, When, option, while_on
 from verl.config.rollout_correction import RolloutCorrectionConfig
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_TYPES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
+
+
+def discounts(estimator: str) -> bool:
+    return estimator in ("gae", "reinforce_plus_plus", "remax") or "optimal_token" in estimator
 
 
 @dataclass(kw_only=True)
@@ -25,10 +29,16 @@ class KLControlConfig(BaseConfig):
     kl_coef: float = option(0.001, minimum=0)
     """Coefficient at the start. Counts only with `algorithm.use_kl_in_reward`."""
 
-    horizon: int = option(10000, above=0)
+    horizon: int = option(
+        10000,
+        above=0,
+        used_if=When(lambda here, run: here.type != "fixed", "kl_ctrl.type is fixed"),
+    )
     """Samples over which an adaptive coefficient reacts; larger is slower."""
 
-    target_kl: float = option(0.1, above=0)
+    target_kl: float = option(
+        0.1, above=0, used_if=When(lambda here, run: here.type != "fixed", "kl_ctrl.type is fixed")
+    )
     """KL per token that an adaptive coefficient aims at."""
 
 
@@ -56,7 +66,10 @@ class PFPPOConfig(BaseConfig):
     reweight_method: str = option("pow", choices=("pow", "max_min", "max_random"))
     """How a score becomes a weight: its power, only the extremes, or mostly the best."""
 
-    weight_pow: float = 2.0
+    weight_pow: float = option(
+        2.0,
+        used_if=When(lambda here, run: here.reweight_method == "pow", "reweight_method is not pow"),
+    )
     """Exponent of `pow`."""
 
 
@@ -70,31 +83,62 @@ class AlgoConfig(BaseConfig):
     """Advantage estimator: `gae` (needs a critic), `grpo`, `rloo`, `reinforce_plus_plus`, `remax`,
     `opo`, `gpg`, ... or a registered name."""
 
-    gamma: float = option(1.0, minimum=0, maximum=1)
+    gamma: float = option(
+        1.0,
+        minimum=0,
+        maximum=1,
+        used_if=When(
+            lambda here, run: discounts(here.adv_estimator),
+            "this advantage estimator does not discount",
+        ),
+    )
     """Discount per token."""
 
-    lam: float = option(1.0, minimum=0, maximum=1)
+    lam: float = option(
+        1.0,
+        minimum=0,
+        maximum=1,
+        used_if=When(
+            lambda here, run: here.adv_estimator == "gae", "only adv_estimator=gae uses it"
+        ),
+    )
     """GAE's trade between bias (0) and variance (1)."""
 
-    norm_adv_by_std_in_grpo: bool = True
+    norm_adv_by_std_in_grpo: bool = option(
+        True,
+        used_if=When(
+            lambda here, run: here.adv_estimator.startswith("grpo"),
+            "only the GRPO estimators use it",
+        ),
+    )
     """Divide GRPO's advantages by the spread of the group; off is Dr.GRPO (arXiv:2503.20783)."""
 
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference policy from each token's reward."""
 
-    kl_penalty: str = option("kl", choices=KL_TYPES)
+    kl_penalty: str = option(
+        "kl",
+        choices=KL_TYPES,
+        used_if=while_on("use_kl_in_reward"),
+    )
     """Estimator of that KL. A trailing `+` takes its value with the gradient of `k2`."""
 
-    kl_ctrl: KLControlConfig = option(default_factory=KLControlConfig)
+    kl_ctrl: KLControlConfig = option(
+        default_factory=KLControlConfig,
+        used_if=while_on("use_kl_in_reward"),
+    )
     """The coefficient of that KL."""
 
     use_pf_ppo: bool = False
     """Draw the training batch again by score before the update. Only with `gae`."""
 
-    pf_ppo: PFPPOConfig = option(default_factory=PFPPOConfig)
+    pf_ppo: PFPPOConfig = option(default_factory=PFPPOConfig, used_if=while_on("use_pf_ppo"))
     """How that draw is weighted."""
 
-    filter_groups: FilterGroupsConfig = option(default_factory=FilterGroupsConfig)
+    filter_groups: FilterGroupsConfig = option(
+        default_factory=FilterGroupsConfig,
+        used_if=When(lambda here, run: here.filter_groups.enable, "filter_groups.enable is off"),
+    )
     """Dynamic sampling: drop prompts that teach nothing."""
 
     rollout_correction: RolloutCorrectionConfig = option(

@@ -1,12 +1,10 @@
-"""What every section of the configuration has in common.
+"""Configuration sections: frozen dataclasses that are also read-only mappings.
 
-A section is a dataclass whose fields are the options: the default is written once, the sentence
-below the field is its documentation, `option(...)` adds the rule its value must obey. A section
-also behaves as a read-only mapping, because users' code reads it as `config.actor["clip_ratio"]`
-and `config.data.get("gen_batch_size", 512)`.
-
-Keys that a user adds with `+key=` and that no field declares live in `extras`. When a `ReadLog` is
-attached, each read of a field or an extra is noted, so that a run can name what nothing read.
+The fields of a section are the options: the default is written once, the sentence below the field
+documents it, `option(...)` adds the rule its value must obey and the rule when it has an effect.
+Users' code reads sections as objects and as mappings: `config.actor["clip_ratio"]`,
+`config.data.get("gen_batch_size", 512)`. Keys that a user adds with `+key=` and that no field
+declares live in `extras`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +13,47 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
 
 Section = TypeVar("Section", bound="BaseConfig")
+
+
+@dataclass(frozen=True)
+class When:
+    """A condition under which an option has an effect, and the reason given when it has none.
+
+    `holds` takes the section that has the option and the configuration of the whole run.
+    """
+
+    holds: Callable[[Any, Any], bool]
+    reason: str
+    is_never: bool = False
+
+
+def never(reason: str) -> When:
+    """The condition of an option that is accepted and has no effect."""
+    return When(lambda here, run: False, reason, is_never=True)
+
+
+def while_on(switch: str) -> When:
+    """The condition of options that a switch beside them turns on."""
+    return When(lambda here, run: bool(here[switch]), f"{switch} is off")
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Values of an option that ask for something that does not exist here.
+
+    `values` lists them; None means every value but the default, null, False, 0 and empty ones.
+    `unless` takes the section and the whole configuration: where it holds, code of the user's own
+    may implement what is asked for.
+    """
+
+    reason: str
+    values: tuple[Any, ...] | None = None
+    unless: Callable[[Any, Any], bool] | None = None
+
+    def covers(self, value: Any, default: Any) -> bool:
+        if self.values is not None:
+            return value in self.values
+        return bool(value) and value != default
 
 
 def option(
@@ -26,40 +65,57 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
+    used_if: When | tuple[When, ...] | None = None,
+    absent: Absent | None = None,
+    reads: tuple[str, ...] | None = None,
+    unread: str = "",
+    ignores: Mapping[str, str] | None = None,
 ) -> Any:
-    """A field with a rule. `minimum` and `maximum` are inclusive, `above` is exclusive.
+    """A field with rules. `minimum` and `maximum` are inclusive, `above` is exclusive.
 
     `yaml` is the interpolation that the generated YAML holds where the default follows another
     key, as in `"${oc.select:actor_rollout_ref.rollout.n,1}"`; `default` is what it falls back to.
+
+    `used_if` says when the option, or a section with all that is below it, has an effect; all its
+    conditions must hold. `absent` marks values that are refused because what they ask for does not
+    exist. `reads` lists the keys of a shared section that have an effect where this field mounts
+    it; for the others `unread` is the reason. `ignores` has keys of a free dict that have no
+    effect, with the reasons.
     """
-    rule = {"choices": choices, "minimum": minimum, "maximum": maximum, "above": above}
-    metadata = {"yaml": yaml, **{name: limit for name, limit in rule.items() if limit is not None}}
+    rule = {
+        "yaml": yaml,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "above": above,
+        "used_if": (used_if,) if isinstance(used_if, When) else used_if,
+        "absent": absent,
+        "ignores": ignores,
+        "reads": None if reads is None else (reads, unread),
+    }
+    metadata = {name: value for name, value in rule.items() if value is not None}
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-class ReadLog:
-    """The dotted paths of the options that were read."""
+def runtime_value(
+    default: Any = MISSING, *, default_factory: Callable[[], Any] | None = None
+) -> Any:
+    """A field that a worker fills and that nobody sets; name it in `_mutable_fields` as well.
 
-    def __init__(self) -> None:
-        self.paths: set[str] = set()
+    It is in the section because users' code reads it there (`config.global_batch_info`); the
+    generated YAML and the reference page leave it out.
+    """
+    metadata = {"runtime": True}
+    if default_factory is not None:
+        return field(default_factory=default_factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
-    def attach(self, config: "BaseConfig", path: str = "") -> None:
-        """Note every read below `config` from now on."""
-        object.__setattr__(config, "_read_log", self)
-        object.__setattr__(config, "_path", path)
-        for name, value in [*vars(config).items(), *vars(config)["extras"].items()]:
-            if isinstance(value, BaseConfig):
-                self.attach(value, f"{path}.{name}" if path else name)
 
-    def has_read(self, path: str) -> bool:
-        """Whether the option at `path`, or the free dict it lies in, was read."""
-        parts = path.split(".")
-        return any(".".join(parts[:end]) in self.paths for end in range(1, len(parts) + 1))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ReadLog":
-        return self  # a copied section reports to the log of the original
+def is_option(item: Field[Any]) -> bool:
+    """Whether a user sets this field: it is neither the class marker nor a runtime value."""
+    return item.name != "_target_" and "runtime" not in item.metadata
 
 
 @dataclass(kw_only=True)
@@ -90,26 +146,13 @@ class BaseConfig(Mapping[str, Any]):
             raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot change after creation")
         object.__setattr__(self, name, value)
 
-    def __getattribute__(self, name: str) -> Any:
-        value = object.__getattribute__(self, name)
-        if not name.startswith("_") and not isinstance(value, BaseConfig):
-            log = object.__getattribute__(self, "__dict__").get("_read_log")
-            if log is not None and name in object.__getattribute__(self, "__dataclass_fields__"):
-                path = object.__getattribute__(self, "_path")
-                log.paths.add(f"{path}.{name}" if path else name)
-        return value
-
     def __getattr__(self, name: str) -> Any:  # only for what is neither field nor method
-        state = vars(self)
-        if name not in state.get("extras", {}):
+        extras = vars(self).get("extras", {})
+        if name not in extras:
             close = get_close_matches(name, type(self).__dataclass_fields__, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise AttributeError(f"{type(self).__name__} has no option {name!r}{hint}")
-        value = state["extras"][name]
-        if "_read_log" in state and not isinstance(value, BaseConfig):
-            path = state["_path"]
-            state["_read_log"].paths.add(f"{path}.{name}" if path else name)
-        return value
+        return extras[name]
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.__dataclass_fields__ and key not in vars(self)["extras"]:
@@ -138,14 +181,11 @@ def rule_faults(item: Field[Any], value: Any, path: str) -> Iterator[str]:
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             known = ", ".join(map(str, rule["choices"]))
             yield f"{path} is {one!r}; it must be one of: {known}{hint}"
-        if isinstance(one, int | float):
-            yield from limit_faults(rule, one, path)
-
-
-def limit_faults(rule: Mapping[str, Any], value: float, path: str) -> Iterator[str]:
-    if "minimum" in rule and not value >= rule["minimum"]:
-        yield f"{path} is {value}; it must be at least {rule['minimum']}"
-    if "maximum" in rule and not value <= rule["maximum"]:
-        yield f"{path} is {value}; it must be at most {rule['maximum']}"
-    if "above" in rule and not value > rule["above"]:
-        yield f"{path} is {value}; it must be greater than {rule['above']}"
+        if not isinstance(one, int | float):
+            continue
+        if "minimum" in rule and not one >= rule["minimum"]:
+            yield f"{path} is {one}; it must be at least {rule['minimum']}"
+        if "maximum" in rule and not one <= rule["maximum"]:
+            yield f"{path} is {one}; it must be at most {rule['maximum']}"
+        if "above" in rule and not one > rule["above"]:
+            yield f"{path} is {one}; it must be greater than {rule['above']}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.actor import LOSS_AGG_MODES
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, When, never, option, runtime_value, while_on
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.model import (
@@ -24,7 +24,7 @@ from verl.config.model import (
 )
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.runtime import runtime_value
+from verl.config.roles import BACK_END, ON_GPU, PACKED_CRITIC, RECORDED_WITH_ACTOR
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,9 @@ class CriticModelConfig(BaseModelConfig):
     """Hugging Face name or folder of the weights to start from; follows the actor's model."""
 
     tokenizer_path: str | None = option(
-        DEFAULT_MODEL, yaml=f'${{oc.select:actor_rollout_ref.model.path,"{DEFAULT_MODEL}"}}'
+        DEFAULT_MODEL,
+        yaml=f'${{oc.select:actor_rollout_ref.model.path,"{DEFAULT_MODEL}"}}',
+        used_if=never("the critic sees token ids, never text"),
     )
     """Tokenizer; follows the actor's model."""
 
@@ -71,7 +73,7 @@ class CriticConfig(BaseConfig):
     enable: bool | None = None
     """Train a critic; null does so exactly when `algorithm.adv_estimator` is `gae`."""
 
-    strategy: str = "fsdp"
+    strategy: str = option("fsdp", absent=BACK_END)
     """Training back-end: `fsdp`, `fsdp2` (the same), `megatron`."""
 
     model: BaseModelConfig = option(default_factory=CriticModelConfig)
@@ -98,21 +100,34 @@ class CriticConfig(BaseConfig):
     )
     """Cut micro-batches by tokens instead of by sequences; follows the actor."""
 
-    ppo_max_token_len_per_gpu: int = option(32768, minimum=1)
+    ppo_max_token_len_per_gpu: int = option(
+        32768,
+        minimum=1,
+        used_if=while_on("use_dynamic_bsz"),
+    )
     """Tokens per training micro-batch on one device when `use_dynamic_bsz` is on."""
 
     forward_max_token_len_per_gpu: int = option(
-        32768, yaml="${.ppo_max_token_len_per_gpu}", minimum=1
+        32768,
+        yaml="${.ppo_max_token_len_per_gpu}",
+        minimum=1,
+        used_if=while_on("use_dynamic_bsz"),
     )
     """Tokens per micro-batch on one device when only values are computed."""
 
     ppo_infer_micro_batch_size_per_gpu: int | None = option(
-        8, yaml="${.ppo_micro_batch_size_per_gpu}", minimum=1
+        8,
+        yaml="${.ppo_micro_batch_size_per_gpu}",
+        minimum=1,
+        used_if=never("forward_micro_batch_size_per_gpu decides"),
     )
     """Sequences per forward pass when only values are computed."""
 
     ppo_infer_max_token_len_per_gpu: int = option(
-        32768, yaml="${.forward_max_token_len_per_gpu}", minimum=1
+        32768,
+        yaml="${.forward_max_token_len_per_gpu}",
+        minimum=1,
+        used_if=never("forward_max_token_len_per_gpu decides"),
     )
     """Tokens per forward pass when only values are computed."""
 
@@ -123,7 +138,9 @@ class CriticConfig(BaseConfig):
     """Shuffle the batch before it is cut into mini-batches; follows the actor."""
 
     data_loader_seed: int = option(
-        42, yaml="${oc.select:actor_rollout_ref.actor.data_loader_seed,42}"
+        42,
+        yaml="${oc.select:actor_rollout_ref.actor.data_loader_seed,42}",
+        used_if=while_on("shuffle"),
     )
     """Seed of that shuffle; follows the actor."""
 
@@ -143,7 +160,7 @@ class CriticConfig(BaseConfig):
     checkpoint: CheckpointConfig = option(default_factory=CheckpointConfig)
     """Contents of checkpoints."""
 
-    profiler: ProfilerConfig = option(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = option(default_factory=ProfilerConfig, used_if=RECORDED_WITH_ACTOR)
     """Profiling of this role."""
 
     model_config: HFModelConfig | None = runtime_value(None)
@@ -178,7 +195,7 @@ class FSDPCriticModelCfg(CriticModelConfig):
 
     _target_: str = "verl.workers.config.FSDPCriticModelCfg"
 
-    use_shm: bool = False
+    use_shm: bool = option(False, used_if=never("the weights are read where they are"))
     """Copy the weights to shared memory first, so that many processes read them faster."""
 
     enable_gradient_checkpointing: bool = True
@@ -187,16 +204,20 @@ class FSDPCriticModelCfg(CriticModelConfig):
     enable_activation_offload: bool = False
     """Keep activations in CPU memory between the forward and the backward pass."""
 
-    use_remove_padding: bool = False
+    use_remove_padding: bool = option(False, used_if=PACKED_CRITIC)
     """Pack sequences without padding, so that no compute is spent on pad tokens."""
 
     lora_rank: int = option(0, minimum=0)
     """Rank of LoRA adapters; 0 trains all weights."""
 
-    lora_alpha: int = option(16, minimum=0)
+    lora_alpha: int = option(
+        16, minimum=0, used_if=When(lambda here, run: here.lora_rank > 0, "no LoRA: lora_rank is 0")
+    )
     """Adapters are scaled by `lora_alpha / lora_rank`."""
 
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | list[str] = option(
+        "all-linear", used_if=When(lambda here, run: here.lora_rank > 0, "no LoRA: lora_rank is 0")
+    )
     """Layers that get an adapter: names, a regular expression, or `all-linear`."""
 
     tiled_mlp: TiledMlpConfig = option(default_factory=TiledMlpConfig)
@@ -235,7 +256,7 @@ class FSDPCriticConfig(CriticConfig):
     """Largest global gradient norm; a longer gradient is scaled down to it."""
 
     probe_micro_batch: bool = option(
-        False, yaml="${oc.select:actor_rollout_ref.actor.probe_micro_batch,false}"
+        False, yaml="${oc.select:actor_rollout_ref.actor.probe_micro_batch,false}", used_if=ON_GPU
     )
     """Let the first update measure how many tokens of a micro-batch fit; follows the actor."""
 

@@ -7,7 +7,8 @@ and the answer to compare with. Files may be parquet or JSON.
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, When, never, option, while_on
+from verl.config.roles import NO_TOOLS
 
 
 @dataclass(kw_only=True)
@@ -17,7 +18,12 @@ class CustomClassConfig(BaseConfig):
     path: str | None = None
     """File, or `pkg://package.module`; null uses the built-in class."""
 
-    name: str | None = None
+    name: str | None = option(
+        None,
+        used_if=When(
+            lambda here, run: here.path is not None, "path is null: the built-in class is used"
+        ),
+    )
     """Name of the class."""
 
 
@@ -26,10 +32,11 @@ class SamplerConfig(BaseConfig):
     """The order in which training rows are drawn, for example a curriculum."""
 
     class_path: str | None = None
-    """File, or `pkg://package.module`, of a sampler; null draws at random or in order. Needs
-    `data.dataloader_num_workers=0`."""
+    """File, or `pkg://package.module`, of a sampler; null draws at random or in order."""
 
-    class_name: str | None = None
+    class_name: str | None = option(
+        None, used_if=When(lambda here, run: here.class_path is not None, "class_path is null")
+    )
     """Name of the class, an `AbstractSampler`."""
 
 
@@ -46,7 +53,15 @@ class DataConfig(BaseConfig):
     train_batch_size: int = option(1024, minimum=0)
     """Prompts per training step; times `rollout.n` gives sequences."""
 
-    gen_batch_size: int = option(1024, yaml="${.train_batch_size}", minimum=0)
+    gen_batch_size: int = option(
+        1024,
+        yaml="${.train_batch_size}",
+        minimum=0,
+        used_if=When(
+            lambda here, run: run.algorithm.filter_groups.enable,
+            "algorithm.filter_groups.enable is off: each step draws what it trains on",
+        ),
+    )
     """Prompts per generation batch, where it differs (dynamic sampling, asynchronous training)."""
 
     val_batch_size: int | None = option(None, minimum=1)
@@ -62,7 +77,11 @@ class DataConfig(BaseConfig):
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length` before training."""
 
-    filter_overlong_prompts_workers: int = option(1, minimum=1)
+    filter_overlong_prompts_workers: int = option(
+        1,
+        minimum=1,
+        used_if=while_on("filter_overlong_prompts"),
+    )
     """Processes that measure prompts for that."""
 
     truncation: str = option("error", choices=("error", "left", "right", "middle"))
@@ -83,9 +102,11 @@ class DataConfig(BaseConfig):
     seed: int | None = None
     """Seed of the random order; null takes 1, so that a run can be repeated."""
 
-    dataloader_num_workers: int = option(8, minimum=0)
+    dataloader_num_workers: int = option(
+        8, minimum=0, used_if=never("a row is read when it is needed")
+    )
     """Accepted for older scripts: a row is read when it is needed, which takes well under a
-    millisecond. Must be 0 with a sampler of your own."""
+    millisecond."""
 
     prompt_key: str = "prompt"
     """Column with the prompt."""
@@ -99,7 +120,9 @@ class DataConfig(BaseConfig):
     video_key: str = "videos"
     """Column with videos."""
 
-    image_patch_size: int = option(14, minimum=1)
+    image_patch_size: int = option(
+        14, minimum=1, used_if=never("the processor of the model knows the size of its patches")
+    )
     """Pixels per side of a vision patch."""
 
     tokenizer: str | None = None
@@ -113,7 +136,9 @@ class DataConfig(BaseConfig):
     """More keyword arguments for `apply_chat_template`, for example `enable_thinking`."""
 
     tool_config_path: str | None = option(
-        None, yaml="${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}"
+        None,
+        yaml="${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
+        absent=NO_TOOLS,
     )
     """Tools to count when prompts are measured; follows `rollout.multi_turn`."""
 
@@ -138,10 +163,10 @@ class DataConfig(BaseConfig):
     datagen: CustomClassConfig = option(default_factory=CustomClassConfig)
     """A generator that adds training rows while training goes on."""
 
-    output_path: str | None = None
+    output_path: str | None = option(None, used_if=never("only main_generation_server writes it"))
     """File that `main_generation_server` writes."""
 
-    return_raw_chat: bool = True
+    return_raw_chat: bool = option(True, used_if=never("the messages are always part of a row"))
     """Accepted for older scripts: the messages are always part of a row."""
 
     return_raw_input_ids: bool = False
@@ -156,14 +181,14 @@ class DataConfig(BaseConfig):
     """Let rows with images or videos compute `multi_modal_inputs`, the processor's outputs, when
     these are asked for."""
 
-    chat_template_func: str | None = None
+    chat_template_func: str | None = option(None, used_if=never("chat_template takes its place"))
     """Accepted for older scripts; has no effect."""
 
-    filter_prompts: bool = True
+    filter_prompts: bool = option(True, used_if=never("filter_overlong_prompts decides"))
     """Accepted for older scripts; `filter_overlong_prompts` decides."""
 
-    project_name: str = ""
+    project_name: str = option("", used_if=never("trainer.project_name decides"))
     """Accepted for older scripts; dumped generations are named after `trainer.project_name`."""
 
-    experiment_name: str = ""
+    experiment_name: str = option("", used_if=never("trainer.experiment_name decides"))
     """Accepted for older scripts; dumped generations are named after `trainer.experiment_name`."""

@@ -8,12 +8,12 @@ back-ends, such as its token budget, are copied into the section by the worker.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.runtime import runtime_value
+from verl.config.roles import CHUNKED, ON_GPU, SEVERAL_RANKS, SHARDED
 
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")
 
@@ -35,10 +35,16 @@ class EngineConfig(BaseConfig):
     _target_: str = "verl.workers.config.EngineConfig"
 
     param_offload: bool = False
-    """Keep the weights in CPU memory while the role is idle. Not for an actor whose weights the
-    built-in rollout engine shares."""
+    """Keep the weights in CPU memory while the role is idle. Weights that the built-in rollout
+    engine shares stay on the device."""
 
-    optimizer_offload: bool = False
+    optimizer_offload: bool = option(
+        False,
+        used_if=When(
+            lambda here, run: not here.forward_only,
+            "there is no optimizer: this model is not trained",
+        ),
+    )
     """Keep the optimizer's state in CPU memory while the role is idle."""
 
     seed: int = option(42, minimum=0)
@@ -48,17 +54,24 @@ class EngineConfig(BaseConfig):
     """Use deterministic kernels only, in the whole process of the role. Slower; for finding out why
     two runs differ."""
 
-    forward_only: bool = False
+    forward_only: bool = option(
+        False,
+        used_if=never(
+            "the role decides: what is trained has an optimizer, what is frozen has none"
+        ),
+    )
     """Build no optimizer and keep no gradients, as for a reference policy."""
 
-    strategy: str = "fsdp"
+    strategy: str = option(
+        "fsdp", used_if=never("the strategy of the role decides, and fsdp and fsdp2 mean the same")
+    )
     """Name of the training back-end."""
 
     dtype: str = option("auto", choices=DTYPES)
     """Number format of the forward and backward pass; `auto` is bfloat16, on a CPU float32. With
     float16 the loss is scaled up and the gradient down again (arXiv:1710.03740)."""
 
-    use_torch_compile: bool = True
+    use_torch_compile: bool = option(True, used_if=ON_GPU)
     """On a GPU, compile norms and MLPs that no fused kernel fits with `torch.compile`, in training
     and scoring passes."""
 
@@ -88,7 +101,9 @@ class EngineConfig(BaseConfig):
 class WrapPolicyConfig(BaseConfig):
     """Which modules become a unit of sharding."""
 
-    min_num_params: int = option(0, minimum=0)
+    min_num_params: int = option(
+        0, minimum=0, absent=Absent("the unit of sharding is a transformer layer: leave it at 0")
+    )
     """Wrap every module with at least this many parameters; 0 wraps each transformer layer."""
 
 
@@ -96,13 +111,15 @@ class WrapPolicyConfig(BaseConfig):
 class MixedPrecisionConfig(BaseConfig):
     """Number formats inside FSDP."""
 
-    param_dtype: str = option("auto", yaml="${..dtype}", choices=DTYPES)
+    param_dtype: str = option("auto", yaml="${..dtype}", choices=DTYPES, used_if=SHARDED)
     """Format of the gathered weights during a pass."""
 
-    reduce_dtype: str = option("fp32", choices=DTYPES)
+    reduce_dtype: str = option("fp32", choices=DTYPES, used_if=SHARDED)
     """Format in which gradients are summed over ranks."""
 
-    buffer_dtype: str = option("fp32", choices=DTYPES)
+    buffer_dtype: str = option(
+        "fp32", choices=DTYPES, used_if=never("buffers keep the format they are created in")
+    )
     """Format of buffers, such as rotary caches."""
 
 
@@ -121,21 +138,21 @@ class FSDPEngineConfig(EngineConfig):
     strategy: str = "fsdp"
     """Name of the training back-end: `fsdp` or `fsdp2`, which both mean FSDP2."""
 
-    offload_policy: bool = False
+    offload_policy: bool = option(False, used_if=SHARDED)
     """Let FSDP2 keep weights, gradients and optimizer state in CPU memory until they are needed."""
 
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool = option(True, used_if=SHARDED)
     """Give gathered weights back after the forward pass, and sum gradients over ranks after every
     micro-batch. Off is faster and needs memory for whole weights and whole gradients: both are kept
     until the step's last micro-batch."""
 
-    sharding: str = option("auto", choices=("auto", "zero1", "full"))
+    sharding: str = option("auto", choices=("auto", "zero1", "full"), used_if=SEVERAL_RANKS)
     """What ranks divide among them. `zero1`: the optimizer's state; each has whole weights, which
     the built-in rollout engine shares. `full`: the weights too. `auto` takes `zero1` where weights,
     gradients and this rank's part of the state fill at most half of the device's memory. A single
     rank divides nothing."""
 
-    fsdp_size: int = option(-1, minimum=-1)
+    fsdp_size: int = option(-1, minimum=-1, used_if=SHARDED)
     """Devices that share one copy of the weights; -1 takes all. Smaller values keep several copies
     and communicate less between nodes."""
 
@@ -143,23 +160,25 @@ class FSDPEngineConfig(EngineConfig):
     """Compute a prompt once for all its responses in a micro-batch, in training and scoring passes.
     Changes no result beyond rounding, and on a GPU not a bit of a log-probability."""
 
-    forward_prefetch: bool = False
+    forward_prefetch: bool = option(False, used_if=SHARDED)
     """Gather the next layer's weights while the current layer computes."""
 
-    model_dtype: str = option("fp32", choices=DTYPES)
+    model_dtype: str = option("fp32", choices=DTYPES, used_if=SHARDED)
     """Number format in which weights are loaded and stored."""
 
-    use_orig_params: bool = False
+    use_orig_params: bool = option(
+        False, used_if=never("FSDP2 always keeps the original parameters")
+    )
     """Accepted for older scripts: FSDP2 always keeps the original parameters."""
 
     ulysses_sequence_parallel_size: int = option(1, minimum=1)
     """Devices that share one sequence, for long contexts. Must divide the number of attention
     heads."""
 
-    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_with_chunking: bool = option(False, used_if=CHUNKED)
     """Compute entropy in chunks of tokens, which lowers peak memory."""
 
-    entropy_checkpointing: bool = False
+    entropy_checkpointing: bool = option(False, used_if=CHUNKED)
     """Compute entropy again in the backward pass instead of keeping its inputs."""
 
 

@@ -3,12 +3,23 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, never, option
 from verl.config.model import MtpConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.serving import PrometheusConfig
 from verl.config.trainer import DEVICES, RayKwargsConfig
+
+READ_BY_ENGINES = (
+    *("name", "python", "dtype", "load_format", "prompt_length", "response_length"),
+    *("temperature", "top_k", "top_p", "repetition_penalty", "do_sample", "ignore_eos"),
+    *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"),
+    *("expert_parallel_size", "enforce_eager", "cudagraph_capture_sizes", "scheduling_policy"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "enable_sleep_mode", "logprobs_mode"),
+    *("multi_stage_wake_up", "disable_log_stats", "limit_images", "server", "engine_kwargs"),
+)
+"""Keys of the rollout section that matter where nothing is trained."""
 
 
 @dataclass(kw_only=True)
@@ -173,14 +184,22 @@ class GenerationConfig(BaseConfig):
     model: GenerationModelConfig = option(default_factory=GenerationModelConfig)
     """The model that answers."""
 
-    rollout: GenerationRolloutConfig = option(default_factory=GenerationRolloutConfig)
+    rollout: GenerationRolloutConfig = option(
+        default_factory=GenerationRolloutConfig,
+        reads=READ_BY_ENGINES,
+        unread="an engine that only generates does not read it",
+    )
     """Generation."""
 
     trainer: GenerationTrainerConfig = option(default_factory=GenerationTrainerConfig)
     """Where to run."""
 
-    actor: GenerationActorConfig = option(default_factory=GenerationActorConfig)
+    actor: GenerationActorConfig = option(
+        default_factory=GenerationActorConfig, used_if=never("nothing is trained")
+    )
     """Accepted for older scripts; nothing is trained."""
 
-    ray_kwargs: RayKwargsConfig = option(default_factory=RayKwargsConfig)
+    ray_kwargs: RayKwargsConfig = option(
+        default_factory=RayKwargsConfig, used_if=never("engines are processes of this machine")
+    )
     """Ray, where it is used."""

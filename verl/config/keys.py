@@ -11,8 +11,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from verl.config.base import BaseConfig
-from verl.config.runtime import is_option
+from verl.config.base import BaseConfig, is_option
 
 
 class Keys:

@@ -16,6 +16,8 @@ from verl.config.legacy_values import (
     max_turns,
     min_lr_from_ratio,
     multi_turn_switch,
+    never_saves,
+    never_tests,
     one_checkpoint,
     peft_type,
     policy_gradient,
@@ -86,7 +88,7 @@ RULES: list[Rule] = [
     Rule("reward.num_workers", "reward_model.num_workers"),
     Rule("data.chat_template", chat_template, is_about_value=True),
     Rule("critic.kl_ctrl", "algorithm.kl_ctrl"),
-    Rule(f"{ACTOR}.peft.peft_type", peft_type, "LoRA is the only kind; lora_rank > 0 turns it on"),
+    Rule(f"{ACTOR}.peft.peft_type", peft_type, "lora_rank > 0 turns it on"),
     Rule(f"{ACTOR}.peft", "actor_rollout_ref.model"),
     Rule(f"{ROLLOUT}.multi_turn.max_turns", max_turns),
     Rule(f"{ROLLOUT}.dtype", fp8_rollout, is_about_value=True),
@@ -95,6 +97,7 @@ RULES: list[Rule] = [
     Rule("*.optim.warmup_steps_proportion", "*.optim.lr_warmup_steps_ratio"),
     Rule("*.optim.warmup_steps_ratio", "*.optim.lr_warmup_steps_ratio"),
     Rule("*.optim.lr_scheduler", "*.optim.lr_scheduler_type"),
+    Rule("*.model.enable_activation_offloading", "*.model.enable_activation_offload"),
     Rule("model.path", "model.partial_pretrain"),
     Rule("trainer.resume_path", "trainer.resume_from_path"),
     # Rollout.
@@ -107,6 +110,8 @@ RULES: list[Rule] = [
         f"{ROLLOUT}.engine_kwargs.vllm.swap_space",
         is_about_value=True,
     ),
+    Rule(f"{ROLLOUT}.sglang_rollout_mode", None, "SGLang always runs as a server"),
+    Rule("*.model.torch_dtype", None, "fsdp_config.dtype and model_dtype say how to compute"),
     Rule(f"{ROLLOUT}.multi_turn.completion_callback", None, AGENT_LOOPS),
     Rule(f"{ROLLOUT}.chat_scheduler", None, AGENT_LOOPS),
     Rule(f"{ROLLOUT}.multi_turn.enable_tokenization_sanity_check", sanity_check_mode),
@@ -139,6 +144,7 @@ RULES: list[Rule] = [
     Rule("algorithm.rollout_is_mode", importance_sampling),
     Rule(f"{ACTOR}.tis_imp_ratio_cap", truncated_importance_sampling),
     # Rewards.
+    Rule("reward_model.model.type", None, "the weights tell what kind of model it is"),
     Rule("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"),
     # Actor and critic.
     *(
@@ -156,6 +162,8 @@ RULES: list[Rule] = [
     Rule("*.optim.warmup_style", "*.optim.lr_scheduler_type", is_about_value=True),
     Rule("*.optim.warmup_style", "*.optim.lr_decay_style"),
     Rule("*.optim.grad_clip", "*.optim.clip_grad", is_about_value=True),
+    Rule("actor_rollout_ref.actor.optim.clip_grad", f"{ACTOR}.grad_clip", is_about_value=True),
+    Rule("critic.optim.clip_grad", "critic.grad_clip", is_about_value=True),
     Rule("*.optim.min_lr_ratio", min_lr_from_ratio),
     Rule("*.checkpoint.contents", "*.checkpoint.save_contents"),
     Rule("*.fsdp_config.grad_offload", None, "gradients stay with the weights; use offload_policy"),
@@ -174,6 +182,10 @@ RULES: list[Rule] = [
     # Trainer, profiler, Ray.
     Rule("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     Rule("trainer.remove_previous_ckpt_in_save", one_checkpoint, is_about_value=True),
+    Rule("trainer.save_freq", never_saves, is_about_value=True),
+    Rule("trainer.test_freq", never_tests, is_about_value=True),
+    Rule("trainer.tensorboard_dir", None, "the variable TENSORBOARD_DIR names the folder"),
+    Rule("trainer.rl_logging_board_dir", None, "trainer.rollout_data_dir has all responses"),
     Rule("trainer.profile_steps", "global_profiler.steps"),
     Rule("trainer.controller_nsight_options", f"{NSYS}.controller_nsight_options"),
     Rule("trainer.worker_nsight_options", f"{NSYS}.worker_nsight_options"),

@@ -35,7 +35,9 @@ def chat_template(way: str, value: Any, values: Values) -> Today | None:
 
 
 def peft_type(way: str, value: Any, values: Values) -> Today | None:
-    return {} if str(value).lower() in ("lora", "none") else None
+    if str(value).lower() in ("lora", "none"):
+        return {}
+    return {"actor_rollout_ref.model.peft_type": value}
 
 
 def max_turns(way: str, value: Any, values: Values) -> Today:
@@ -130,6 +132,14 @@ def min_lr_from_ratio(way: str, value: Any, values: Values) -> Today | None:
     if value is None or lr is None:
         return None
     return {f"{section}.min_lr": float(value) * float(lr)}
+
+
+def never_saves(way: str, value: Any, values: Values) -> Today | None:
+    return {"trainer.save_freq": -1} if value is False else None
+
+
+def never_tests(way: str, value: Any, values: Values) -> Today | None:
+    return {"trainer.test_freq": -1} if value is False else None
 
 
 def one_checkpoint(way: str, value: Any, values: Values) -> Today | None:

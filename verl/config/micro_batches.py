@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config.faults import Fault, nearest_multiples
 from verl.config.keys import Keys
-from verl.config.ranks import data_parallel_size, world_size
+from verl.config.roles import data_parallel_size, world_size
 
 
 @dataclass

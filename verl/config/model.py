@@ -10,9 +10,12 @@ reward model also has. Loading is left to `verl.models`.
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import Absent, BaseConfig, When, never, option
+from verl.config.roles import FUSED, NEW_ADAPTERS, PACKED, is_training, uses_lora
 
 DEFAULT_MODEL = "~/models/deepseek-llm-7b-chat"
+OUR_ATTENTION = {"attn_implementation": "attention is always our own, on packed rows"}
+NO_MTP = never("mtp.enable is refused")
 
 
 @dataclass(kw_only=True)
@@ -27,7 +30,7 @@ class BaseModelConfig(BaseConfig):
     tokenizer_path: str | None = None
     """Tokenizer, when it is not beside the weights."""
 
-    override_config: dict[str, Any] = option(default_factory=dict)
+    override_config: dict[str, Any] = option(default_factory=dict, ignores=OUR_ATTENTION)
     """Values that replace those of the model's `config.json`."""
 
     external_lib: str | list[str] | None = None
@@ -41,7 +44,11 @@ class BaseModelConfig(BaseConfig):
 class FusedKernelOptions(BaseConfig):
     """The fused log-probability head."""
 
-    impl_backend: str = option("torch", choices=("torch", "triton"))
+    impl_backend: str = option(
+        "torch",
+        choices=("torch", "triton"),
+        used_if=never("the kernels of the log-probability head follow the device"),
+    )
     """Which implementation to use."""
 
 
@@ -49,10 +56,12 @@ class FusedKernelOptions(BaseConfig):
 class TiledMlpConfig(BaseConfig):
     """Running MLP layers over slices of the sequence."""
 
-    enabled: bool = False
+    enabled: bool = option(
+        False, absent=Absent("MLP layers run over whole sequences: leave it out")
+    )
     """Turn it on: less memory for activations, a little slower."""
 
-    num_shards: int = option(4, minimum=1)
+    num_shards: int = option(4, minimum=1, used_if=never("tiled_mlp.enabled is refused"))
     """Slices per sequence."""
 
 
@@ -62,37 +71,43 @@ class MtpConfig(BaseConfig):
 
     _target_: str = "verl.workers.config.MtpConfig"
 
-    enable: bool = False
+    enable: bool = option(
+        False, absent=Absent("multi-token prediction is not built in yet: leave it out")
+    )
     """Load and save the weights of these heads."""
 
-    enable_train: bool = False
+    enable_train: bool = option(
+        False, absent=Absent("multi-token prediction is not built in yet: leave it out")
+    )
     """Train them together with the policy."""
 
-    enable_rollout: bool = False
+    enable_rollout: bool = option(
+        False, absent=Absent("multi-token prediction is not built in yet: leave it out")
+    )
     """Let the rollout engine draft with them, which speeds up generation."""
 
-    detach_encoder: bool = False
+    detach_encoder: bool = option(False, used_if=NO_MTP)
     """Keep the gradient of their loss out of the rest of the model."""
 
-    mtp_loss_scaling_factor: float = option(0.1, minimum=0)
+    mtp_loss_scaling_factor: float = option(0.1, minimum=0, used_if=NO_MTP)
     """Weight of their loss."""
 
-    speculative_algorithm: str = "EAGLE"
+    speculative_algorithm: str = option("EAGLE", used_if=NO_MTP)
     """SGLang's drafting algorithm."""
 
-    speculative_num_steps: int = option(2, minimum=1)
+    speculative_num_steps: int = option(2, minimum=1, used_if=NO_MTP)
     """SGLang: draft steps per verification."""
 
-    speculative_eagle_topk: int = option(2, minimum=1)
+    speculative_eagle_topk: int = option(2, minimum=1, used_if=NO_MTP)
     """SGLang: candidates kept per draft step."""
 
-    speculative_num_draft_tokens: int = option(4, minimum=1)
+    speculative_num_draft_tokens: int = option(4, minimum=1, used_if=NO_MTP)
     """SGLang: tokens verified at once."""
 
-    method: str = "mtp"
+    method: str = option("mtp", used_if=NO_MTP)
     """vLLM's drafting method."""
 
-    num_speculative_tokens: int = option(1, minimum=1)
+    num_speculative_tokens: int = option(1, minimum=1, used_if=NO_MTP)
     """vLLM: tokens drafted at once."""
 
 
@@ -103,7 +118,12 @@ class LoraConfig(BaseConfig):
     rank: int = option(0, minimum=0)
     """Rank of the adapters; 0 trains all weights."""
 
-    merge: bool = False
+    merge: bool = option(
+        False,
+        used_if=When(
+            lambda here, run: is_training(run) and uses_lora(run), "no LoRA: lora_rank is 0"
+        ),
+    )
     """Generate with a copy of the weights into which the adapters are merged after every update. It
     is faster, takes the memory of a second model, and rounds differently from training."""
 
@@ -166,13 +186,18 @@ class HFModelConfig(BaseConfig):
     path: str = DEFAULT_MODEL
     """Hugging Face name or folder of the weights."""
 
-    hf_config_path: str | None = None
+    hf_config_path: str | None = option(
+        None, absent=Absent("config.json is read beside the weights: leave it out")
+    )
     """Folder of `config.json`, when it is not beside the weights."""
 
     tokenizer_path: str | None = None
     """Folder of the tokenizer, when it is not beside the weights."""
 
-    use_shm: bool = False
+    use_shm: bool = option(
+        False,
+        used_if=When(lambda here, run: not is_training(run), "the weights are read where they are"),
+    )
     """Copy the weights to shared memory first, so that many processes read them faster."""
 
     trust_remote_code: bool = False
@@ -184,9 +209,9 @@ class HFModelConfig(BaseConfig):
     external_lib: str | list[str] | None = None
     """Modules to import before the model is loaded, for example to register its class."""
 
-    override_config: dict[str, Any] = option(default_factory=dict)
-    """Values that replace those of the model's `config.json`, for example `attn_implementation`,
-    `max_position_embeddings` or `rope_scaling`."""
+    override_config: dict[str, Any] = option(default_factory=dict, ignores=OUR_ATTENTION)
+    """Values that replace those of the model's `config.json`, for example `max_position_embeddings`
+    or, for longer contexts, `rope_scaling.rope_type=yarn` with `rope_scaling.factor`."""
 
     enable_gradient_checkpointing: bool = True
     """Compute activations again in the backward pass: less memory, about a third more compute."""
@@ -194,23 +219,26 @@ class HFModelConfig(BaseConfig):
     enable_activation_offload: bool = False
     """Keep activations in CPU memory between the forward and the backward pass."""
 
-    use_remove_padding: bool = True
+    use_remove_padding: bool = option(True, used_if=PACKED)
     """Pack sequences without padding, so that no compute is spent on pad tokens."""
 
     lora_rank: int = option(0, minimum=0)
     """Rank of LoRA adapters; 0 trains all weights."""
 
-    lora_alpha: int = option(16, minimum=0)
+    lora_alpha: int = option(16, minimum=0, used_if=NEW_ADAPTERS)
     """Adapters are scaled by `lora_alpha / lora_rank`."""
 
-    use_rslora: bool = False
+    use_rslora: bool = option(False, used_if=NEW_ADAPTERS)
     """Scale adapters by `lora_alpha / sqrt(lora_rank)` instead (arXiv:2312.03732)."""
 
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | list[str] = option("all-linear", used_if=NEW_ADAPTERS)
     """Layers that get an adapter: names, a regular expression, or `all-linear`."""
 
-    exclude_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = option(None, used_if=NEW_ADAPTERS)
     """Layers that get none, even if targeted."""
+
+    peft_type: str = option("lora", absent=Absent("LoRA is the only kind of adapter: leave it out"))
+    """Kind of adapter."""
 
     lora_adapter_path: str | None = None
     """Start from the adapter in this folder instead of a new one. Rank, scaling and layers are the
@@ -219,10 +247,10 @@ class HFModelConfig(BaseConfig):
     lora: LoraConfig = option(default_factory=LoraConfig)
     """Megatron's LoRA section, of which FSDP reads these keys."""
 
-    use_liger: bool = False
+    use_liger: bool = option(False, used_if=never("our own kernels take its place"))
     """Replace layers by Liger kernels."""
 
-    use_fused_kernels: bool = False
+    use_fused_kernels: bool = option(False, used_if=FUSED)
     """Compute log-probabilities and entropy in one kernel that never stores all logits."""
 
     fused_kernel_options: FusedKernelOptions = option(default_factory=FusedKernelOptions)

@@ -7,9 +7,13 @@ share is `OptimizerConfig`. The schedule advances once per training step, not pe
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, When, never, option
 
 SCHEDULES = ("constant", "linear", "cosine")
+DECAYING = When(
+    lambda here, run: here.get("lr_scheduler", here.lr_scheduler_type) != "constant",
+    "the learning rate does not decay",
+)
 
 
 @dataclass(kw_only=True)
@@ -23,14 +27,19 @@ class OptimizerConfig(BaseConfig):
     lr: float = option(1e-3, minimum=0)
     """Learning rate after warm-up."""
 
-    lr_warmup_steps_ratio: float = option(0.0, minimum=0, maximum=1)
+    lr_warmup_steps_ratio: float = option(
+        0.0,
+        minimum=0,
+        maximum=1,
+        used_if=When(lambda here, run: here.lr_warmup_steps < 0, "lr_warmup_steps decides"),
+    )
     """Part of the training steps spent on warm-up. Counts only while `lr_warmup_steps` is
     negative."""
 
     lr_warmup_steps: int = option(-1, minimum=-1)
     """Training steps of warm-up; -1 takes `lr_warmup_steps_ratio` of the total instead."""
 
-    total_training_steps: int = option(-1, minimum=-1)
+    total_training_steps: int = option(-1, minimum=-1, used_if=never("the trainer works it out"))
     """Length of the schedule in training steps. The trainer fills it in; -1 means not known yet."""
 
     weight_decay: float = option(0.01, minimum=0)
@@ -58,10 +67,10 @@ class FSDPOptimizerConfig(OptimizerConfig):
     optimizer_impl: str = "torch.optim"
     """Module that holds the optimizer class, for example `torchao.optim`."""
 
-    min_lr_ratio: float = option(0.0, minimum=0, maximum=1)
+    min_lr_ratio: float = option(0.0, minimum=0, maximum=1, used_if=DECAYING)
     """Where the cosine schedule ends, as a part of `lr`."""
 
-    num_cycles: float = option(0.5, above=0)
+    num_cycles: float = option(0.5, above=0, used_if=DECAYING)
     """Cosine waves over the run; 0.5 falls once from `lr` to the floor."""
 
     lr_scheduler_type: str = option("constant", choices=SCHEDULES)

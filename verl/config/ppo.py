@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config.actor import ActorConfig, FSDPActorConfig, McoreActorConfig
 from verl.config.algorithm import AlgoConfig
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, When, option
 from verl.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
 from verl.config.data import DataConfig
 from verl.config.model import HFModelConfig, McoreModelConfig
@@ -22,6 +22,7 @@ from verl.config.reward import (
     RewardManagerConfig,
     RewardModelConfig,
 )
+from verl.config.roles import ON_RAY, SYNCHRONOUS, WITH_CRITIC, needs_reference
 from verl.config.rollout import McoreRolloutConfig, RolloutConfig
 from verl.config.trainer import RayKwargsConfig, TrainerConfig, TransferQueueConfig
 
@@ -46,7 +47,13 @@ class ActorRolloutRefConfig(BaseConfig):
     rollout: RolloutConfig = option(default_factory=RolloutConfig)
     """Generation."""
 
-    ref: RefConfig = option(default_factory=FSDPRefConfig)
+    ref: RefConfig = option(
+        default_factory=FSDPRefConfig,
+        used_if=When(
+            lambda here, run: needs_reference(run),
+            "there is no reference: actor.use_kl_loss and algorithm.use_kl_in_reward are off",
+        ),
+    )
     """The reference policy."""
 
 
@@ -73,7 +80,7 @@ class PPOConfig(BaseConfig):
     actor_rollout_ref: ActorRolloutRefConfig = option(default_factory=ActorRolloutRefConfig)
     """The policy in its three roles: trained, generating, and frozen as a reference."""
 
-    critic: CriticConfig = option(default_factory=FSDPCriticConfig)
+    critic: CriticConfig = option(default_factory=FSDPCriticConfig, used_if=WITH_CRITIC)
     """The value model."""
 
     reward_model: RewardModelConfig = option(default_factory=FSDPRewardModelConfig)
@@ -100,10 +107,13 @@ class PPOConfig(BaseConfig):
     global_profiler: GlobalProfilerConfig = option(default_factory=GlobalProfilerConfig)
     """Which steps of the run are profiled, and with what."""
 
+    async_training: dict[str, Any] = option(default_factory=dict, absent=SYNCHRONOUS)
+    """Training on responses of earlier policies while the next ones are generated."""
+
     transfer_queue: TransferQueueConfig = option(default_factory=TransferQueueConfig)
     """Batches kept in a distributed store."""
 
-    ray_kwargs: RayKwargsConfig = option(default_factory=RayKwargsConfig)
+    ray_kwargs: RayKwargsConfig = option(default_factory=RayKwargsConfig, used_if=ON_RAY)
     """Ray, where it is used."""
 
 

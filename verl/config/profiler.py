@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, When, never, option
+from verl.config.roles import ON_RAY, PROFILED
 
 TOOLS = ("nsys", "npu", "torch", "torch_memory")
 
@@ -75,6 +76,7 @@ class TorchMemoryToolConfig(BaseConfig):
         32,
         yaml="${oc.select:global_profiler.global_tool_config.torch_memory.stack_depth,32}",
         minimum=0,
+        used_if=never("torch records whole stacks"),
     )
     """Stack frames kept per allocation."""
 
@@ -105,21 +107,31 @@ class ProfilerConfig(BaseConfig):
     tool: str | None = option(None, yaml="${oc.select:global_profiler.tool,null}", choices=TOOLS)
     """Profiling tool; null profiles nothing."""
 
-    enable: bool = False
+    enable: bool = option(False, used_if=PROFILED)
     """Profile this role in the steps that `global_profiler.steps` names."""
 
-    all_ranks: bool = False
+    all_ranks: bool = option(
+        False, used_if=When(lambda here, run: here.enable, "this profiler is not enabled")
+    )
     """Profile every rank of the role."""
 
-    ranks: list[int] = option(default_factory=list)
-    """Ranks to profile when `all_ranks` is off."""
+    ranks: list[int] = option(
+        default_factory=list,
+        used_if=When(lambda here, run: here.enable, "this profiler is not enabled"),
+    )
+    """Ranks to profile when `all_ranks` is off; without any, rank 0."""
 
     save_path: str | None = option(
-        "outputs/profile", yaml="${oc.select:global_profiler.save_path,outputs/profile}"
+        "outputs/profile",
+        yaml="${oc.select:global_profiler.save_path,outputs/profile}",
+        used_if=When(lambda here, run: here.enable, "this profiler is not enabled"),
     )
     """Folder for the results."""
 
-    tool_config: ProfilerToolsConfig | None = option(default_factory=ProfilerToolsConfig)
+    tool_config: ProfilerToolsConfig | None = option(
+        default_factory=ProfilerToolsConfig,
+        used_if=When(lambda here, run: here.enable, "this profiler is not enabled"),
+    )
     """Settings of each tool."""
 
     def union(self, other: "ProfilerConfig") -> "ProfilerConfig":
@@ -212,10 +224,15 @@ class GlobalNsightConfig(BaseConfig):
     discrete: bool = False
     """Write one database per task instead of one per run."""
 
-    controller_nsight_options: dict[str, Any] = option(default_factory=_controller_nsight_options)
+    controller_nsight_options: dict[str, Any] = option(
+        default_factory=_controller_nsight_options, used_if=ON_RAY
+    )
     """Command-line options of `nsys profile` for the controller process."""
 
-    worker_nsight_options: dict[str, Any] = option(default_factory=_worker_nsight_options)
+    worker_nsight_options: dict[str, Any] = option(
+        default_factory=_worker_nsight_options,
+        used_if=never("workers are not started under nsys: start the run itself with it"),
+    )
     """Command-line options of `nsys profile` for each worker. `capture-range` must stay
     `cudaProfilerApi`; a null `capture-range-end` is worked out from the number of steps."""
 
@@ -227,16 +244,22 @@ class GlobalTorchMemoryConfig(BaseConfig):
     trace_alloc_max_entries: int = option(100000, minimum=1)
     """Allocations kept; older ones are forgotten."""
 
-    stack_depth: int = option(32, minimum=0)
+    stack_depth: int = option(32, minimum=0, used_if=never("torch records whole stacks"))
     """Stack frames kept per allocation."""
 
-    context: str = option("all", choices=("alloc", "state", "all"))
+    context: str = option(
+        "all", choices=("alloc", "state", "all"), used_if=never("torch records every event")
+    )
     """Which events carry a stack: allocations, the state at the end, or all."""
 
-    stacks: str = option("all", choices=("python", "cpp", "all"))
+    stacks: str = option(
+        "all", choices=("python", "cpp", "all"), used_if=never("torch records every frame")
+    )
     """Which frames a stack holds."""
 
-    kw_args: dict[str, Any] = option(default_factory=dict)
+    kw_args: dict[str, Any] = option(
+        default_factory=dict, used_if=never("torch records with its defaults")
+    )
     """More keyword arguments for `torch.cuda.memory._record_memory_history`."""
 
 
@@ -255,19 +278,37 @@ class GlobalToolsConfig(BaseConfig):
 class GlobalProfilerConfig(BaseConfig):
     """Which steps of the run are profiled, and with what."""
 
-    tool: str | None = option(None, choices=TOOLS)
+    tool: str | None = option(
+        None,
+        choices=TOOLS,
+        used_if=When(
+            lambda here, run: bool(here.steps), "global_profiler.steps is null: no step is profiled"
+        ),
+    )
     """Profiling tool of every role that does not name its own; null profiles nothing."""
 
     steps: list[int] | None = None
     """Training steps to profile, counted from 1; null profiles none."""
 
-    profile_continuous_steps: bool = False
+    profile_continuous_steps: bool = option(
+        False, used_if=never("each step has a result of its own")
+    )
     """Record neighbouring steps into one result."""
 
-    save_path: str = "outputs/profile"
+    save_path: str = option(
+        "outputs/profile",
+        used_if=When(
+            lambda here, run: bool(here.steps), "global_profiler.steps is null: no step is profiled"
+        ),
+    )
     """Folder for the results."""
 
-    global_tool_config: GlobalToolsConfig = option(default_factory=GlobalToolsConfig)
+    global_tool_config: GlobalToolsConfig = option(
+        default_factory=GlobalToolsConfig,
+        used_if=When(
+            lambda here, run: bool(here.steps), "global_profiler.steps is null: no step is profiled"
+        ),
+    )
     """Settings of the tools that concern the whole run."""
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.actor import RouterReplayConfig
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, When, never, option
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, transformer_overrides
 from verl.config.profiler import ProfilerConfig
+from verl.config.roles import BACK_END, CHUNKED, ON_GPU, RECORDED_WITH_ACTOR, is_own_reference
 
 
 @dataclass(kw_only=True)
@@ -31,17 +32,22 @@ class RefConfig(BaseConfig):
         "log_prob_micro_batch_size_per_gpu",
     }
 
-    strategy: str = option("fsdp", yaml="${actor_rollout_ref.actor.strategy}")
+    strategy: str = option("fsdp", yaml="${actor_rollout_ref.actor.strategy}", absent=BACK_END)
     """Back-end; follows the actor."""
 
     model: RefModelConfig = option(default_factory=RefModelConfig)
     """A reference model that is not the actor's starting point."""
 
-    rollout_n: int = option(1, yaml="${oc.select:actor_rollout_ref.rollout.n,1}", minimum=1)
+    rollout_n: int = option(
+        1,
+        yaml="${oc.select:actor_rollout_ref.rollout.n,1}",
+        minimum=1,
+        used_if=never("rollout.n decides"),
+    )
     """Responses per prompt; follows `rollout.n`."""
 
     use_torch_compile: bool = option(
-        True, yaml="${oc.select:actor_rollout_ref.actor.use_torch_compile,true}"
+        True, yaml="${oc.select:actor_rollout_ref.actor.use_torch_compile,true}", used_if=ON_GPU
     )
     """On a GPU, compile norms and MLPs that no fused kernel fits; follows the actor."""
 
@@ -65,7 +71,7 @@ class RefConfig(BaseConfig):
     )
     """Tokens per micro-batch on one device when cut by tokens; follows the actor."""
 
-    profiler: ProfilerConfig = option(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = option(default_factory=ProfilerConfig, used_if=RECORDED_WITH_ACTOR)
     """Profiling of this role."""
 
     router_replay: RouterReplayConfig = option(default_factory=RouterReplayConfig)
@@ -83,7 +89,10 @@ class FSDPRefEngineConfig(FSDPEngineConfig):
     """Build no optimizer and keep no gradients."""
 
     ulysses_sequence_parallel_size: int = option(
-        1, yaml="${oc.select:actor_rollout_ref.ref.ulysses_sequence_parallel_size,1}", minimum=1
+        1,
+        yaml="${oc.select:actor_rollout_ref.ref.ulysses_sequence_parallel_size,1}",
+        minimum=1,
+        used_if=never("the reference shares sequences as the actor does"),
     )
 
     entropy_from_logits_with_chunking: bool = option(
@@ -109,16 +118,23 @@ class FSDPRefConfig(RefConfig):
         1,
         yaml="${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}",
         minimum=1,
+        used_if=never("the reference shares sequences as the actor does"),
     )
     """Devices that share one sequence; follows the actor."""
 
-    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_with_chunking: bool = option(False, used_if=CHUNKED)
     """Compute entropy in chunks of tokens."""
 
-    entropy_checkpointing: bool = False
+    entropy_checkpointing: bool = option(False, used_if=CHUNKED)
     """Compute entropy again in a backward pass."""
 
-    fsdp_config: FSDPEngineConfig = option(default_factory=FSDPRefEngineConfig)
+    fsdp_config: FSDPEngineConfig = option(
+        default_factory=FSDPRefEngineConfig,
+        used_if=When(
+            lambda here, run: not is_own_reference(run),
+            "with LoRA the reference is the actor without its adapters",
+        ),
+    )
     """How the model is spread over devices."""
 
 

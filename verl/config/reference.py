@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin
 
 from verl.config.actor import RouterReplayConfig
-from verl.config.base import BaseConfig
+from verl.config.base import BaseConfig, is_option
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.documentation import sentences, summary
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, VeOmniEngineConfig
@@ -21,7 +21,6 @@ from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, VeO
 from verl.config.ppo import PPOConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.roots import ROOTS
-from verl.config.runtime import is_option
 from verl.config.variants import default_tree
 from verl.config.yaml_files import inline
 

@@ -11,11 +11,12 @@ reach the function.
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, When, never, option, while_on
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
-from verl.config.model import DEFAULT_MODEL
+from verl.config.model import DEFAULT_MODEL, OUR_ATTENTION
 from verl.config.profiler import ProfilerConfig, SharedToolProfilerConfig
 from verl.config.ref import FollowingMcoreEngineConfig
+from verl.config.roles import BACK_END, LIMITED, PACKED, RECORDED_WITH_ACTOR, REWARD_MODEL
 from verl.config.serving import ServingConfig
 
 
@@ -46,7 +47,8 @@ class RewardManagerConfig(BaseConfig):
     class name when imported."""
 
     module: ModuleConfig | None = option(
-        default_factory=lambda: ModuleConfig(name="custom_reward_manager")
+        default_factory=lambda: ModuleConfig(name="custom_reward_manager"),
+        used_if=When(lambda here, run: here.source == "importlib", "source is register"),
     )
     """The file of an imported manager."""
 
@@ -59,10 +61,22 @@ class CustomRewardFunctionConfig(BaseConfig):
     """File, or `pkg://package.module`, with `compute_score(data_source, solution_str, ground_truth,
     extra_info)`; null uses the function registered for the row's `data_source`."""
 
-    name: str = "compute_score"
+    name: str = option(
+        "compute_score",
+        used_if=When(
+            lambda here, run: here.path is not None,
+            "path is null: the function registered for the data source is used",
+        ),
+    )
     """Name of the function."""
 
-    reward_kwargs: dict[str, Any] = option(default_factory=dict)
+    reward_kwargs: dict[str, Any] = option(
+        default_factory=dict,
+        used_if=When(
+            lambda here, run: here.path is not None,
+            "path is null: the function registered for the data source is used",
+        ),
+    )
     """More keyword arguments for every call."""
 
 
@@ -75,10 +89,24 @@ class SandboxFusionConfig(BaseConfig):
     url: str | None = None
     """Address of its `run_code` endpoint; null runs code in a local sandbox."""
 
-    max_concurrent: int = option(64, minimum=1)
+    max_concurrent: int = option(
+        64,
+        minimum=1,
+        used_if=When(
+            lambda here, run: here.url is not None,
+            "sandbox_fusion.url is null: code runs in the local sandbox",
+        ),
+    )
     """Most requests at the same time."""
 
-    memory_limit_mb: int = option(1024, minimum=1)
+    memory_limit_mb: int = option(
+        1024,
+        minimum=1,
+        used_if=When(
+            lambda here, run: here.url is not None,
+            "sandbox_fusion.url is null: code runs in the local sandbox",
+        ),
+    )
     """Memory of one run, in megabytes."""
 
 
@@ -102,7 +130,7 @@ class RewardModelModelConfig(BaseConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for authors you trust."""
 
-    override_config: dict[str, Any] = option(default_factory=dict)
+    override_config: dict[str, Any] = option(default_factory=dict, ignores=OUR_ATTENTION)
     """Values that replace those of the model's `config.json`."""
 
 
@@ -136,44 +164,73 @@ class RewardModelConfig(BaseConfig):
     enable: bool = False
     """Score responses with a reward model."""
 
-    enable_resource_pool: bool = False
+    enable_resource_pool: bool = option(False, used_if=REWARD_MODEL)
     """Give the reward model `nnodes * n_gpus_per_node` processes of its own, sharing rows."""
 
-    n_gpus_per_node: int = option(8, minimum=0)
+    n_gpus_per_node: int = option(8, minimum=0, used_if=REWARD_MODEL)
     """Devices per node of that pool."""
 
-    nnodes: int = option(0, minimum=0)
+    nnodes: int = option(0, minimum=0, used_if=REWARD_MODEL)
     """Nodes of that pool."""
 
-    strategy: str = "fsdp"
+    strategy: str = option("fsdp", absent=BACK_END)
     """Back-end of a reward model that runs in the trainer's workers."""
 
-    model: RewardModelModelConfig = option(default_factory=RewardModelModelConfig)
+    model: RewardModelModelConfig = option(
+        default_factory=RewardModelModelConfig, used_if=REWARD_MODEL
+    )
     """The weights of the reward model."""
 
-    rollout: RewardRolloutConfig = option(default_factory=RewardRolloutConfig)
+    rollout: RewardRolloutConfig = option(
+        default_factory=RewardRolloutConfig,
+        used_if=never("the reward model runs in the trainer's workers and not in an engine"),
+    )
     """The engine that serves the reward model."""
 
     micro_batch_size: int | None = option(None, minimum=1)
     """Deprecated: the same as `micro_batch_size_per_gpu`, but counted over all devices."""
 
     micro_batch_size_per_gpu: int | None = option(
-        8, yaml="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}", minimum=1
+        8,
+        yaml="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}",
+        minimum=1,
+        used_if=(
+            REWARD_MODEL,
+            When(
+                lambda here, run: not here.use_dynamic_bsz,
+                "use_dynamic_bsz is on: micro-batches are split by tokens",
+            ),
+        ),
     )
     """Sequences per forward pass on one device; follows `actor.ppo_micro_batch_size_per_gpu`."""
 
-    use_dynamic_bsz: bool = option(False, yaml="${critic.use_dynamic_bsz}")
+    use_dynamic_bsz: bool = option(False, yaml="${critic.use_dynamic_bsz}", used_if=REWARD_MODEL)
     """Cut micro-batches by tokens instead of by sequences; follows the critic."""
 
     forward_max_token_len_per_gpu: int = option(
-        32768, yaml="${critic.forward_max_token_len_per_gpu}", minimum=1
+        32768,
+        yaml="${critic.forward_max_token_len_per_gpu}",
+        minimum=1,
+        used_if=(
+            REWARD_MODEL,
+            while_on("use_dynamic_bsz"),
+        ),
     )
     """Tokens per micro-batch on one device when cut by tokens; follows the critic."""
 
-    max_length: int | None = option(None, minimum=1)
+    max_length: int | None = option(None, minimum=1, used_if=REWARD_MODEL)
     """Most tokens the reward model sees; null sets no limit."""
 
-    truncation: str = option("right", choices=("left", "right", "error"))
+    truncation: str = option(
+        "right",
+        choices=("left", "right", "error"),
+        used_if=(
+            REWARD_MODEL,
+            When(
+                lambda here, run: here.max_length is not None, "max_length is null: nothing is cut"
+            ),
+        ),
+    )
     """Where longer inputs are cut."""
 
     reward_manager: str = "naive"
@@ -186,41 +243,68 @@ class RewardModelConfig(BaseConfig):
     use_reward_loop: bool = True
     """Score each response as soon as it is generated, rather than the whole batch at the end."""
 
-    num_workers: int = option(1, minimum=1)
+    num_workers: int = option(
+        1,
+        minimum=1,
+        used_if=When(
+            lambda here, run: (
+                here.reward_loop_source != "register"
+                or run.reward_manager.source != "register"
+                or run.reward_manager.name == "remote"
+            ),
+            "only the reward manager remote uses it; others have reward_kwargs.num_workers",
+        ),
+    )
     """Manager `remote`: processes that score responses. For the others, `reward_kwargs.num_workers`
     says how many responses are scored at the same time."""
 
     reward_loop_source: str = option("register", choices=("register", "importlib"))
     """Take a registered per-sample manager, or import one from `reward_loop_module_path`."""
 
-    reward_loop_module_path: str | None = None
+    reward_loop_module_path: str | None = option(
+        None,
+        used_if=When(
+            lambda here, run: here.reward_loop_source != "register",
+            "reward_loop_source is register",
+        ),
+    )
     """File of an imported manager."""
 
-    reward_loop_class_name: str | None = None
+    reward_loop_class_name: str | None = option(
+        None,
+        used_if=When(
+            lambda here, run: here.reward_loop_source != "register",
+            "reward_loop_source is register",
+        ),
+    )
     """Class of an imported manager."""
 
-    launch_reward_fn_async: bool = False
-    """Score in the background while log-probabilities are computed."""
+    launch_reward_fn_async: bool = option(
+        False, used_if=never("responses are always scored as soon as they end")
+    )
+    """Accepted for older scripts: grading always runs beside generation."""
 
     sandbox_fusion: SandboxFusionConfig = option(default_factory=SandboxFusionConfig)
     """A Sandbox Fusion service that runs code for rewards."""
 
-    max_concurrent: int = option(1, minimum=1)
+    max_concurrent: int = option(1, minimum=1, used_if=LIMITED)
     """Managers `rate_limited` and `judge`: most requests at the same time."""
 
-    max_rpm: int | None = option(None, minimum=1)
+    max_rpm: int | None = option(None, minimum=1, used_if=LIMITED)
     """Managers `rate_limited` and `judge`: requests per minute; null sets no limit."""
 
-    max_tpm: int | None = option(None, minimum=1)
+    max_tpm: int | None = option(None, minimum=1, used_if=LIMITED)
     """Managers `rate_limited` and `judge`: tokens per minute; null sets no limit."""
 
-    estimated_tokens_per_request: int = option(2000, minimum=1)
+    estimated_tokens_per_request: int = option(2000, minimum=1, used_if=LIMITED)
     """Managers `rate_limited` and `judge`: tokens a request is taken to cost."""
 
-    timeout: float = option(300.0, above=0)
+    timeout: float = option(300.0, above=0, used_if=LIMITED)
     """Managers `rate_limited` and `judge`: seconds until a request counts as failed."""
 
-    profiler: ProfilerConfig = option(default_factory=SharedToolProfilerConfig)
+    profiler: ProfilerConfig = option(
+        default_factory=SharedToolProfilerConfig, used_if=RECORDED_WITH_ACTOR
+    )
     """Profiling of this role."""
 
 
@@ -243,16 +327,24 @@ class FSDPRewardEngineConfig(FSDPEngineConfig):
 class FSDPRewardModelModelConfig(RewardModelModelConfig):
     """The weights of a reward model on FSDP."""
 
-    use_shm: bool = False
+    use_shm: bool = option(False, used_if=never("the weights are read where they are"))
     """Copy the weights to shared memory first, so that many processes read them faster."""
 
-    use_remove_padding: bool = False
+    use_remove_padding: bool = option(False, used_if=never(PACKED.reason))
     """Pack sequences without padding, so that no compute is spent on pad tokens."""
 
-    use_fused_kernels: bool = option(False, yaml="${actor_rollout_ref.model.use_fused_kernels}")
+    use_fused_kernels: bool = option(
+        False,
+        yaml="${actor_rollout_ref.model.use_fused_kernels}",
+        used_if=never("a reward model computes no log-probabilities"),
+    )
     """Fused kernels; follows the actor's model."""
 
-    fsdp_config: FSDPEngineConfig = option(default_factory=FSDPRewardEngineConfig)
+    fsdp_config: FSDPEngineConfig = option(
+        default_factory=FSDPRewardEngineConfig,
+        reads=("dtype", "param_offload", "strategy"),
+        unread="each rank holds the whole reward model, and does not train it",
+    )
     """How the model is spread over devices."""
 
 
@@ -264,7 +356,9 @@ class FSDPRewardModelConfig(RewardModelConfig):
 
     model: FSDPRewardModelModelConfig = option(default_factory=FSDPRewardModelModelConfig)
 
-    ulysses_sequence_parallel_size: int = option(1, minimum=1)
+    ulysses_sequence_parallel_size: int = option(
+        1, minimum=1, used_if=never("each rank of the reward model scores whole sequences")
+    )
     """Devices that share one sequence; `model.fsdp_config` follows it."""
 
 

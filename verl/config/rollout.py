@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.agent import AgentLoopConfig, MultiTurnConfig, TraceConfig
-from verl.config.base import BaseConfig, option
+from verl.config.base import Absent, BaseConfig, When, never, option, while_on
 from verl.config.model import MtpConfig
 from verl.config.profiler import ProfilerConfig, RolloutProfilerConfig
+from verl.config.roles import (
+    FOREIGN_ENGINE,
+    OWN_PROCESS,
+    RECORDED_WITH_ACTOR,
+    ROUTES,
+    SYNCHRONOUS,
+    is_training,
+)
 from verl.config.serving import (
     CheckpointEngineConfig,
     PrometheusConfig,
@@ -44,14 +52,31 @@ class RolloutConfig(ServingConfig):
 
     _target_: str = "verl.workers.config.RolloutConfig"
 
-    mode: str = option("async", choices=("async", "sync"))
+    mode: str = option(
+        "async", choices=("async", "sync"), used_if=never("every rollout is asynchronous")
+    )
     """Requests are always served asynchronously; `sync` is accepted and means the same."""
 
-    nnodes: int = option(0, minimum=0)
+    nnodes: int = option(
+        0,
+        minimum=0,
+        used_if=When(
+            lambda here, run: is_training(run) and not run.actor_rollout_ref.hybrid_engine,
+            "generation shares the devices of training: hybrid_engine is on",
+        ),
+    )
     """Without `hybrid_engine`: machines that only generate, beside those of `trainer.nnodes`. 0
     where `resource_pool.rollout.devices` names devices among those of the run."""
 
-    n_gpus_per_node: int = option(8, yaml="${oc.select:trainer.n_gpus_per_node,8}", minimum=1)
+    n_gpus_per_node: int = option(
+        8,
+        yaml="${oc.select:trainer.n_gpus_per_node,8}",
+        minimum=1,
+        used_if=When(
+            lambda here, run: is_training(run) and not run.actor_rollout_ref.hybrid_engine,
+            "generation shares the devices of training: hybrid_engine is on",
+        ),
+    )
     """Devices on each of them; follows `trainer.n_gpus_per_node`."""
 
     n: int = option(1, minimum=1)
@@ -86,14 +111,15 @@ class RolloutConfig(ServingConfig):
     logprobs_mode: str = option(
         "processed_logprobs",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
+        used_if=When(lambda here, run: here.name == "vllm", "name is not vllm"),
     )
     """vLLM: log-probabilities before (`raw`) or after (`processed`) temperature and filters."""
 
-    probe: bool = True
+    probe: bool = option(True, used_if=OWN_PROCESS)
     """Ask an engine with weights of its own at its start whether updates reach every tensor, caches
     are cleared and log-probabilities are what it says; what does not hold stops the run."""
 
-    canary_tolerance: float | None = option(None, above=0)
+    canary_tolerance: float | None = option(None, above=0, used_if=OWN_PROCESS)
     """After each update the engine continues a fixed prompt; log-probabilities that differ from the
     trainer's by more than this stop the run. Null goes by number format: 0.05, in bf16 0.25."""
 
@@ -106,41 +132,74 @@ class RolloutConfig(ServingConfig):
     response_length: int = option(512, yaml="${oc.select:data.max_response_length,512}", minimum=1)
     """Most tokens in a response, tool output included; follows `data.max_response_length`."""
 
-    pipeline_model_parallel_size: int = option(1, minimum=1)
+    pipeline_model_parallel_size: int = option(1, minimum=1, used_if=FOREIGN_ENGINE)
     """Pipeline stages of one engine."""
 
-    load_format: str = "dummy"
+    load_format: str = option(
+        "dummy",
+        used_if=When(
+            lambda here, run: here.name not in ("native", "hf", "native_process"),
+            "the built-in engine generates with the trained weights, or with a copy of them",
+        ),
+    )
     """Where weights come from: `dummy` waits for the trainer to send them, `auto` or `safetensors`
     reads the disk."""
 
-    quantization: str | None = option(None, choices=("fp8", "torchao"))
+    quantization: str | None = option(
+        None,
+        choices=("fp8", "torchao"),
+        absent=Absent("rollouts with quantized weights are not built in yet: leave it out"),
+    )
     """Generate with quantized weights; null keeps `dtype`."""
 
-    quantization_config_file: str | None = None
+    quantization_config_file: str | None = option(
+        None, absent=Absent("rollouts with quantized weights are not built in yet: leave it out")
+    )
     """JSON file with more quantization settings."""
 
-    layered_summon: bool = False
+    layered_summon: bool = option(
+        False, used_if=never("whole tensors are always put together one at a time")
+    )
     """Gather weights layer by layer when they are sent, which lowers peak memory."""
 
-    scheduling_policy: str = option("fcfs", choices=("fcfs", "priority"))
+    scheduling_policy: str = option(
+        "fcfs",
+        choices=("fcfs", "priority"),
+        used_if=When(lambda here, run: here.name == "vllm", "name is not vllm"),
+    )
     """vLLM: first come, first served, or by priority."""
 
-    over_sample_rate: float = option(0.0, minimum=0, maximum=1)
+    over_sample_rate: float = option(
+        0.0,
+        minimum=0,
+        maximum=1,
+        absent=Absent("requests are never dropped for being slow: leave it at 0"),
+    )
     """Stop this part of the requests: the slowest, once the others are done."""
 
-    enable_sleep_mode: bool = True
+    enable_sleep_mode: bool = option(
+        True, used_if=When(lambda here, run: here.name == "vllm", "name is not vllm")
+    )
     """vLLM: let the engine give its memory back while the model trains."""
 
-    multi_stage_wake_up: bool = False
+    multi_stage_wake_up: bool = option(
+        False, used_if=When(lambda here, run: here.name == "sglang", "name is not sglang")
+    )
     """SGLang: restore weights and KV cache in two steps, which lowers peak memory."""
 
-    sglang_engine_mode: str = option("local", choices=("local", "server"))
+    sglang_engine_mode: str = option(
+        "local",
+        choices=("local", "server"),
+        used_if=never("SGLang always runs as a server in a process of its own"),
+    )
     """Accepted for older scripts: SGLang always runs as a server in a process of its own."""
 
     engine_kwargs: dict[str, Any] = option(default_factory=_engine_kwargs)
     """Arguments passed on to an engine, by its name: `engine_kwargs.vllm.swap_space`."""
 
-    custom: dict[str, Any] | None = None
+    custom: dict[str, Any] | None = option(
+        None, used_if=never("only a rollout of your own reads it")
+    )
     """A place for options of your own rollout."""
 
     log_prob_micro_batch_size: int | None = option(None, minimum=1)
@@ -161,6 +220,7 @@ class RolloutConfig(ServingConfig):
         16384,
         yaml="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
         minimum=1,
+        used_if=while_on("log_prob_use_dynamic_bsz"),
     )
     """Tokens per such micro-batch on one device when cut by tokens; follows the actor."""
 
@@ -185,10 +245,16 @@ class RolloutConfig(ServingConfig):
     skip_rollout: bool = False
     """Load generations dumped by an earlier run instead of generating. For debugging."""
 
-    skip_dump_dir: str = "/tmp/rollout_dump"
+    skip_dump_dir: str = option(
+        "/tmp/rollout_dump",
+        used_if=while_on("skip_rollout"),
+    )
     """Folder of those dumps."""
 
-    enable_rollout_routing_replay: bool = False
+    partial_rollout: bool = option(False, absent=SYNCHRONOUS)
+    """Stop generation at a weight update and go on with the new weights."""
+
+    enable_rollout_routing_replay: bool = option(False, absent=ROUTES)
     """Return which experts each token used, for `actor.router_replay.mode=R3`."""
 
     mtp: MtpConfig | None = option(
@@ -196,7 +262,9 @@ class RolloutConfig(ServingConfig):
     )
     """Heads that predict several tokens ahead; follows `model.mtp`."""
 
-    profiler: ProfilerConfig = option(default_factory=RolloutProfilerConfig)
+    profiler: ProfilerConfig = option(
+        default_factory=RolloutProfilerConfig, used_if=RECORDED_WITH_ACTOR
+    )
     """Profiling of this role."""
 
 

@@ -10,7 +10,7 @@ the combinations people use. Needs `rollout.calculate_log_probs=True`.
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import BaseConfig, When, option, while_on
 
 Bound = str | float
 IS_THRESHOLD = 2.0
@@ -29,24 +29,36 @@ class RolloutCorrectionConfig(BaseConfig):
     rollout_is: str | None = option("sequence", choices=("token", "sequence"))
     """Importance weights per token or per sequence; null uses none."""
 
-    rollout_is_threshold: float = option(IS_THRESHOLD, above=0)
+    rollout_is_threshold: float = option(
+        IS_THRESHOLD,
+        above=0,
+        used_if=When(lambda here, run: here.rollout_is is not None, "rollout_is is null"),
+    )
     """Weights above this are cut to it."""
 
-    rollout_is_batch_normalize: bool = False
+    rollout_is_batch_normalize: bool = option(
+        False, used_if=When(lambda here, run: here.rollout_is is not None, "rollout_is is null")
+    )
     """Scale the weights of a batch to a mean of 1."""
 
     rollout_rs: str | None = None
     """Rejection criteria, separated by commas: `token_k1`, `seq_sum_k1`, `seq_mean_k3`,
     `seq_max_k2`, ...; null rejects nothing."""
 
-    rollout_rs_threshold: str | float | None = None
+    rollout_rs_threshold: str | float | None = option(
+        None, used_if=When(lambda here, run: here.rollout_rs is not None, "rollout_rs is null")
+    )
     """Bound of each criterion, or one for all, separated by commas: `low_high` (or one number x for
     1/x to x) on the ratio for k1, an upper bound for k2 and k3."""
 
     bypass_mode: bool = False
     """Take the rollout's log-probabilities as the old policy's instead of computing them again."""
 
-    loss_type: str = option("ppo_clip", choices=("ppo_clip", "reinforce"))
+    loss_type: str = option(
+        "ppo_clip",
+        choices=("ppo_clip", "reinforce"),
+        used_if=while_on("bypass_mode"),
+    )
     """Policy loss in bypass mode: clipping alone, or explicit importance weights."""
 
     @classmethod

@@ -7,13 +7,14 @@ conversations with any engine (`engine=megatron optim=megatron`).
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import Absent, BaseConfig, When, never, option, while_on
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.data import CustomClassConfig
 from verl.config.engine import DTYPES, EngineConfig, FSDPEngineConfig, WrapPolicyConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.config.profiler import TOOLS, ProfilerConfig
+from verl.config.roles import PACKED
 from verl.config.trainer import DEVICES, LOCAL_DIR, RESUME_MODES
 
 EACH_EPOCH = "after_each_epoch"
@@ -45,7 +46,9 @@ class SFTDataBaseConfig(BaseConfig):
     truncation: str = option("error", choices=("error", "left", "right"))
     """What to do with a longer row: stop with an error, or cut this side."""
 
-    balance_dp_token: bool = False
+    balance_dp_token: bool = option(
+        False, used_if=never("the loss is always a mean over all tokens of the global batch")
+    )
     """Accepted for older scripts: the loss is always a mean over all tokens of the global batch."""
 
     apply_chat_template_kwargs: dict[str, Any] = option(default_factory=dict)
@@ -97,7 +100,10 @@ class SFTDataConfig(SFTDataBaseConfig):
     response_dict_keys: list[str] | None = None
     """Keys that lead to the response inside a dict column."""
 
-    multiturn: MultiturnDataConfig = option(default_factory=MultiturnDataConfig)
+    multiturn: MultiturnDataConfig = option(
+        default_factory=MultiturnDataConfig,
+        used_if=When(lambda here, run: here.multiturn.enable, "multiturn.enable is off"),
+    )
     """Conversations instead of prompt and response columns."""
 
     chat_template: str | None = None
@@ -114,7 +120,7 @@ class SFTEngineDataConfig(SFTDataBaseConfig):
     use_dynamic_bsz: bool = True
     """Cut micro-batches by tokens instead of by rows."""
 
-    max_token_len_per_gpu: int = option(8192, minimum=1)
+    max_token_len_per_gpu: int = option(8192, minimum=1, used_if=while_on("use_dynamic_bsz"))
     """Tokens per micro-batch on one device when `use_dynamic_bsz` is on."""
 
     messages_key: str = "messages"
@@ -144,10 +150,14 @@ class SFTFSDPConfig(BaseConfig):
     wrap_policy: WrapPolicyConfig = option(default_factory=WrapPolicyConfig)
     """Which modules become a unit of sharding."""
 
-    cpu_offload: bool = False
+    cpu_offload: bool = option(
+        False, absent=Absent("weights and optimizer stay on the device: leave it out")
+    )
     """Let FSDP keep gradients and optimizer state in CPU memory."""
 
-    offload_params: bool = False
+    offload_params: bool = option(
+        False, absent=Absent("weights and optimizer stay on the device: leave it out")
+    )
     """With `cpu_offload`, keep the weights there as well."""
 
 
@@ -158,7 +168,9 @@ class SFTModelConfig(BaseConfig):
     partial_pretrain: str = "~/models/gemma-1.1-7b-it"
     """Hugging Face name or folder of the weights to start from. `model.path` means the same."""
 
-    strategy: str = option("fsdp2", choices=("fsdp", "fsdp2"))
+    strategy: str = option(
+        "fsdp2", choices=("fsdp", "fsdp2"), used_if=never("fsdp and fsdp2 mean the same")
+    )
     """Training back-end; both names mean FSDP2."""
 
     fsdp_config: SFTFSDPConfig = option(default_factory=SFTFSDPConfig)
@@ -179,13 +191,17 @@ class SFTModelConfig(BaseConfig):
     lora_rank: int = option(0, minimum=0)
     """Rank of LoRA adapters; 0 trains all weights."""
 
-    lora_alpha: int = option(16, minimum=0)
+    lora_alpha: int = option(
+        16, minimum=0, used_if=When(lambda here, run: here.lora_rank > 0, "no LoRA: lora_rank is 0")
+    )
     """Adapters are scaled by `lora_alpha / lora_rank`."""
 
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | list[str] = option(
+        "all-linear", used_if=When(lambda here, run: here.lora_rank > 0, "no LoRA: lora_rank is 0")
+    )
     """Layers that get an adapter: names, a regular expression, or `all-linear`."""
 
-    use_liger: bool = False
+    use_liger: bool = option(False, used_if=never("our own kernels take its place"))
     """Replace layers by Liger kernels."""
 
 
@@ -215,7 +231,13 @@ class SFTTrainerBaseConfig(BaseConfig):
     experiment_name: str = "test"
     """Name of the run."""
 
-    total_epochs: int = option(4, minimum=0)
+    total_epochs: int = option(
+        4,
+        minimum=0,
+        used_if=When(
+            lambda here, run: here.total_training_steps is None, "total_training_steps decides"
+        ),
+    )
     """Passes over the training data."""
 
     total_training_steps: int | None = option(None, minimum=0)
@@ -240,7 +262,9 @@ class SFTTrainerBaseConfig(BaseConfig):
     default_local_dir: str = option("checkpoints/gsm8k-sft/test", yaml=LOCAL_DIR)
     """Folder for checkpoints."""
 
-    default_hdfs_dir: str | None = None
+    default_hdfs_dir: str | None = option(
+        None, absent=Absent("checkpoints are written to a local folder: leave it out")
+    )
     """Remote folder to which checkpoints are copied."""
 
     max_ckpt_to_keep: int | None = option(None, minimum=1)
@@ -250,7 +274,12 @@ class SFTTrainerBaseConfig(BaseConfig):
     """Continue from the newest checkpoint (`auto`), never (`disable`), or from `resume_from_path`
     (`resume_path`)."""
 
-    resume_from_path: str | None = None
+    resume_from_path: str | None = option(
+        None,
+        used_if=When(
+            lambda here, run: here.resume_mode == "resume_path", "resume_mode is not resume_path"
+        ),
+    )
     """Checkpoint folder, `.../global_step_N`, to continue from."""
 
 
@@ -310,10 +339,12 @@ class SFTConfig(BaseConfig):
     optim: SFTOptimizerConfig = option(default_factory=SFTOptimizerConfig)
     """The optimizer."""
 
-    ulysses_sequence_parallel_size: int = option(1, minimum=1)
+    ulysses_sequence_parallel_size: int = option(
+        1, minimum=1, absent=Absent("a sequence runs on one device: set it to 1")
+    )
     """Devices that share one sequence, for long contexts. Needs `use_remove_padding`."""
 
-    use_remove_padding: bool = False
+    use_remove_padding: bool = option(False, used_if=never(PACKED.reason))
     """Pack rows without padding, so that no compute is spent on pad tokens."""
 
     trainer: SFTTrainerConfig = option(default_factory=SFTTrainerConfig)
@@ -330,7 +361,11 @@ class SFTEngineConfig(BaseConfig):
     model: HFModelConfig = option(default_factory=HFModelConfig)
     """The model that is fine-tuned."""
 
-    engine: EngineConfig = option(default_factory=FSDPEngineConfig)
+    engine: EngineConfig = option(
+        default_factory=FSDPEngineConfig,
+        reads=("dtype", "strategy"),
+        unread="each rank holds the whole model, and divides nothing",
+    )
     """Training back-end: choose another with `engine=megatron` or `engine=veomni`."""
 
     optim: OptimizerConfig = option(default_factory=FSDPOptimizerConfig)

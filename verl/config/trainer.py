@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.base import BaseConfig, option
+from verl.config.base import Absent, BaseConfig, When, never, option
+from verl.config.roles import WITH_CRITIC
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 DEVICES = ("auto", "cuda", "cpu", "npu")
@@ -16,7 +17,13 @@ class TrainerConfig(BaseConfig):
 
     _mutable_fields: ClassVar[set[str]] = {"resume_mode", "resume_from_path"}
 
-    total_epochs: int = option(1, minimum=0)
+    total_epochs: int = option(
+        1,
+        minimum=0,
+        used_if=When(
+            lambda here, run: here.total_training_steps is None, "total_training_steps decides"
+        ),
+    )
     """Passes over the training data."""
 
     total_training_steps: int | None = option(None, minimum=0)
@@ -81,7 +88,12 @@ class TrainerConfig(BaseConfig):
     """Continue from the newest checkpoint (`auto`), never (`disable`), or from `resume_from_path`
     (`resume_path`)."""
 
-    resume_from_path: str | None = None
+    resume_from_path: str | None = option(
+        None,
+        used_if=When(
+            lambda here, run: here.resume_mode == "resume_path", "resume_mode is not resume_path"
+        ),
+    )
     """Checkpoint folder, `.../global_step_N`, to continue from."""
 
     default_local_dir: str = option("checkpoints/verl/default", yaml=LOCAL_DIR)
@@ -90,13 +102,18 @@ class TrainerConfig(BaseConfig):
     default_hdfs_dir: str | None = None
     """Remote folder to which checkpoints are copied."""
 
-    del_local_ckpt_after_load: bool = False
+    del_local_ckpt_after_load: bool = option(
+        False,
+        absent=Absent(
+            "checkpoints stay when they are loaded; max_actor_ckpt_to_keep bounds their number"
+        ),
+    )
     """Delete a checkpoint's files once they are loaded."""
 
     max_actor_ckpt_to_keep: int | None = option(None, minimum=1)
     """Newest checkpoints of the actor to keep; null keeps all."""
 
-    max_critic_ckpt_to_keep: int | None = option(None, minimum=1)
+    max_critic_ckpt_to_keep: int | None = option(None, minimum=1, used_if=WITH_CRITIC)
     """Newest checkpoints of the critic to keep; null keeps all."""
 
     remove_previous_ckpt_in_save: bool = False
@@ -105,19 +122,25 @@ class TrainerConfig(BaseConfig):
     esi_redundant_time: int = option(0, minimum=0)
     """Seconds of safety when a checkpoint must be saved before a rented instance expires."""
 
-    critic_warmup: int = option(0, minimum=0)
+    critic_warmup: int = option(0, minimum=0, used_if=WITH_CRITIC)
     """Training steps in which only the critic is trained."""
 
-    balance_batch: bool = True
+    balance_batch: bool = option(True, used_if=never("every rank always gets about as many tokens"))
     """Accepted for older scripts; every rank always gets about as many tokens."""
 
-    use_legacy_worker_impl: str = option("auto", choices=("auto", "enable", "disable"))
+    use_legacy_worker_impl: str = option(
+        "auto", choices=("auto", "enable", "disable"), used_if=never("there is one kind of worker")
+    )
     """Accepted for older scripts; there is one kind of worker."""
 
-    ray_wait_register_center_timeout: int = option(300, minimum=0)
+    ray_wait_register_center_timeout: int = option(
+        300, minimum=0, used_if=never("workers register with nobody")
+    )
     """Accepted for older scripts; has no effect."""
 
-    wandb_proxy: str | None = None
+    wandb_proxy: str | None = option(
+        None, used_if=When(lambda here, run: "wandb" in here.logger, "logger has no wandb")
+    )
     """HTTPS proxy for Weights & Biases only."""
 
 
@@ -141,14 +164,24 @@ class RayKwargsConfig(BaseConfig):
 class TransferQueueConfig(BaseConfig):
     """Batches kept in a distributed store instead of passing through the controller."""
 
-    enable: bool = False
+    enable: bool = option(
+        False,
+        absent=Absent(
+            "batches travel through the controller, there is no TransferQueue yet: leave it out"
+        ),
+    )
     """Use the store. Needs the TransferQueue package."""
 
-    num_global_batch: int = option(1, minimum=1)
+    num_global_batch: int = option(1, minimum=1, used_if=never("transfer_queue.enable is refused"))
     """Batches the store has room for."""
 
-    storage_backend: str = "AsyncSimpleStorageManager"
+    storage_backend: str = option(
+        "AsyncSimpleStorageManager",
+        used_if=never("transfer_queue.enable is refused"),
+    )
     """Class that manages the store."""
 
-    num_data_storage_units: int = option(8, minimum=1)
+    num_data_storage_units: int = option(
+        8, minimum=1, used_if=never("transfer_queue.enable is refused")
+    )
     """Processes that hold the data."""

@@ -13,15 +13,18 @@ from omegaconf import DictConfig
 
 from verl.config.actor import McoreActorConfig
 from verl.config.base import BaseConfig
+from verl.config.effects import absent_faults
 from verl.config.engine import FSDPEngineConfig
 from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, shown
 from verl.config.keys import Keys, walk_leaves
 from verl.config.load import load_config
 from verl.config.micro_batches import global_sizes
-from verl.config.names import POOL_ROLES, Roles, did_you_mean
 from verl.config.ppo import PPOConfig
-from verl.config.ranks import (
+from verl.config.roles import (
+    POOL_ROLES,
+    Roles,
     data_parallel_size,
+    did_you_mean,
     engine_of,
     pool_devices,
     ranks_per_sequence,
@@ -31,10 +34,11 @@ from verl.config.ranks import (
 from verl.config.sft import SFTConfig, SFTEngineConfig, SFTEngineDataConfig
 from verl.config.validate_algorithm import algorithm_faults
 from verl.config.validate_machine import machine_faults
-from verl.config.validate_overlap import overlap_faults
 from verl.config.validate_rollout import rollout_faults
 
 ACTOR = "actor_rollout_ref.actor"
+ALWAYS_CHECKED = {f"{ACTOR}.strategy"}
+"""What a configuration file may choose without the user setting a key."""
 
 
 def validate(
@@ -47,22 +51,38 @@ def validate(
 ) -> list[Fault]:
     """All faults of a configuration, those found while loading first.
 
+    What asks for something that does not exist is refused before its relations are looked at.
     `names_are_open` says that the caller's program may have registered estimators and losses, so
     that an unknown name is none of our business; `roles` replaces what the configuration implies.
     """
     faults = list(known_faults or [])
+    absent = list(absent_faults(config, user_set | ALWAYS_CHECKED, has_own_code=names_are_open))
+    if absent:
+        return without_followers(faults + absent, user_set)
     at_fault = {key for fault in faults for key in fault.keys}
-    found = [*both_sizes_faults(config, user_set), *required_faults(config)]
+    relations = relation_faults(config, user_set, names_are_open=names_are_open, roles=roles)
+    related = [*relations, *machine_faults(config)]
+    faults += [fault for fault in related if not at_fault.intersection(fault.keys)]
+    return without_followers(faults, user_set)
+
+
+def relation_faults(
+    config: BaseConfig,
+    user_set: frozenset[str] = frozenset(),
+    *,
+    names_are_open: bool = False,
+    roles: Roles | None = None,
+) -> Iterator[Fault]:
+    """The contradictions between options, whatever machine this is."""
+    yield from both_sizes_faults(config, user_set)
+    yield from required_faults(config)
     if isinstance(config, PPOConfig):
         for rule in PPO_RULES:
-            found += rule(config, roles or Roles.of(config))
-        found += rollout_faults(config)
-        found += algorithm_faults(config, names_are_open=names_are_open)
+            yield from rule(config, roles or Roles.of(config))
+        yield from rollout_faults(config)
+        yield from algorithm_faults(config, names_are_open=names_are_open)
     elif isinstance(config, SFTConfig | SFTEngineConfig):
-        found += sft_faults(config)
-    found += machine_faults(config)
-    faults += [fault for fault in found if not at_fault.intersection(fault.keys)]
-    return without_followers(faults, user_set)
+        yield from sft_faults(config)
 
 
 def validate_config(
@@ -312,5 +332,4 @@ PPO_RULES: list[Callable[[PPOConfig, Roles], Iterator[Fault]]] = [
     micro_batch_faults,
     parallel_faults,
     placement_faults,
-    overlap_faults,
 ]

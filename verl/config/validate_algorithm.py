@@ -4,16 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.faults import Fault, shown
-from verl.config.names import (
+from verl.config.roles import (
+    AGENT_LOOPS,
     ESTIMATORS,
     POLICY_LOSSES,
     ROLLOUTS,
     STRATEGIES,
     TRACKERS,
     did_you_mean,
+    has_own_loops,
+    may_register_names,
     needs_critic,
 )
-from verl.utils.environment import external_modules
 
 REJECTION_CRITERIA = (
     *(
@@ -30,14 +32,23 @@ LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
 def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
     if not names_are_open and not may_register_names(config):
         yield from name_faults(config)
+    if not names_are_open and not has_own_loops(config, config):
+        yield from loop_faults(config)
     yield from closed_name_faults(config)
     yield from estimator_faults(config)
     yield from correction_faults(config)
 
 
-def may_register_names(config: Any) -> bool:
-    """Modules that the user has imported may register estimators and losses of their own."""
-    return bool(config.actor_rollout_ref.model.external_lib or external_modules())
+def loop_faults(config: Any) -> Iterator[Fault]:
+    """The agent loop must be built in, unless user code may have registered it."""
+    key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    name = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    if name not in AGENT_LOOPS:
+        text = (
+            f"{key} is {shown(name)}; it must be one of: {did_you_mean(name, AGENT_LOOPS)}. A loop "
+            "of your own is listed in actor_rollout_ref.rollout.agent.agent_loop_config_path"
+        )
+        yield Fault(text, (key,))
 
 
 def name_faults(config: Any) -> Iterator[Fault]:
@@ -87,6 +98,12 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
             "use algorithm.adv_estimator=grpo (or another without critic), or remove critic.enable"
         )
         yield Fault(text, ("critic.enable", "algorithm.adv_estimator"))
+    if config.algorithm.use_pf_ppo and estimator in ESTIMATORS and estimator != "gae":
+        text = (
+            f"algorithm.use_pf_ppo is True, but algorithm.adv_estimator is {shown(estimator)}; "
+            "only gae draws the batch again: set one of them the other way"
+        )
+        yield Fault(text, ("algorithm.use_pf_ppo", "algorithm.adv_estimator"))
     if estimator == "grpo_passk" and n < 2:
         text = (
             f"actor_rollout_ref.rollout.n is {n}; algorithm.adv_estimator=grpo_passk compares the "

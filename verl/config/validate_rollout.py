@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.faults import Fault, nearest_divisors
-from verl.config.ranks import pool_devices, rollout_ranks, world_size
+from verl.config.roles import pool_devices, rollout_ranks, world_size
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -131,22 +131,10 @@ def engine_size_faults(config: Any) -> Iterator[Fault]:
             "the other way"
         )
         yield Fault(text, (key, f"{ROLLOUT}.name"))
-    if rollout.name == "trtllm":
-        text = (
-            f'{ROLLOUT}.name is "trtllm", for which there is no adapter; use native, vllm or '
-            "sglang, or register an engine of your own"
-        )
-        yield Fault(text, (f"{ROLLOUT}.name",))
 
 
 def loader_faults(config: Any) -> Iterator[Fault]:
     data = config.data
-    if data.sampler.class_path is not None and data.dataloader_num_workers:
-        text = (
-            f"data.dataloader_num_workers is {data.dataloader_num_workers}; with data.sampler it "
-            "must be 0, because rows read ahead would miss the sampler's updates"
-        )
-        yield Fault(text, ("data.dataloader_num_workers",))
     pairs = (
         ("data.custom_cls", data.custom_cls.path, "name", data.custom_cls.name),
         ("data.datagen", data.datagen.path, "name", data.datagen.name),

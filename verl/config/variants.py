@@ -12,12 +12,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.config.base import BaseConfig
+from verl.config.base import BaseConfig, is_option
 from verl.config.engine import McoreEngineConfig, VeOmniEngineConfig
 from verl.config.keys import Keys
 from verl.config.optimizer import McoreOptimizerConfig, VeOmniOptimizerConfig
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
-from verl.config.runtime import is_option
 from verl.config.sft import SFTEngineConfig
 
 Values = dict[tuple[str, ...], Any]

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from verl.config.actor import FSDPActorConfig, McoreActorConfig
-from verl.config.base import BaseConfig
+from verl.config.base import BaseConfig, is_option
 from verl.config.critic import FSDPCriticConfig, McoreCriticConfig
 from verl.config.data import DataConfig
 from verl.config.documentation import sentences, summary
@@ -30,7 +30,6 @@ from verl.config.reward import (
 from verl.config.rollout import RolloutConfig
 from verl.config.rollout_correction import RolloutCorrectionConfig
 from verl.config.roots import ROOTS
-from verl.config.runtime import is_option
 from verl.config.variants import default_tree
 
 COMMAND = "python -m verl.config.generate"

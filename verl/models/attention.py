@@ -5,10 +5,15 @@ Every model is built with `attn_implementation=ATTENTION` and every forward pass
 one sequence ends and the next begins and where keys and values are kept: `PackedLayout` for
 training, the rollout engine's own for prefill and decode. There is no mask tensor anywhere, so a
 mask can neither be forgotten nor leak from one packed sequence into its neighbour.
+
+Where ranks shard the heads of a layer, query heads are divided evenly, in order. Key heads go with
+the queries that use them; where there are fewer of them than ranks, or they do not divide evenly,
+several ranks hold the same one.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from torch import Tensor, nn
@@ -88,3 +93,29 @@ def layout_attention(
 # There is no function for masks under this name: transformers then makes none. To make one it would
 # read the positions, and wait for the device in every pass.
 AttentionInterface.register(ATTENTION, layout_attention)
+
+
+def heads_per_rank(num_heads: int, num_ranks: int, option: str) -> int:
+    """Query heads of one rank; `option` is the setting that asks for so many ranks."""
+    if num_heads % num_ranks:
+        choices = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        raise ValueError(
+            f"{option} ({num_ranks}) must divide the {num_heads} attention heads of the model, "
+            f"which it deals out to ranks; possible are {choices}"
+        )
+    return num_heads // num_ranks
+
+
+def key_head_repeats(num_key_heads: int, num_ranks: int) -> int:
+    """How often each key head is repeated, side by side, so that all ranks get equally many.
+
+    Queries still meet their own keys: the heads of one rank are consecutive before and after.
+    """
+    return num_ranks // gcd(num_key_heads, num_ranks)
+
+
+def key_heads_of_rank(num_key_heads: int, num_ranks: int, rank: int) -> list[int]:
+    """The key heads, repeats included, that one rank's queries use."""
+    repeats = key_head_repeats(num_key_heads, num_ranks)
+    per_rank = num_key_heads * repeats // num_ranks
+    return [head // repeats for head in range(rank * per_rank, (rank + 1) * per_rank)]

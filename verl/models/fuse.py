@@ -11,28 +11,42 @@ joined with the sums in front of them (`fused_norms`).
 The rotary function belongs to the architecture's Python module, so it is wrapped there, once. The
 wrapper acts only inside attention modules that were fused: other models of the architecture in
 this process go on with the original.
+
+Norms and MLPs that no kernel of ours fits (a gate and an up projection in one matrix, a norm
+without a weight) are compiled with `torch.compile`, module by module, for any number of tokens at
+once, and only inside `CompiledLayers.on()`, which training and scoring passes enter: the rollout
+engine captures graphs of the module's own code. Whoever needs both to agree bit for bit does not
+compile. Whole layers are not compiled; attention takes another layout in every pass.
 """
 
 import functools
 import logging
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verl.models.fused_forward import FusedForward, choose, compare, difference, random_inputs
-from verl.models.fused_norms import FusedLayer, FusedNorm, has_hooks, link_layers
+from verl.models.fused_norms import (
+    FusedForward,
+    FusedLayer,
+    FusedNorm,
+    choose,
+    compare,
+    difference,
+    has_hooks,
+    link_layers,
+    random_inputs,
+)
 from verl.models.joined_linears import JoinedLinears, can_join
 from verl.models.kernels.availability import can_run_triton
 
 logger = logging.getLogger(__name__)
-
 ROTARY = "apply_rotary_pos_emb"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-
 _is_inside_fused_attention: ContextVar[bool] = ContextVar("fused_attention")
 
 
@@ -235,7 +249,7 @@ class SwitchedRotary:
     """An architecture's `apply_rotary_pos_emb`, replaced by the kernel inside fused attention."""
 
     def __init__(self, own: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        from verl.models.kernels.rotary import apply_rotary, misfit  # noqa: PLC0415 - needs triton
+        from verl.models.kernels.embedding import apply_rotary, misfit  # noqa: PLC0415 - needs triton
 
         functools.update_wrapper(self, own)
         self.own = own
@@ -253,3 +267,49 @@ class SwitchedRotary:
 def _python_module(module: nn.Module) -> Any:
     """Where the names that the module's forward uses are looked up."""
     return sys.modules[type(module).forward.__module__]
+
+
+class CompiledForward:
+    """A module's forward in two forms. A plain attribute chooses, not a context variable:
+    activations are computed again on a thread of the backward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.is_on = False
+        self._own = module.forward
+        self._compiled = torch.compile(module.forward, dynamic=True)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._compiled if self.is_on else self._own)(*args, **kwargs)
+
+
+class CompiledLayers:
+    """The compiled modules of one model; `names` are their classes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forwards = [CompiledForward(module) for module in model.modules() if fits(module)]
+        self.names = sorted({type(forward.module).__name__ for forward in self._forwards})
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """The compiled code runs while the context lasts, in backward passes too."""
+        for forward in self._forwards:
+            forward.is_on = True
+        try:
+            yield
+        finally:
+            for forward in self._forwards:
+                forward.is_on = False
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether it is a norm or an MLP of the architecture's own that runs as it is.
+
+    Experts (weights of three dimensions) are not: how many tokens each gets changes every pass.
+    """
+    kind = type(module)
+    is_own = not kind.__module__.startswith("torch.")
+    is_plain = not isinstance(module.forward, FusedForward | CompiledForward)
+    is_named = kind.__name__.endswith(("Norm", "MLP"))
+    return is_own and is_plain and is_named and all(p.dim() <= 2 for p in module.parameters())

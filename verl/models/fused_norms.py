@@ -7,12 +7,17 @@ A layer of the usual form makes two sums, and a norm follows each: its own, and 
 behind it (or the model's last). The layer returns the plain sum; what it has normed already waits
 in a `Handover` until that norm is called with this very tensor. Nothing waits longer than one pass
 through the layers, and a norm that finds nothing computes: the bits are the same.
+
+`FusedForward` takes the place of a module's own forward. Nothing is trusted by name: the fused form
+is run beside the module's own code on random input, forward and backward, and is not used when they
+differ by more than rounding. The other fused forms are in `fuse`.
 """
 
 import copy
 import functools
 import inspect
-from collections.abc import Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +27,63 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from verl.models.fused_forward import PROBE_ERRORS, FusedForward, difference, random_inputs
 from verl.models.kernels.availability import can_run_triton
 
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-
 _handover: "ContextVar[Handover]" = ContextVar("handover")
 """Set while a `LayerStack` runs."""
+
+
+class FusedForward(ABC):
+    """A forward that takes the place of a module's own, which it keeps for what it cannot do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self.own_forward = module.forward
+
+    def install(self) -> None:
+        self.module.forward = self
+
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """Modules of one class and kind need to be compared once."""
+
+    @abstractmethod
+    def mismatch(self) -> str | None:
+        """How this differs from the module's own forward on random input; None to rounding."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+MAX_DIFFERENCE = 3e-5
+"""Of the largest element, in fp32; exact and approximate gelu are ten times further apart."""
+
+
+def compare(
+    own: Callable[..., Any],
+    fused: Callable[..., Any],
+    inputs: list[Tensor],
+    dtype: torch.dtype,
+    *,
+    num_leaves: int | None = None,
+    max_difference: float = MAX_DIFFERENCE,
+) -> str | None:
+    """How outputs and gradients for the first `num_leaves` inputs differ; None if to rounding."""
+    inputs = [x.to(dtype) for x in inputs]
+    try:
+        expected = _outputs_and_gradients(own, inputs, num_leaves)
+    except PROBE_ERRORS as error:
+        return f"it cannot be compared ({error!r})"
+    actual = _outputs_and_gradients(fused, inputs, num_leaves)
+    limit = max(max_difference, 4 * torch.finfo(dtype).eps)
+    for ours, theirs in zip(actual, expected, strict=True):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"the kernel gives {ours.dtype} {tuple(ours.shape)}"
+        distance = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+        if not distance <= limit:
+            return f"the kernel differs by {distance:.1e} of the largest element in {dtype}"
+    return None
 
 
 class FusedNorm(FusedForward):
@@ -82,6 +137,71 @@ class FusedNorm(FusedForward):
             return self.sum_kernel(residual, delta, self.module.weight)
         total = residual + delta
         return total, self.kernel(total, self.module.weight)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module, or a backward pass through it, runs more than its forward."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def only_norm(module: nn.Module) -> FusedNorm | None:
+    """The module's kernel, if calling the module runs that and nothing else."""
+    forward = module.forward
+    if not isinstance(forward, FusedNorm) or has_hooks(module):
+        return None
+    return forward if type(module.weight) is nn.Parameter else None
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def _with_stand_ins(layer: Any) -> Any:
+    """The layer with its own norms, and functions without weights between them."""
+    twin = copy.copy(layer)
+    twin._modules = {**layer._modules, "self_attn": _Attention(), "mlp": _MLP()}
+    return twin
+
+
+class _Attention(nn.Module):
+    """Mixes tokens, and remembers what it was given beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: dict[str, object] = {}
+
+    def forward(self, hidden_states: Tensor, **options: object) -> tuple[Tensor, None]:
+        self.options = options
+        return 2 * hidden_states.roll(1, dims=1), None
+
+
+class _MLP(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square()
+
+
+PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
+"""What a module's own code raises when it does not take the usual arguments."""
+
+
+def random_inputs(*shapes: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+
+def difference(
+    own: Callable[..., Any],
+    fused: Callable[..., Any],
+    inputs: list[Tensor],
+    dtype: torch.dtype,
+    num_leaves: int | None = None,
+) -> str | None:
+    """Compare in fp32, where a difference in meaning shows, and in the model's dtype."""
+    for kind in dict.fromkeys((torch.float32, dtype)):
+        reason = compare(own, fused, inputs, kind, num_leaves=num_leaves)
+        if reason is not None:
+            return reason
+    return None
 
 
 class FusedLayer(FusedForward):
@@ -158,20 +278,6 @@ class FusedLayer(FusedForward):
         return None if has_hooks(owner) else only_norm(owner.get_submodule(name))
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module, or a backward pass through it, runs more than its forward."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
-
-
-def only_norm(module: nn.Module) -> FusedNorm | None:
-    """The module's kernel, if calling the module runs that and nothing else."""
-    forward = module.forward
-    if not isinstance(forward, FusedNorm) or has_hooks(module):
-        return None
-    return forward if type(module.weight) is nn.Parameter else None
-
-
 # ---- from layer to layer -------------------------------------------------------------------------
 
 
@@ -237,28 +343,19 @@ def _link(stack: nn.Module, layers: list[nn.Module]) -> None:
         stack.forward = LayerStack(stack)
 
 
-# ---- comparing -----------------------------------------------------------------------------------
+def choose(options: "list[FusedForward]") -> int | str:
+    """The first option that gives the module's numbers, or why none does."""
+    reasons = [option.mismatch() for option in options]
+    return reasons.index(None) if None in reasons else "; ".join(str(r) for r in reasons)
 
 
-def _with_stand_ins(layer: Any) -> Any:
-    """The layer with its own norms, and functions without weights between them."""
-    twin = copy.copy(layer)
-    twin._modules = {**layer._modules, "self_attn": _Attention(), "mlp": _MLP()}
-    return twin
-
-
-class _Attention(nn.Module):
-    """Mixes tokens, and remembers what it was given beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.options: dict[str, object] = {}
-
-    def forward(self, hidden_states: Tensor, **options: object) -> tuple[Tensor, None]:
-        self.options = options
-        return 2 * hidden_states.roll(1, dims=1), None
-
-
-class _MLP(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square()
+def _outputs_and_gradients(
+    function: Callable[..., Any], inputs: list[Tensor], num_leaves: int | None
+) -> list[Tensor]:
+    with torch.enable_grad():
+        leaves = [x.clone().requires_grad_() for x in inputs[:num_leaves]]
+        outputs = function(*leaves, *inputs[len(leaves) :])
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        pulls = random_inputs(*(tuple(x.shape) for x in outputs), device=inputs[0].device)
+        loss = torch.stack([(x * p).sum() for x, p in zip(outputs, pulls, strict=True)]).sum()
+        return [*(x.detach() for x in outputs), *torch.autograd.grad(loss, leaves)]

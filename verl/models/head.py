@@ -23,11 +23,14 @@ WORKSPACE_ELEMENTS = 1 << 26
 """Logits that plain torch may hold at once: 256 MiB in fp32, and as much for each step of the
 formula. The kernels hold no such copies and take seven times the rows."""
 
+
 KEPT_SHARE = 16
 """One part in so many of a device's memory may hold logits until the backward pass."""
 
+
 ROW_MULTIPLE = 256
 """Rows of a chunk; matrix products over other numbers of rows take up to a tenth longer."""
+
 
 FEWEST_ROWS = 8
 
@@ -122,6 +125,13 @@ def sum_squared_probs(hidden: Tensor, head: OutputHead, *, temperature: float = 
         z = scaled_logits(hidden[rows], head, temperature)
         result[rows] = z.softmax(-1).square().sum(-1)
     return result
+
+
+def row_chunks(num_rows: int, vocabulary: int, *, num_workspaces: int = 1) -> list[slice]:
+    """Cut the rows so that one chunk's logits fit the workspace."""
+    size = num_workspaces * WORKSPACE_ELEMENTS // vocabulary
+    size = max(16, size - size % ROW_MULTIPLE if size > ROW_MULTIPLE else size)
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -243,8 +253,14 @@ def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
     return row_chunks(hidden.shape[0], vocabulary, num_workspaces=num_workspaces)
 
 
-def row_chunks(num_rows: int, vocabulary: int, *, num_workspaces: int = 1) -> list[slice]:
-    """Cut the rows so that one chunk's logits fit the workspace."""
-    size = num_workspaces * WORKSPACE_ELEMENTS // vocabulary
-    size = max(16, size - size % ROW_MULTIPLE if size > ROW_MULTIPLE else size)
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+def picked_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """`rows[places]`. The gradients of a row that was picked several times are added in a fixed
+    order, so that the same passes give the same bits; with torch's `index_select` they are added on
+    a GPU in the order in which they happen to come."""
+    if not rows.is_cuda:
+        return rows.index_select(0, places)
+    if rows.dim() == 2 and can_run_triton(rows.device):
+        from verl.models.kernels.embedding import embedding  # noqa: PLC0415 - needs triton
+
+        return embedding(places, rows)
+    return rows[places]

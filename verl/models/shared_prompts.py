@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.models.attention import AttentionLayout, AttentionOptions
-from verl.models.picked_rows import picked_rows
+from verl.models.head import picked_rows
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from verl.models.attention import heads_per_rank, key_heads_of_rank
 from verl.models.exact import exact_capacity
-from verl.models.head_shares import heads_per_rank, key_heads_of_rank
 
 OPTION = "rollout.tensor_model_parallel_size"
 OUTPUTS, INPUTS = "colwise", "rowwise"

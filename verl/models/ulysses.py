@@ -21,9 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from verl.models.attention import AttentionLayout, AttentionOptions
+from verl.models.attention import (
+    AttentionLayout,
+    AttentionOptions,
+    heads_per_rank,
+    key_head_repeats,
+)
 from verl.models.exact import exact_capacity
-from verl.models.head_shares import heads_per_rank, key_head_repeats
 
 OPTION = "ulysses_sequence_parallel_size"
 ROPE_BY_LONGEST = {"dynamic", "longrope"}

@@ -9,8 +9,9 @@ A grade is a score, no verdict, or a fault. The three stay different things: a f
 says nothing about the response, so it never becomes a reward.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,8 @@ class Score:
 
     value: float
     extras: dict[str, Any] = field(default_factory=dict)
+    token_values: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """Rewards of single response tokens, where the grader gives them; `value` is their sum."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,11 @@ class AgentLoopMetrics:
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """One sample of one prompt: a tree of segments, grade, timing."""
+    """One sample of one prompt: a tree of segments, grade, timing.
+
+    The first segments are the prompt. The last segment ends the conversation as it stands: the path
+    that leads to it is the row that training sees.
+    """
 
     uid: str
     """Of the prompt; equal for all samples of one prompt in one step."""
@@ -102,9 +109,16 @@ class Trajectory:
     """The columns of the dataset row."""
 
     segments: list[Segment] = field(default_factory=list)
+    num_prompt_segments: int = 1
     seed: int | None = None
     session_id: str | None = None
     grade: Grade | None = None
+    text: str | None = None
+    """The response without special tokens, once somebody has decoded it."""
+
+    reward_score: float | None = None
+    """Set when the agent loop has scored the trajectory itself; then nobody else grades it."""
+
     stop_reason: str = ""
     num_turns: int = 0
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
@@ -120,25 +134,41 @@ class Trajectory:
         return path[::-1]
 
     @property
-    def num_prompt_segments(self) -> int:
-        """Segments before the model's first one: together they are the prompt."""
-        path = self.path()
-        return next((i for i, s in enumerate(path) if s.author == "model"), len(path))
+    def prompt_ids(self) -> list[int]:
+        return _joined(self.path()[: self.num_prompt_segments])
 
     @property
-    def prompt_ids(self) -> list[int]:
-        return [t for s in self.path()[: self.num_prompt_segments] for t in s.token_ids]
+    def response(self) -> list[Segment]:
+        """The segments after the prompt, replies of tools included."""
+        return self.path()[self.num_prompt_segments :]
 
     @property
     def response_ids(self) -> list[int]:
-        """Everything after the prompt, replies of tools included."""
-        return [t for s in self.path()[self.num_prompt_segments :] for t in s.token_ids]
+        return _joined(self.response)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.response)
 
     @property
     def response_mask(self) -> list[int]:
         """1 for the model's tokens that are trained, 0 for what others wrote."""
-        response = self.path()[self.num_prompt_segments :]
-        return [int(s.is_trained) for s in response for _ in s.token_ids]
+        return [int(s.is_trained) for s in self.response for _ in s.token_ids]
+
+    @property
+    def versions(self) -> set[int]:
+        """Policy versions that sampled the response; empty where they are not known."""
+        sampled = [s.versions for s in self.response if s.author == "model"]
+        if any(versions is None for versions in sampled):
+            return set()
+        return {version for versions in sampled for version in versions or ()}
+
+
+def _joined(segments: Sequence[Segment]) -> list[int]:
+    """The ids of all segments; those of a single one are not copied."""
+    if len(segments) == 1:
+        return segments[0].token_ids
+    return [token for segment in segments for token in segment.token_ids]
 
 
 @dataclass(kw_only=True)
@@ -153,3 +183,74 @@ class Group:
     trajectories: list[Trajectory] = field(default_factory=list)
     fault: str | None = None
     """Why the group cannot be trained on, where it cannot."""
+
+    version: int | None = None
+    """The policy version that sampled all of its tokens; None if several did, or none is known."""
+
+
+def trajectory_timing(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`agent_loop/...`: how long trajectories took, and what the slowest one was like."""
+    timing: dict[str, float] = {}
+    parts = {
+        "generate_sequences": [t.metrics.generate_sequences for t in trajectories],
+        "tool_calls": [t.metrics.tool_calls for t in trajectories],
+        "num_preempted": [float(t.metrics.num_preempted) for t in trajectories],
+    }
+    for name, values in parts.items():
+        timing[f"agent_loop/{name}/min"] = min(values)
+        timing[f"agent_loop/{name}/max"] = max(values)
+        timing[f"agent_loop/{name}/mean"] = sum(values) / len(values)
+    total = np.add(parts["generate_sequences"], parts["tool_calls"])
+    slowest = int(total.argmax())
+    for name in parts:
+        timing[f"agent_loop/slowest/{name}"] = parts[name][slowest]
+    timing["agent_loop/slowest/prompt_length"] = len(trajectories[slowest].prompt_ids)
+    timing["agent_loop/slowest/response_length"] = trajectories[slowest].num_response_tokens
+    return timing
+
+
+def response_segments(
+    token_ids: list[int],
+    mask: Sequence[int],
+    log_probs: list[float] | None,
+    sampled: Sequence[tuple[list[int], list[int]]] = (),
+) -> list[Segment]:
+    """Cut a response where `mask` changes: 1 is the model's, 0 a tool's or a user's.
+
+    `sampled` are the turns that engines sampled, with the policy version of each token, in order;
+    the model's segments get the versions of the turns that they consist of.
+    """
+    if all(mask):  # one turn of the model, which is the usual case: nothing is copied
+        bounds = [0, len(token_ids)] if token_ids else [0]
+    else:
+        changes = [at for at in range(1, len(mask)) if bool(mask[at]) != bool(mask[at - 1])]
+        bounds = [0, *changes, len(token_ids)]
+    turns = iter(sampled)
+    segments: list[Segment] = []
+    for start, end in pairwise(bounds):
+        is_whole = end - start == len(token_ids)
+        ids = token_ids if is_whole else token_ids[start:end]
+        is_model = bool(mask[start])
+        segment = Segment(
+            author="model" if is_model else "tool",
+            token_ids=ids,
+            is_trained=is_model,
+            log_probs=log_probs if log_probs is None or is_whole else log_probs[start:end],
+            versions=_versions_of(ids, turns) if is_model else None,
+            parent=len(segments),  # the prompt comes before
+        )
+        segments.append(segment)
+    return segments
+
+
+def _versions_of(ids: list[int], turns: Iterator[tuple[list[int], list[int]]]) -> list[int] | None:
+    """The versions of the turns that `ids` consist of; None if they are something else."""
+    versions: list[int] = []
+    for sampled_ids, sampled_versions in turns:
+        part = ids[len(versions) : len(versions) + len(sampled_ids)]
+        if part != sampled_ids[: len(part)]:
+            continue  # the loop did not use this turn, or only in other words
+        versions += sampled_versions[: len(part)]
+        if len(versions) == len(ids):
+            return versions
+    return None

@@ -14,8 +14,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from verl.config import command
-from verl.config.base import ReadLog
-from verl.config.effects import report_unread
+from verl.config.effects import idle_notices
 from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError, Fault
 from verl.config.load import Loaded, load_config
@@ -29,7 +28,7 @@ CONFIG_DIR = Path(__file__).parent / "config"
 # What loads torch is imported when grading starts, not when a mistake is reported.
 _LAZY = {
     "evaluate": "verl.trainer.evaluation.run:evaluate",
-    "report": "verl.trainer.evaluation.report",
+    "report": "verl.trainer.evaluation.run",
 }
 
 
@@ -60,15 +59,13 @@ def run(loaded: Loaded) -> None:
         faults.append(Fault(text, ("grading.controller",)))
     if faults:
         raise ConfigError(faults)
-    log = ReadLog()
-    log.attach(config)
+    command.say(idle_notices(config, loaded.user_set))
     output = output_file(config.data.output_path)
     evaluation = lazy_attribute(__name__, _LAZY, "evaluate")(config)
     report = lazy_attribute(__name__, _LAZY, "report")
     if output is not None:
         text = report.as_json(evaluation, config.data.path, config.grading.pass_threshold)
         output.write_text(text)
-    command.say(report_unread(config, loaded.user_set, log))
     report.print_table(evaluation, Console())
     sys.stdout.flush()
     sys.stderr.writelines(f"{line}\n" for line in report.unscored_lines(evaluation.unscored))

@@ -13,14 +13,12 @@ import hydra
 from omegaconf import DictConfig
 
 from verl.config import command
-from verl.config.base import ReadLog
-from verl.config.effects import report_unread
+from verl.config.effects import idle_notices
 from verl.config.faults import ConfigError, Fault
 from verl.config.generation import GenerationConfig
 from verl.config.load import Loaded, load_config
 from verl.config.validate import validate
-from verl.trainer.generation.checks import generation_faults
-from verl.trainer.generation.report import Start, plan_lines
+from verl.trainer.generation.plan import Start, generation_faults, plan_lines
 from verl.utils.import_utils import lazy_attribute
 
 CONFIG_NAME = "generation"
@@ -56,10 +54,12 @@ def run(loaded: Loaded) -> None:
     if config.trainer.dry_run:
         if mistakes:
             raise ConfigError(mistakes)
+        command.say(idle_notices(config, loaded.user_set))
         say_plan(config, faults)
     elif faults:
         raise ConfigError(faults)
     else:
+        command.say(idle_notices(config, loaded.user_set))
         generate_and_report(loaded)
 
 
@@ -71,8 +71,6 @@ def say_plan(config: GenerationConfig, missing: list[Fault]) -> None:
 def generate_and_report(loaded: Loaded) -> None:
     config: GenerationConfig = loaded.config
     dtype = config.rollout.dtype if "rollout.dtype" in loaded.user_set else "auto"
-    log = ReadLog()
-    log.attach(config)
 
     def start(model_path: str, num_batches: int) -> Any:
         start_engines = lazy_attribute(__name__, _LAZY, "start_engines")
@@ -83,7 +81,6 @@ def generate_and_report(loaded: Loaded) -> None:
 
     summary = lazy_attribute(__name__, _LAZY, "generate")(config, start, announce)
     write_lines(list(summary.lines()))
-    command.say(report_unread(config, loaded.user_set, log))
 
 
 def write_lines(lines: list[str]) -> None:

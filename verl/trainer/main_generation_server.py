@@ -11,12 +11,10 @@ import hydra
 from omegaconf import DictConfig
 
 from verl.config import command
-from verl.config.base import ReadLog
-from verl.config.effects import report_unread
 from verl.config.faults import ConfigError
 from verl.config.load import Loaded, load_config
 from verl.config.ppo import PPOConfig
-from verl.trainer.serving.checks import serving_faults
+from verl.trainer.serving.checks import serving_faults, serving_notices
 from verl.utils.import_utils import lazy_attribute, require
 
 CONFIG_NAME = "ppo_trainer"
@@ -43,16 +41,14 @@ def run(loaded: Loaded) -> None:
     """Say what was translated, refuse what is wrong, then serve."""
     command.say(loaded.notices)
     config: PPOConfig = loaded.config
-    faults = [*loaded.faults, *serving_faults(config)]
+    faults = [*loaded.faults, *serving_faults(config, loaded.user_set)]
     if faults:
         raise ConfigError(faults)
     require("fastapi", extra="server")
-    log = ReadLog()
-    log.attach(config)
+    command.say(serving_notices(config, loaded.user_set))
     dtype = "actor_rollout_ref.rollout.dtype"
     has_dtype = dtype in loaded.user_set
     lazy_attribute(__name__, _LAZY, "serve_model")(config, is_dtype_chosen=has_dtype)
-    command.say(report_unread(config, loaded.user_set, log))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ from omegaconf import DictConfig
 
 from verl.config import command
 from verl.config.convert import to_dictconfig
+from verl.config.effects import idle_notices
 from verl.config.faults import ConfigError
 from verl.config.load import Loaded, load_config
 from verl.config.ppo import PPOConfig
 from verl.config.validate import validate
+from verl.trainer.plan.batch_table import row_faults
 from verl.trainer.plan.placement import controller
 from verl.trainer.plan.render import make_plan, print_plan
 from verl.utils.import_utils import lazy_attribute
@@ -68,6 +70,7 @@ def run(
     faults = validate(
         config, loaded.user_set, known_faults=loaded.faults, names_are_open=names_are_open
     )
+    faults += row_faults(config)
     missing = [fault for fault in faults if fault.is_about_machine]
     mistakes = [fault for fault in faults if not fault.is_about_machine]
     if config.trainer.dry_run:
@@ -77,11 +80,12 @@ def run(
     elif faults:
         raise ConfigError(faults)
     else:
+        command.say(idle_notices(config, loaded.user_set))
         train(loaded, task_runner_class)
 
 
 def train(loaded: Loaded, task_runner_class: type[Any] | None) -> None:
-    """Run, then name the settings that nothing looked at.
+    """Run on the controller that the configuration asks for.
 
     A runner of somebody's own gets the configuration in the form that Hydra would have given it. On
     Ray, and if its class is an actor class, it runs as an actor.
@@ -90,12 +94,11 @@ def train(loaded: Loaded, task_runner_class: type[Any] | None) -> None:
     is_actor_class = task_runner_class is not None and not isinstance(task_runner_class, type)
     if is_actor_class or controller(config) == "ray":
         run_on_ray = lazy_attribute(__name__, _LAZY, "run_on_ray")
-        command.say(run_on_ray(config, sorted(loaded.user_set), task_runner_class))
+        run_on_ray(config, task_runner_class)
     elif task_runner_class is not None:
         task_runner_class().run(to_dictconfig(config))
     else:
-        runner = lazy_attribute(__name__, _LAZY, "TaskRunner")()
-        command.say(runner.run_and_report(config, loaded.user_set))
+        lazy_attribute(__name__, _LAZY, "TaskRunner")().run(config)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ a dead runner until the driver ends, and a driver may run many trainings.
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from verl.config.base import ReadLog
 from verl.config.convert import to_dictconfig
 from verl.config.ppo import PPOConfig
-from verl.config.ranks import ranks_beside, world_size
+from verl.config.roles import ranks_beside, world_size
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.ppo.termination import Termination
 from verl.trainer.task_runner import TaskRunner
@@ -39,17 +38,14 @@ CPUS_PER_RANK = 3
 logger = logging.getLogger(__name__)
 
 
-def run_on_ray(
-    config: PPOConfig, user_set: Sequence[str], task_runner_class: Any = None
-) -> list[str]:
-    """Train; what to tell the user afterwards. `task_runner_class` may be an actor class."""
+def run_on_ray(config: PPOConfig, task_runner_class: Any = None) -> None:
+    """Train; `task_runner_class` may be an actor class."""
     ray = require("ray", "ray")
-    ReadLog().attach(config)
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(**ray_init_arguments(config))
     try:
-        return _run(ray, config, user_set, task_runner_class)
+        _run(ray, config, task_runner_class)
     finally:
         if config.ray_kwargs.timeline_json_file is not None:
             ray.timeline(filename=config.ray_kwargs.timeline_json_file)
@@ -63,8 +59,6 @@ def ray_init_arguments(config: PPOConfig) -> dict[str, Any]:
     given: Mapping[str, Any] = arguments.get("runtime_env") or {}
     needed = get_ppo_ray_runtime_env()
     env_vars = {**needed.pop("env_vars"), **(given.get("env_vars") or {})}
-    if config.transfer_queue.enable:
-        env_vars["TRANSFER_QUEUE_ENABLE"] = "1"
     arguments["runtime_env"] = {**needed, **given, "env_vars": env_vars}
     starts_cluster = arguments.get("address") in (None, "local") and ray_address() is None
     if starts_cluster and config.trainer.device == "cpu" and arguments.get("num_cpus") is None:
@@ -81,7 +75,7 @@ def cpus_for_cpu_ranks(config: PPOConfig) -> int:
     return 1 + CPUS_PER_RANK * (world_size(config) + ranks_beside(config) + reward_ranks + listed)
 
 
-def _run(ray: Any, config: PPOConfig, user_set: Sequence[str], task_runner_class: Any) -> list[str]:
+def _run(ray: Any, config: PPOConfig, task_runner_class: Any) -> None:
     cls = task_runner_class or TaskRunner
     plain = cls if isinstance(cls, type) else cls.__ray_metadata__.modified_class
     actor_class = ray.remote(num_cpus=1)(cls) if isinstance(cls, type) else cls
@@ -92,10 +86,10 @@ def _run(ray: Any, config: PPOConfig, user_set: Sequence[str], task_runner_class
     try:
         wait_for_start(ray, runner, START_NOTICE_SECONDS, START_SECONDS)
         if task_runner_class is None:
-            reference = runner.run_and_report.remote(config, user_set)
+            reference = runner.run.remote(config)
         else:
             reference = runner.run.remote(to_dictconfig(config))
-        return wait_for(ray, reference, runner if issubclass(plain, TaskRunner) else None) or []
+        wait_for(ray, reference, runner if issubclass(plain, TaskRunner) else None)
     finally:
         ray.kill(runner)
         release_pools(ray, run_id)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from verl.config import command
 from verl.config.convert import to_dict
 from verl.config.load import Loaded, load_config
-from verl.config.ranks import world_size
+from verl.config.roles import world_size
 from verl.config.sft import SFTEngineConfig
 from verl.trainer.sft.launch import replication_notice, run, run_command
 from verl.utils.environment import EndsTheRun
@@ -25,7 +25,7 @@ CONFIG_NAME = "sft_trainer_engine"
 CONFIG_DIR = Path(__file__).parent / "config"
 
 _LAZY = {
-    "SFTWorker": "verl.trainer.sft.worker:SFTWorker",
+    "SFTWorker": "verl.trainer.sft.trainer:SFTWorker",
     "WorkerError": "verl.single_controller:WorkerError",
     "resolve_device": "verl.utils.device:resolve_device",
     "runtime_env": "verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
@@ -55,23 +55,22 @@ def train_on_ray(loaded: Loaded) -> None:
     config: SFTEngineConfig = loaded.config
     if world_size(config) > 1:
         command.say([replication_notice(world_size(config))])
-    group = start_ranks(config, sorted(loaded.user_set))
+    group = start_ranks(config)
     try:
         group.start()
         while group.advance()[0] is not None:
             pass
-        ending, unread = group.finish()[0]
+        ending = group.finish()[0]
     except lazy_attribute(__name__, _LAZY, "WorkerError") as error:
         if isinstance(error.__cause__, EndsTheRun):  # bad data, say: its message is enough
             raise error.__cause__ from None
         raise
     finally:
         group.shutdown()
-    command.say(unread)
     sys.stdout.write(f"{ending}\n")
 
 
-def start_ranks(config: SFTEngineConfig, user_set: list[str]) -> Any:
+def start_ranks(config: SFTEngineConfig) -> Any:
     """A worker group with a rank per device, in the cluster there is or in one of its own."""
     ray = require("ray", "ray")
     rayc = require("verl.single_controller.ray", "ray")
@@ -84,7 +83,7 @@ def start_ranks(config: SFTEngineConfig, user_set: list[str]) -> Any:
         max_colocate_count=1,
     )
     worker = lazy_attribute(__name__, _LAZY, "SFTWorker")
-    spec = rayc.RayClassWithInitArgs(worker, to_dict(config), user_set)
+    spec = rayc.RayClassWithInitArgs(worker, to_dict(config))
     return rayc.RayWorkerGroup(pool, spec, device_name=device)
 
 

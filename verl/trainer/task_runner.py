@@ -7,14 +7,11 @@ or hang, everything is made anew and continues from the last checkpoint, as a ne
 
 import copy
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.config.base import ReadLog
-from verl.config.effects import report_unread
 from verl.config.ppo import PPOConfig
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
@@ -124,16 +121,6 @@ class TaskRunner:
                     raise
                 logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))
                 continue_from_own_commit(config, trainer)
-
-    def run_and_report(self, config: PPOConfig, user_set: Iterable[str]) -> list[str]:
-        """Train, then name the settings that nothing looked at, here or in the workers."""
-        log = vars(config).get("_read_log") or ReadLog()  # what a driver has read counts too
-        log.attach(config)
-        self.run(config)
-        assert self.trainer is not None
-        for paths in self.trainer.options_read():
-            log.paths.update(paths)
-        return report_unread(config, user_set, log)
 
     def request_stop(self) -> None:
         """Finish the step that runs, save, and end."""

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from verl.models.kernels import shared_memory
+from verl.models.kernels import availability
 from verl.models.kernels.decode_attention import SlotRows, slot_decode_attention
 from verl.models.kernels.packed_attention import (
     Continuation,
@@ -80,7 +80,7 @@ def launch_decode(dim, dtype, *, is_paged):
 
 def main(capability, room, dim, dtype):
     driver.set_active(AbsentDevice(int(capability)))
-    shared_memory.shared_memory_bytes = lambda device: int(room)
+    availability.shared_memory_bytes = lambda device: int(room)
     compile_instead_of_launching()
     dim, dtype = int(dim), getattr(torch, dtype)
     launch_packed(dim, dtype)

@@ -55,7 +55,7 @@ def test_a_weight_in_fp32_makes_a_bf16_norm_fp32_as_in_torch(device):
 @on_each_dtype
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens", "head_dim"), [(3, 1, 5, 6), (4, 2, 1, 16)])
 def test_rotary_equals_plain_torch_with_gradients(device, dtype, heads, kv_heads, tokens, head_dim):
-    from verl.models.kernels.rotary import apply_rotary, reference_rotary
+    from verl.models.kernels.embedding import apply_rotary, reference_rotary
 
     q = random(1, tokens, heads, head_dim, dtype=dtype, device=device)
     k = random(1, tokens, kv_heads, head_dim, dtype=dtype, device=device, seed=1)
@@ -68,7 +68,7 @@ def test_rotary_equals_plain_torch_with_gradients(device, dtype, heads, kv_heads
 
 @on_each_device
 def test_rotary_in_fp32_has_the_bits_of_the_plain_formula(device):
-    from verl.models.kernels.rotary import apply_rotary, reference_rotary
+    from verl.models.kernels.embedding import apply_rotary, reference_rotary
 
     q = random(1, 4, 9, 10, device=device).detach()
     cos, sin = random(2, 1, 9, 10, device=device, seed=2).detach()
@@ -80,7 +80,7 @@ def test_rotary_in_fp32_has_the_bits_of_the_plain_formula(device):
 
 @on_each_device
 def test_rotating_a_part_of_the_head_is_refused(device):
-    from verl.models.kernels.rotary import apply_rotary
+    from verl.models.kernels.embedding import apply_rotary
 
     q = random(1, 2, 3, 8, device=device)
     table = torch.ones(1, 3, 4, device=device)
@@ -116,8 +116,8 @@ def test_a_large_gate_neither_overflows_nor_turns_into_nan(device):
 
 @on_each_device
 def test_a_rows_numbers_do_not_depend_on_the_other_rows(device):
+    from verl.models.kernels.embedding import apply_rotary
     from verl.models.kernels.rms_norm import rms_norm
-    from verl.models.kernels.rotary import apply_rotary
     from verl.models.kernels.swiglu import gated
 
     dtype = torch.bfloat16
@@ -147,8 +147,8 @@ def test_a_rows_gradients_do_not_depend_on_the_other_rows(device):
 
 @on_each_device
 def test_no_tokens_give_no_tokens(device):
+    from verl.models.kernels.embedding import apply_rotary
     from verl.models.kernels.rms_norm import rms_norm
-    from verl.models.kernels.rotary import apply_rotary
     from verl.models.kernels.swiglu import gated
 
     x = random(0, 8, device=device)

@@ -95,7 +95,7 @@ def test_responses_are_sampled_with_the_adapters_that_training_sees(model_path, 
 
 def test_the_reference_is_the_policy_without_its_adapters_and_no_second_model(model_path):
     workers = policy(model_path)
-    assert workers.workers[0].reference is workers.workers[0].engine
+    assert workers.workers[0].reference.engine is workers.workers[0].engine
     batch = annotated(workers)
     before = ref_log_probs(workers, batch)
     assert torch.equal(before, batch.batch["old_log_probs"])
@@ -111,7 +111,7 @@ def test_a_run_that_starts_from_an_adapter_is_compared_with_that_adapter(model_p
     path, first = trained_adapter(model_path, tmp_path)
     workers = policy(model_path, lora_adapter_path=path, lora_rank=0)
     engine = workers.workers[0].engine
-    assert workers.workers[0].reference is engine
+    assert workers.workers[0].reference.engine is engine
     assert engine.optimizer.masters.keys() == first.workers[0].engine.optimizer.masters.keys()
     batch = annotated(workers)
     start = ref_log_probs(workers, batch)
@@ -130,7 +130,7 @@ def test_a_run_that_starts_from_an_adapter_is_compared_with_that_adapter(model_p
 def test_a_reference_model_of_its_own_is_loaded_beside_the_adapters(model_path, tmp_path):
     other = str(save_tiny_model(tmp_path / "other", "qwen2"))
     workers = policy(model_path, ref_path=other)
-    assert type(workers.workers[0].reference.module).__name__ == "Qwen2ForCausalLM"
+    assert type(workers.workers[0].reference.engine.module).__name__ == "Qwen2ForCausalLM"
     batch = annotated(workers)
     assert (ref_log_probs(workers, batch) - batch.batch["old_log_probs"]).abs().max() > 1e-2
 
@@ -258,7 +258,7 @@ def test_a_checkpoint_without_an_adapter_is_refused(model_path, tmp_path):
 def test_generation_with_merged_weights_follows_every_update_and_leaves_the_base_alone(model_path):
     workers = policy(model_path, lora=LoraConfig(merge=True))
     worker, before = workers.workers[0], weights(workers)
-    assert not has_lora(worker.rollout.runner.module)
+    assert not has_lora(worker.rollout.core.runner.module)
     for version in (1, 2):
         workers.update_actor(annotated(workers))
         assert worker.rollout.policy_version == version

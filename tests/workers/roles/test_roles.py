@@ -1,10 +1,16 @@
 """The workers of a run, called through a worker group in this process."""
 
+import traceback
+from pathlib import Path
+
 import pytest
 import torch
 
+import verl
 from tests.tiny_tokenizer import save_tiny_model, tiny_tokenizer
-from verl.config.actor import FSDPActorConfig
+from verl.algos.policy_losses.ppo import compute_policy_loss_vanilla
+from verl.algos.registry import register_policy_loss
+from verl.config.actor import FSDPActorConfig, PolicyLossConfig
 from verl.config.critic import FSDPCriticConfig, FSDPCriticModelCfg
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
@@ -24,10 +30,11 @@ def model_path(tmp_path_factory):
     return str(save_tiny_model(tmp_path_factory.mktemp("model")))
 
 
-def policy(model_path, role="actor_rollout_ref", **rollout):
+def policy(model_path, role="actor_rollout_ref", actor=None, **rollout):
+    optimizer = FSDPOptimizerConfig(lr=0.01)
     config = ActorRolloutRefConfig(
         model=HFModelConfig(path=model_path),
-        actor=FSDPActorConfig(ppo_mini_batch_size=2, optim=FSDPOptimizerConfig(lr=0.01)),
+        actor=actor or FSDPActorConfig(ppo_mini_batch_size=2, optim=optimizer),
         rollout=RolloutConfig(
             n=2, prompt_length=PROMPT, response_length=RESPONSE, max_num_seqs=16, **rollout
         ),
@@ -98,6 +105,33 @@ def test_the_reference_is_the_starting_policy_and_stays_it(model_path):
     assert not torch.equal(moved, batch.batch["old_log_probs"])
 
 
+FRAMES: list[list[str]] = []
+
+
+@register_policy_loss("notes_its_frames_for_tests")
+def notes_its_frames(**arguments):
+    package = str(Path(verl.__file__).parent)
+    frames = traceback.extract_stack()
+    FRAMES.append([f.name for f in frames if f.filename.startswith(package)])
+    return compute_policy_loss_vanilla(**arguments)
+
+
+def test_few_functions_lie_between_the_worker_and_the_policy_loss(model_path):
+    loss = PolicyLossConfig(loss_mode="notes_its_frames_for_tests")
+    actor = FSDPActorConfig(ppo_mini_batch_size=2, policy_loss=loss)
+    workers = policy(model_path, actor=actor)
+    workers.update_actor(annotated(workers))
+    inside = FRAMES[0][FRAMES[0].index("update_actor") :]
+    assert inside == [
+        "update_actor",
+        "update_policy",
+        "train_batch",
+        "run",
+        "_train_pass",
+        "loss",
+    ], "a reader follows each of them; the policy loss is the seventh"
+
+
 def test_the_rollout_engine_sees_an_update_at_once_without_a_copy(model_path):
     workers = policy(model_path)
     worker = workers.workers[0]
@@ -109,7 +143,7 @@ def test_the_rollout_engine_sees_an_update_at_once_without_a_copy(model_path):
     same = torch.equal(before.batch["rollout_log_probs"], after.batch["rollout_log_probs"])
     assert not same, "the weights moved, so must the log-probs"
     shared = {p.data_ptr() for p in worker.engine.module.parameters()}
-    assert {p.data_ptr() for p in worker.rollout.runner.module.parameters()} == shared
+    assert {p.data_ptr() for p in worker.rollout.core.runner.module.parameters()} == shared
 
 
 def test_a_restored_policy_continues_bit_for_bit(model_path, tmp_path):

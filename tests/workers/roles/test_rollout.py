@@ -12,9 +12,9 @@ from verl.config.rollout import RolloutConfig
 from verl.config.serving import CheckpointEngineConfig
 from verl.single_controller import ClassWithInitArgs, ResourcePool, WorkerError
 from verl.single_controller.local import LocalWorkerGroup
-from verl.trainer.ppo.rollout_sync import renew_rollout
 from verl.workers.roles import RolloutWorker
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.publish import SentWeights
 from verl.workers.rollout.remote import remote_rollouts
 from verl.workers.weight_sync import Bucket, WeightSender, WeightsNotReadyError
 from verl.workers.weight_sync.tcp import TcpSender
@@ -53,6 +53,10 @@ def rollout_group(config, *, num_ranks=1):
     return group
 
 
+def send(actor, apart):
+    return SentWeights(actor.workers[0].config, actor, apart).send()
+
+
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return str(save_tiny_model(tmp_path_factory.mktemp("model")))
@@ -81,7 +85,7 @@ def test_a_rollout_elsewhere_follows_every_update_and_answers_as_the_actor_would
     here, (there,) = actor.workers[0].rollout, remote_rollouts(apart, 1)
     before = None
     for version in (0, 1):
-        assert renew_rollout(actor, apart) == version
+        assert send(actor, apart) == version
         found, expected = there.generate_batch([request()]), here.generate_batch([request()])
         assert [o.token_ids for o in found[0]] == [o.token_ids for o in expected[0]]
         assert found[0][0].log_probs == pytest.approx(expected[0][0].log_probs, abs=1e-5)
@@ -93,9 +97,9 @@ def test_a_rollout_elsewhere_follows_every_update_and_answers_as_the_actor_would
 
 def test_an_actor_that_goes_back_to_an_earlier_version_is_followed(actor, apart):
     actor.workers[0].engine.policy_version = 7
-    assert renew_rollout(actor, apart) == 7
+    assert send(actor, apart) == 7
     actor.workers[0].engine.policy_version = 2
-    assert renew_rollout(actor, apart) == 2
+    assert send(actor, apart) == 2
     assert apart.rollout_version() == [2]
 
 
@@ -111,7 +115,7 @@ class FlipsAByte(TcpSender):
 
 
 def test_a_damaged_update_is_refused_and_nothing_served_until_a_right_one_comes(actor, apart):
-    renew_rollout(actor, apart)
+    send(actor, apart)
     (address,) = apart.accept_weights("token")
     receiving = apart.execute_all_async("receive_weights")
     channel = FlipsAByte([address], "token", timeout_seconds=30)
@@ -126,14 +130,14 @@ def test_a_damaged_update_is_refused_and_nothing_served_until_a_right_one_comes(
         apart.rollout_version()
     with pytest.raises(WorkerError, match="holds no complete version"):
         remote_rollouts(apart, 1)[0].generate_batch([request()])
-    renew_rollout(actor, apart)
+    send(actor, apart)
     assert remote_rollouts(apart, 1)[0].generate_batch([request()])[0]
 
 
 def test_an_update_that_is_announced_and_withheld_leaves_nothing_to_serve(model_path):
     worker = RolloutWorker(section(model_path, nccl_timeout=1), device="cpu")
     worker.init_model()
-    worker.rollout_copy._version = 4  # as after an update
+    worker.generator.weights._version = 4  # as after an update
     worker.accept_weights("token")
     with pytest.raises(RuntimeError, match="no sender with the right token came"):
         worker.receive_weights()
@@ -144,8 +148,8 @@ def test_an_update_that_is_announced_and_withheld_leaves_nothing_to_serve(model_
 def test_the_receivers_reason_is_told_when_the_sender_fails(actor, apart, tmp_path):
     other = policy(str(save_tiny_model(tmp_path / "other", "qwen2")))
     with pytest.raises(WorkerError, match="WrongWeightsError"):
-        renew_rollout(other, apart)
-    renew_rollout(actor, apart)
+        send(other, apart)
+    send(actor, apart)
 
 
 @pytest.mark.slow
@@ -153,7 +157,7 @@ def test_ranks_that_divide_the_rollouts_model_answer_as_one_does(actor, model_pa
     pair = rollout_group(section(model_path, tensor_model_parallel_size=2), num_ranks=2)
     actor.update_actor(annotated(actor))
     try:
-        assert renew_rollout(actor, pair) == 1
+        assert send(actor, pair) == 1
         (engine,) = remote_rollouts(pair, 2)
         found = engine.generate_batch([request()])[0]
     finally:

@@ -73,8 +73,8 @@ class FaultyEngine(Rollout):
                     output.log_probs = [value - 1 for value in output.log_probs]
         return answers
 
-    async def generate(self, request):
-        return self.generate_batch([request])[0]
+    def submit(self, request, on_end=None):
+        raise NotImplementedError
 
     def abort(self, request_id):
         pass

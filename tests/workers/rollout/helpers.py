@@ -41,7 +41,8 @@ def training_log_probs(
 
 
 def assert_nothing_is_left(engine: NativeEngine) -> None:
-    scheduler = engine.scheduler
-    assert not scheduler.waiting
-    assert not scheduler.groups
-    assert not scheduler.rows
+    with engine.paused():
+        scheduler = engine.core.scheduler
+        assert not scheduler.waiting
+        assert not scheduler.groups
+        assert not scheduler.rows

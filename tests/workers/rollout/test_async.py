@@ -1,6 +1,12 @@
 """Many callers await one engine; they come, go away and are told when something breaks."""
 
 import asyncio
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -44,32 +50,174 @@ async def test_a_hundred_callers_get_what_the_batch_call_gives(model):
     assert_nothing_is_left(engine)
 
 
-async def test_other_tasks_take_turns_with_the_engine(model):
+class Slow:
+    """Lets every step of an engine wait until it may begin."""
+
+    def __init__(self, engine):
+        self.num_steps = 0
+        self._may_step = threading.Semaphore(0)
+        self._step, engine.core.step = engine.core.step, self
+
+    def __call__(self):
+        assert self._may_step.acquire(timeout=10)
+        self.num_steps += 1
+        self._step()
+
+    def allow(self, num_steps):
+        self._may_step.release(num_steps)
+
+
+async def test_a_coroutine_never_waits_for_a_step(model):
     engine = build_engine(model)
-    turns = 0
-
-    async def count_turns():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counter = asyncio.create_task(count_turns())
+    slow = Slow(engine)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    await asyncio.gather(*(engine.generate(request([5], params, str(i))) for i in range(3)))
-    counter.cancel()
-    assert turns >= 16 // LIMITS.steps_per_visit
+    tasks = [asyncio.create_task(engine.generate(request([5], params, str(i)))) for i in range(3)]
+    for _ in range(100):  # the step cannot end before these turns have
+        await asyncio.sleep(0)
+    assert slow.num_steps == 0
+    slow.allow(100)
+    assert [len(output.token_ids) for (output,) in await asyncio.gather(*tasks)] == [16] * 3
+
+
+def test_an_event_loop_that_is_blocked_does_not_stop_decoding(model):
+    engine = build_engine(model)
+
+    async def block():
+        future = engine.submit(request([5], SamplingParams(max_tokens=16, ignore_eos=True)))
+        await asyncio.sleep(0)
+        return future.result(timeout=10)  # as a tool that is no coroutine would
+
+    (output,) = asyncio.run(block())
+    assert len(output.token_ids) == 16
+
+
+def test_requests_of_one_turn_of_the_loop_enter_in_one_step(model):
+    engine = build_engine(model)
+    admitted = []
+    admit = engine.core.scheduler.admit
+    engine.core.scheduler.admit = lambda: admitted.append(admit()) or admitted[-1]
+
+    async def ask():
+        tasks = [asyncio.create_task(engine.generate(one)) for one in requests(4)]
+        time.sleep(0.05)  # however long the turn takes
+        await asyncio.gather(*tasks)
+
+    asyncio.run(ask())
+    assert len(admitted[0]) == 4
+    admitted.clear()
+    with engine.together():
+        futures = [engine.submit(one) for one in requests(4)]
+        time.sleep(0.05)
+    assert all(future.result(timeout=10) for future in futures)
+    assert len(admitted[0]) == 4
+
+
+def test_samples_are_told_as_they_end_and_futures_resolve_at_the_end_of_a_step(model):
+    engine = build_engine(model, replace(LIMITS, steps_per_visit=1))
+    ended = []
+    params = SamplingParams(seed=5, max_tokens=16, stop_token_ids=tuple(range(3, 20)))
+    with engine.paused():
+        future = engine.submit(
+            request([5], params, num_samples=4),
+            lambda sample, output: ended.append((sample, len(output.token_ids), future.done())),
+        )
+    outputs = future.result(timeout=10)
+    assert sorted(sample for sample, _, _ in ended) == [0, 1, 2, 3]
+    assert [length for _, length, _ in ended] == sorted(len(o.token_ids) for o in outputs)
+    assert not any(was_done for _, _, was_done in ended)
+    assert len({length for _, length, _ in ended}) > 1, "they ended at different times"
+
+
+def test_an_error_in_on_end_is_that_of_its_request_alone(model):
+    engine = build_engine(model)
+    params = SamplingParams(max_tokens=4)
+
+    def fail(sample, output):
+        raise KeyError("of the caller")
+
+    with engine.together():
+        failing = engine.submit(request([5], params, "a"), fail)
+        other = engine.submit(request([6], params, "b"))
+    assert other.result(timeout=10)
+    with pytest.raises(KeyError, match="of the caller"):
+        failing.result(timeout=10)
+
+
+def test_requests_may_come_from_many_threads(model):
+    expected = build_engine(model).generate_batch(requests(40))
+    engine = build_engine(model)
+    with ThreadPoolExecutor(8) as threads:
+        outputs = list(threads.map(lambda r: engine.submit(r).result(timeout=30), requests(40)))
+    assert [ids(o) for o in outputs] == [ids(o) for o in expected]
+    assert_nothing_is_left(engine)
+
+
+def test_a_batch_may_run_while_others_wait(model):
+    expected = build_engine(model).generate_batch(requests(20))
+    engine = build_engine(model)
+    futures = [engine.submit(one) for one in requests(20)[:10]]
+    outputs = engine.generate_batch(requests(20)[10:])
+    outputs = [future.result(timeout=10) for future in futures] + outputs
+    assert [ids(o) for o in outputs] == [ids(o) for o in expected]
+
+
+def test_a_pause_lies_between_two_steps(model):
+    engine = build_engine(model)
+    slow = Slow(engine)
+    future = engine.submit(request([5], SamplingParams(max_tokens=16, ignore_eos=True)))
+    slow.allow(1)
+    with engine.paused():
+        before = slow.num_steps
+        slow.allow(100)
+        time.sleep(0.05)
+        assert slow.num_steps == before < 2
+        with pytest.raises(RuntimeError, match="1 requests are not finished"):
+            engine.core.sleep()
+    assert len(future.result(timeout=10)[0].token_ids) == 16
+    engine.sleep()
+
+
+def test_an_engine_that_nobody_refers_to_is_freed_with_its_thread_but_first_does_its_work(model):
+    engine = build_engine(model)
+    future = engine.submit(request([5], SamplingParams(max_tokens=16, ignore_eos=True)))
+    thread, freed = engine._thread._thread, weakref.ref(engine)
+    del engine
+    assert len(future.result(timeout=10)[0].token_ids) == 16
+    deadline = time.monotonic() + 10
+    while thread.is_alive() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert freed() is None
+    assert not thread.is_alive()
+
+
+def test_a_closed_engine_drops_its_requests_and_refuses_others(model):
+    engine = build_engine(model)
+    slow = Slow(engine)
+    slow.allow(1)
+    future = engine.submit(request([5], SamplingParams(max_tokens=16, ignore_eos=True)))
+    while not slow.num_steps:
+        time.sleep(0.001)
+    slow.allow(1)  # at most one has begun meanwhile
+    engine.close()
+    for dropped in (future, engine.submit(request([5], SamplingParams()))):
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            dropped.result(timeout=10)
+    assert_nothing_is_left(engine)
 
 
 async def test_a_cancelled_caller_frees_its_slots_and_disturbs_nobody(model):
     everything = requests(12)
     expected = build_engine(model).generate_batch(everything)
     engine = build_engine(model)
+    slow = Slow(engine)
+    slow.allow(1)
     tasks = [asyncio.create_task(engine.generate(r)) for r in everything]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    while not slow.num_steps:
+        await asyncio.sleep(0.001)
     for task in tasks[::2]:
         task.cancel()
+    slow.allow(1000)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     for number, result in enumerate(results):
         if number % 2 == 0 and isinstance(result, asyncio.CancelledError):
@@ -81,19 +229,24 @@ async def test_a_cancelled_caller_frees_its_slots_and_disturbs_nobody(model):
 
 async def test_a_deadline_of_the_caller_frees_its_slots(model):
     engine = build_engine(model)
+    slow = Slow(engine)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(engine.generate(request([5], params)), timeout=1e-4)
+        await asyncio.wait_for(engine.generate(request([5], params)), timeout=0.01)
+    slow.allow(1)
     assert_nothing_is_left(engine)
 
 
 async def test_an_aborted_request_returns_what_it_has(model):
     engine = build_engine(model)
+    slow = Slow(engine)
+    slow.allow(1)
     params = SamplingParams(max_tokens=16, ignore_eos=True, seed=1)
     task = asyncio.create_task(engine.generate(request([5], params, "a", num_samples=2)))
-    while not engine.scheduler.rows:
-        await asyncio.sleep(0)
+    while not slow.num_steps:
+        await asyncio.sleep(0.001)
     engine.abort("a")
+    slow.allow(1)  # at most one has begun before the engine learns of it
     outputs = await task
     assert [output.stop_reason for output in outputs] == ["abort", "abort"]
     assert 0 < len(outputs[0].token_ids) < 16

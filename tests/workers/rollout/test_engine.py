@@ -88,16 +88,16 @@ def test_a_request_among_thirty_others_that_come_and_go_gives_what_it_gives_alon
     target = pool()[number]
     others = [dataclasses.replace(r, request_id=f"other {i}") for i, r in enumerate(pool(30))]
     for other in others[:10]:
-        engine.submit(other)
-    engine.step()
-    groups = engine.submit(target)
+        engine.core.add(other)
+    engine.core.step()
+    running = engine.core.add(target)
     for i, other in enumerate(others[10:]):
-        engine.submit(other)
-        engine.step()
-        engine.abort(f"other {2 * i}")
-    while engine.scheduler.unfinished:
-        engine.step()
-    assert_same([sample.output for group in groups for sample in group.samples], alone[number])
+        engine.core.add(other)
+        engine.core.step()
+        engine.core.abort(f"other {2 * i}")
+    while engine.core.scheduler.unfinished:
+        engine.core.step()
+    assert_same(running.outputs, alone[number])
 
 
 def test_fifty_random_schedules_give_what_each_request_gives_alone(model, alone):
@@ -115,18 +115,18 @@ def test_fifty_random_schedules_give_what_each_request_gives_alone(model, alone)
         chosen = rng.sample(range(len(requests)), 8)
         running = {}
         for number in chosen:
-            running[number] = engine.submit(requests[number])
+            running[number] = engine.core.add(requests[number])
             for _ in range(rng.randint(0, 2)):
-                engine.step()
+                engine.core.step()
             if rng.random() < 0.2:
-                engine.abort(str(rng.choice(list(running))))
+                engine.core.abort(str(rng.choice(list(running))))
         for _ in range(200):
-            if not engine.scheduler.unfinished:
+            if not engine.core.scheduler.unfinished:
                 break
-            engine.step()
+            engine.core.step()
         assert_nothing_is_left(engine)
-        for number, groups in running.items():
-            samples = [sample.output for group in groups for sample in group.samples]
+        for number, one in running.items():
+            samples = one.outputs
             assert len(samples) == requests[number].num_samples
             assert_same(samples, alone[number])
 
@@ -245,41 +245,41 @@ def test_the_repetition_penalty_counts_prompt_and_response(model):
 def test_an_aborted_request_keeps_what_it_has_and_frees_its_slots(model, alone):
     engine = build_engine(model, decode_text=decode)
     requests = pool()
-    groups = [engine.submit(r) for r in requests[:8]]
-    engine.step()
+    running = [engine.core.add(r) for r in requests[:8]]
+    engine.core.step()
     for number in range(8):
-        engine.abort(str(number))
+        engine.core.abort(str(number))
     assert_nothing_is_left(engine)
-    for submitted, expected in zip(groups, alone[:8], strict=True):
-        assert_same([s.output for g in submitted for s in g.samples], expected)
+    for one, expected in zip(running, alone[:8], strict=True):
+        assert_same(one.outputs, expected)
 
 
 def test_sleep_gives_memory_back_and_the_engine_wakes_up_when_needed(model, alone):
     engine = build_engine(model, decode_text=decode)
     assert_same(engine.generate_batch([pool()[0]])[0], alone[0])
-    assert engine.cache.num_bytes > 0
+    assert engine.core.cache.num_bytes > 0
     engine.sleep()
-    assert engine.cache.num_bytes == 0
+    assert engine.core.cache.num_bytes == 0
     engine.wake_up()
     assert_same(engine.generate_batch([pool()[0]])[0], alone[0])
 
 
 def test_an_engine_that_is_busy_refuses_to_sleep(model):
     engine = build_engine(model)
-    engine.submit(request([5], SamplingParams(max_tokens=9)))
+    engine.core.add(request([5], SamplingParams(max_tokens=9)))
     with pytest.raises(RuntimeError, match="1 requests are not finished"):
         engine.sleep()
-    engine.step()
+    engine.core.step()
     with pytest.raises(RuntimeError, match="not finished"):
         engine.sleep()
-    engine.abort("r")
+    engine.core.abort("r")
     engine.sleep()
 
 
 def test_a_response_that_ends_for_no_reason_is_an_error(model):
     engine = build_engine(model)
-    engine.submit(request([5, 6], SamplingParams(max_tokens=16, ignore_eos=True, seed=1)))
-    engine.step()
-    engine.batch._table.is_done[0] = True
+    engine.core.add(request([5, 6], SamplingParams(max_tokens=16, ignore_eos=True, seed=1)))
+    engine.core.step()
+    engine.core.batch._table.is_done[0] = True
     with pytest.raises(RuntimeError, match=r"ended after \d+ of 16 tokens without a stop token"):
-        engine.step()
+        engine.core.step()

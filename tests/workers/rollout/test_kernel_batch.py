@@ -38,13 +38,13 @@ def requests(params):
 def outputs(model, params, plain, is_late=None):
     engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
     if is_late is not None:
-        engine.batch._is_late = is_late
+        engine.core.batch._is_late = is_late
     if plain:
-        engine.batch = RunningBatch(engine.runner, LIMITS)
-        engine.cache = engine.batch.cache
+        engine.core.batch = RunningBatch(engine.core.runner, LIMITS)
+        engine.core.cache = engine.core.batch.cache
     result = engine.generate_batch(requests(params))
     assert_nothing_is_left(engine)
-    return type(engine.batch).__name__, [output for group in result for output in group]
+    return type(engine.core.batch).__name__, [output for group in result for output in group]
 
 
 @on_each_device
@@ -68,12 +68,12 @@ def test_after_a_step_that_failed_while_rows_moved_all_rows_have_slots_of_their_
     expected = [
         output.token_ids for group in engine.generate_batch(requests({})) for output in group
     ]
-    slots = engine.batch._slot_of_row
+    slots = engine.core.batch._slot_of_row
     slots[0], slots[1] = slots[1], slots[0]  # the host has moved rows, the device has not
-    engine._drop_all(RuntimeError("no memory for a copy"))
+    engine.core._drop_all(RuntimeError("no memory for a copy"))
     found = [output.token_ids for group in engine.generate_batch(requests({})) for output in group]
     assert found == expected
-    assert engine.batch._table.slot.tolist() == engine.batch._slot_of_row
+    assert engine.core.batch._table.slot.tolist() == engine.core.batch._slot_of_row
 
 
 @on_each_device
@@ -92,21 +92,21 @@ def test_reading_results_one_visit_late_changes_no_token(device, params):
 
 
 @on_each_device
-def test_tokens_under_way_when_the_weights_change_belong_to_the_old_version(device):
+def test_tokens_in_flight_when_the_weights_change_belong_to_the_old_version(device):
     model, version = tiny_model("llama").to(device), [3]
     engine = NativeEngine(model, LIMITS, eos_token_ids=[1], version=lambda: version[0])
-    engine.batch._is_late = True
+    engine.core.batch._is_late = True
     request = GenerationRequest(
         request_id="a", prompt_ids=[5, 6], params=SamplingParams(max_tokens=12, ignore_eos=True)
     )
-    (group,) = engine.submit(request)
-    engine.step()  # the prompt, its first token, and three more under way
-    engine.step()
+    (group,) = engine.core.add(request).groups
+    engine.core.step()  # the prompt, its first token, and three more under way
+    engine.core.step()
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
     version[0] = 4
     while not group.is_finished:
-        engine.step()
+        engine.core.step()
     versions = group.samples[0].output.policy_versions
     assert versions == [3] * 7 + [4] * 5
     assert_nothing_is_left(engine)
@@ -121,7 +121,7 @@ def test_a_step_with_filters_is_a_graph_of_its_own_and_capturing_leaves_no_trace
     _, expected = outputs(model, params, plain=True)
     engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
     found = [engine.generate_batch(requests(params)) for _ in range(2)]
-    keys = engine.batch._graphs._graphs
+    keys = engine.core.batch._graphs._graphs
     draws = {key.draw for key in keys if isinstance(key, DecodeKind)}
     assert draws == {Draw(filters=True, penalty=True)}
     for result in found:
@@ -136,12 +136,12 @@ def test_graphs_stay_valid_when_memory_was_given_back_and_weights_have_changed()
     params = SamplingParams(max_tokens=9, temperature=0.0)
     request = GenerationRequest(request_id="a", prompt_ids=[5, 6, 7], params=params)
     before = engine.generate_batch([request])[0][0].token_ids
-    held = engine.cache.num_bytes
+    held = engine.core.cache.num_bytes
     assert held > 0
     engine.sleep()
-    assert engine.cache.num_bytes == 0
+    assert engine.core.cache.num_bytes == 0
     assert engine.generate_batch([request])[0][0].token_ids == before
-    assert engine.cache.num_bytes == held
+    assert engine.core.cache.num_bytes == held
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3, generator=torch.Generator("cuda").manual_seed(1))

@@ -94,7 +94,7 @@ def test_generation_leaves_no_gradient_and_the_module_in_its_mode():
 
 
 def test_rows_of_a_graph_that_nobody_uses_are_at_a_position_that_exists(monkeypatch):
-    runner = build_engine(tiny_model("gpt2")).runner
+    runner = build_engine(tiny_model("gpt2")).core.runner
     seen = []
     monkeypatch.setattr(
         runner, "_hidden_states", lambda ids, positions, layout: seen.append(positions)

@@ -47,9 +47,11 @@ def build(model, num_pages=None, limits=LIMITS):
         token_bytes = numbers * model.dtype.itemsize
         limits = dataclasses.replace(limits, max_cache_bytes=num_pages * PAGE * token_bytes)
     engine = NativeEngine(model, limits, eos_token_ids=[1])
-    assert type(engine.batch).__name__ == ("KernelBatch" if num_pages is None else "PagedBatch")
+    assert type(engine.core.batch).__name__ == (
+        "KernelBatch" if num_pages is None else "PagedBatch"
+    )
     if num_pages is not None:
-        assert engine.batch.room.pool.num_pages == num_pages
+        assert engine.core.batch.room.pool.num_pages == num_pages
     return engine
 
 
@@ -60,7 +62,7 @@ def run(engine, asked):
 
 
 def assert_all_pages_are_free(engine):
-    pool = engine.batch.room.pool
+    pool = engine.core.batch.room.pool
     assert pool.num_free == pool.capacity
 
 
@@ -80,28 +82,28 @@ def test_responses_are_those_of_slots_also_of_who_gives_way(device, name):
     expected = run(build(model), asked)
     engine = build(model, num_pages=14)
     assert_same(run(engine, asked), expected)
-    assert engine.num_gave_way == 0
+    assert engine.core.num_preempted == 0
     assert_all_pages_are_free(engine)
     engine = build(model, num_pages=7)
-    engine.batch._is_late = True
-    engine.batch.room._stretch = 0  # so that those who run soon want more than there is
+    engine.core.batch._is_late = True
+    engine.core.batch.room._stretch = 0  # so that those who run soon want more than there is
     found = run(engine, asked)
     assert_same(found, expected)
-    assert engine.num_gave_way == sum(output.num_preempted for output in found) > 0
+    assert engine.core.num_preempted == sum(output.num_preempted for output in found) > 0
     assert_all_pages_are_free(engine)
 
 
 @on_each_device
 def test_the_oldest_goes_on_the_others_give_way_and_it_is_said_once(device, caplog):
     engine = build(small_model(device), num_pages=4)
-    engine.batch.room._stretch = 0
+    engine.core.batch.room._stretch = 0
     # Prompts of 60 tokens take a page each, of which there are three; with 65 tokens they want two.
     asked = [dataclasses.replace(requests({})[0], request_id=str(i)) for i in range(3)]
     with caplog.at_level(logging.WARNING):
         outputs = run(engine, asked)
     assert [output.num_preempted for output in outputs] == [0, 1, 1]
     assert outputs[1].token_ids == outputs[0].token_ids
-    assert engine.num_gave_way == 2
+    assert engine.core.num_preempted == 2
     assert sum("keys and values is full" in record.message for record in caplog.records) == 1
 
 
@@ -120,7 +122,7 @@ def test_a_conversation_goes_on_from_the_pages_of_its_last_turn(device):
             (output,) = run(engine, [request])
             turns.append(output)
             history = [*history, *output.token_ids, 40, 41]
-        assert engine.num_prefilled_tokens == 60 + 2 * (1 + 2)
+        assert engine.core.num_prefilled_tokens == 60 + 2 * (1 + 2)
         outputs[num_pages] = turns
     assert_same(outputs[14], outputs[None])
 
@@ -130,15 +132,15 @@ def test_new_weights_in_the_middle_leave_no_page_behind(device):
     model, version = small_model(device), [3]
     engine = build(model, num_pages=14)
     engine._version = lambda: version[0]
-    engine.batch._is_late = True
-    groups = [group for request in requests({}) for group in engine.submit(request)]
+    engine.core.batch._is_late = True
+    groups = [group for request in requests({}) for group in engine.core.add(request).groups]
     for _ in range(2):
-        engine.step()
+        engine.core.step()
     version[0] = 4
     engine.abort("1")
     while not all(group.is_finished for group in groups):
-        engine.step()
-    engine.batch.flush()
+        engine.core.step()
+    engine.core.batch.flush()
     assert_nothing_is_left(engine)
     assert_all_pages_are_free(engine)
     assert {v for group in groups for s in group.samples for v in s.output.policy_versions} == {
@@ -151,8 +153,8 @@ def test_a_step_that_fails_leaves_all_pages_free(device):
     model = small_model(device)
     engine = build(model, num_pages=14)
     expected = run(engine, requests({}))
-    (group,) = engine.submit(requests({})[0])
-    engine.step()
+    (group,) = engine.core.add(requests({})[0]).groups
+    engine.core.step()
     with torch.no_grad():
         kept = model.model.norm.weight.clone()
         model.model.norm.weight.fill_(torch.nan)
@@ -177,10 +179,10 @@ def test_a_sequence_that_does_not_fit_alone_is_refused_at_the_start(device):
 def test_a_request_for_more_samples_than_fit_becomes_several_groups(device):
     engine = build(small_model(device), num_pages=5)
     params = SamplingParams(max_tokens=70, seed=1)
-    groups = engine.submit(
+    running = engine.core.add(
         GenerationRequest(request_id="a", prompt_ids=[5] * 10, params=params, num_samples=5)
     )
-    assert [len(group.samples) for group in groups] == [2, 2, 1]  # of two pages each
+    assert [len(group.samples) for group in running.groups] == [2, 2, 1]  # of two pages each
 
 
 @pytest.mark.gpu
@@ -189,12 +191,12 @@ def test_graphs_stay_valid_when_the_memory_of_pages_was_given_back():
     engine = build(model, num_pages=14)
     asked = requests({})
     before = run(engine, asked)
-    held = engine.cache.num_bytes
+    held = engine.core.cache.num_bytes
     assert held > 0
     engine.sleep()
-    assert engine.cache.num_bytes == 0
+    assert engine.core.cache.num_bytes == 0
     assert_same(run(engine, asked), before)
-    assert engine.cache.num_bytes == held
+    assert engine.core.cache.num_bytes == held
 
 
 @pytest.mark.gpu
@@ -223,7 +225,7 @@ def test_a_third_of_the_memory_gives_the_tokens_of_all_of_it():
     found = run(engine, asked)
     differing = sum(a.token_ids != b.token_ids for a, b in zip(found, expected, strict=True))
     assert differing <= 2  # where a draw falls between two roundings
-    assert engine.num_gave_way == sum(output.num_preempted for output in found) > 0
+    assert engine.core.num_preempted == sum(output.num_preempted for output in found) > 0
     assert_all_pages_are_free(engine)
 
 
@@ -234,10 +236,14 @@ def test_prefills_of_fixed_sizes_fill_pages_as_well(device):
     model, asked = small_model(device), requests({})
     expected = run(build(model), asked)
     engine = build(model, num_pages=7)
-    engine.batch.room._stretch = 0
-    engine.batch._buckets = PrefillBuckets(
-        engine.runner, engine.cache, 256, engine.batch.num_rows, lambda kind, run: run()
+    engine.core.batch.room._stretch = 0
+    engine.core.batch._buckets = PrefillBuckets(
+        engine.core.runner,
+        engine.core.cache,
+        256,
+        engine.core.batch.num_rows,
+        lambda kind, run: run(),
     )
     assert_same(run(engine, asked), expected)
-    assert engine.num_gave_way > 0
-    assert engine.batch._buckets._buckets, "they were used"
+    assert engine.core.num_preempted > 0
+    assert engine.core.batch._buckets._buckets, "they were used"

@@ -149,12 +149,14 @@ def test_an_engine_whose_rows_come_and_go_gives_the_same_tokens(device):
     results, log_probs = [], []
     for uses_buckets, is_late in ((False, False), (True, False), (True, True)):
         engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
-        engine.batch._is_late = is_late
+        engine.core.batch._is_late = is_late
         if uses_buckets:
-            engine.batch._buckets = make_buckets(engine.runner, engine.cache, max_tokens=64)
+            engine.core.batch._buckets = make_buckets(
+                engine.core.runner, engine.core.cache, max_tokens=64
+            )
         groups = engine.generate_batch(requests())
         assert_nothing_is_left(engine)
-        assert not engine.batch._under_way
+        assert not engine.core.batch._in_flight
         outputs = [output for group in groups for output in group]
         results.append([(x.token_ids, x.stop_reason) for x in outputs])
         log_probs.append([value for x in outputs for value in x.log_probs])
@@ -167,20 +169,22 @@ def test_an_engine_whose_rows_come_and_go_gives_the_same_tokens(device):
 def test_the_next_prefill_is_started_before_the_first_tokens_of_the_last_are_read(device):
     limits = dataclasses.replace(LIMITS, max_prefill_tokens=4)
     engine = NativeEngine(tiny_model("qwen2"), limits, eos_token_ids=[])
-    engine.batch._is_late = True
+    engine.core.batch._is_late = True
     params = SamplingParams(max_tokens=1)
     groups = [
-        engine.submit(GenerationRequest(request_id=name, prompt_ids=[5, 6, 7], params=params))[0]
+        engine.core.add(
+            GenerationRequest(request_id=name, prompt_ids=[5, 6, 7], params=params)
+        ).groups[0]
         for name in "ab"
     ]
-    engine.step()
+    engine.core.step()
     assert [group.is_finished for group in groups] == [False, False]
-    assert len(engine.batch._under_way) == 1
-    engine.step()  # b is under way when a is read
+    assert len(engine.core.batch._in_flight) == 1
+    engine.core.step()  # b is under way when a is read
     assert [group.is_finished for group in groups] == [True, False]
-    engine.step()
+    engine.core.step()
     assert [group.is_finished for group in groups] == [True, True]
-    assert not engine.batch._under_way
+    assert not engine.core.batch._in_flight
     assert_nothing_is_left(engine)
 
 
@@ -207,16 +211,16 @@ def test_prefill_graphs_stay_valid_when_the_cache_was_given_back_in_between():
 
     model = tiny_model("llama").cuda()
     plain = NativeEngine(model, LIMITS, eos_token_ids=[1])
-    plain.batch._buckets = None
+    plain.core.batch._buckets = None
     expected = plain.generate_batch(requests())
     engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
     found = [engine.generate_batch(requests())]
-    num_graphs = len(engine.batch._graphs._graphs)
-    assert any(isinstance(kind, PrefillKind) for kind in engine.batch._graphs._graphs)
+    num_graphs = len(engine.core.batch._graphs._graphs)
+    assert any(isinstance(kind, PrefillKind) for kind in engine.core.batch._graphs._graphs)
     engine.sleep()
     engine.wake_up()
     found.append(engine.generate_batch(requests()))
-    assert len(engine.batch._graphs._graphs) == num_graphs
+    assert len(engine.core.batch._graphs._graphs) == num_graphs
     for result in found:
         for ours, theirs in zip(result, expected, strict=True):
             assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]

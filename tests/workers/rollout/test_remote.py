@@ -1,4 +1,4 @@
-"""An engine that is called in visits gives what it gives when it is called directly."""
+"""An engine that is called in polls gives what it gives when it is called directly."""
 
 import asyncio
 
@@ -9,11 +9,11 @@ from verl.single_controller import ClassWithInitArgs, ResourcePool, WorkerError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.local import LocalWorkerGroup
-from verl.workers.rollout import visits
+from verl.workers.rollout import polling
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
+from verl.workers.rollout.polling import SteppedPoller, WaitingPoller
 from verl.workers.rollout.remote import RemoteRollout
-from verl.workers.rollout.visits import SteppedVisits
 
 LIMITS = EngineLimits(max_num_seqs=4, max_prompt_tokens=8, max_response_tokens=24)
 
@@ -26,16 +26,16 @@ class Generates(Worker):
     def __init__(self):
         super().__init__()
         self.engine = make_engine()
-        self.visits = SteppedVisits(self.engine)
-        self.num_visits = 0
+        self.poller = SteppedPoller(self.engine.core)
+        self.num_polls = 0
         self.is_broken = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def rollout_visit(self, visit):
-        self.num_visits += 1
+    def rollout_poll(self, poll):
+        self.num_polls += 1
         if self.is_broken:
             raise FloatingPointError("the weights have diverged")
-        return self.visits.visit(visit)
+        return self.poller.poll(poll)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_version(self):
@@ -75,17 +75,31 @@ def together(remote, requests):
 def test_answers_are_those_of_the_engine_itself(remote):
     expected = make_engine().generate_batch(REQUESTS)
     assert together(remote, REQUESTS) == expected
-    assert worker_of(remote).num_visits > 1
+    assert worker_of(remote).num_polls > 1
     assert remote.generate_batch(REQUESTS) == expected
     assert remote.policy_version == 7
 
 
+def test_an_engine_that_steps_by_itself_gives_the_same(remote):
+    worker = worker_of(remote)
+    worker.poller = WaitingPoller(worker.engine)
+    expected = make_engine().generate_batch(REQUESTS)
+    assert together(remote, REQUESTS) == expected
+    assert remote.generate_batch(REQUESTS) == expected
+
+
+def test_samples_are_told_as_they_end(remote):
+    ended = []
+    future = remote.submit(REQUESTS[2], lambda sample, output: ended.append((sample, output)))
+    assert dict(enumerate(future.result(timeout=30))) == dict(ended)
+
+
 def test_a_request_that_comes_later_joins_those_that_run(remote, monkeypatch):
-    monkeypatch.setattr(visits, "STEPS_PER_VISIT", 1)
+    monkeypatch.setattr(polling, "STEPS_PER_POLL", 1)
 
     async def ask():
         first = asyncio.create_task(remote.generate(request("long", tokens=24)))
-        while worker_of(remote).num_visits < 2:
+        while worker_of(remote).num_polls < 2:
             await asyncio.sleep(0.001)
         late = await remote.generate(request("short", seed=3, tokens=4))
         assert not first.done()
@@ -109,27 +123,27 @@ def test_a_request_that_cannot_run_is_refused_and_the_others_go_on(remote):
 
 
 def test_what_nobody_waits_for_any_more_is_given_up(remote, monkeypatch):
-    monkeypatch.setattr(visits, "STEPS_PER_VISIT", 1)
+    monkeypatch.setattr(polling, "STEPS_PER_POLL", 1)
 
     async def ask():
         task = asyncio.create_task(remote.generate(request("dropped", tokens=24)))
-        while worker_of(remote).num_visits < 1:
+        while worker_of(remote).num_polls < 1:
             await asyncio.sleep(0.001)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(ask())
     together(remote, [request("next", tokens=2)])
-    assert worker_of(remote).engine.scheduler.unfinished == []
+    assert worker_of(remote).engine.core.scheduler.unfinished == []
     remote.sleep()
 
 
 def test_an_aborted_request_ends_with_what_it_has(remote, monkeypatch):
-    monkeypatch.setattr(visits, "STEPS_PER_VISIT", 1)
+    monkeypatch.setattr(polling, "STEPS_PER_POLL", 1)
 
     async def ask():
         task = asyncio.create_task(remote.generate(request("stopped", tokens=24)))
-        while worker_of(remote).num_visits < 2:
+        while worker_of(remote).num_polls < 2:
             await asyncio.sleep(0.001)
         remote.abort("stopped")
         return await task

@@ -28,17 +28,17 @@ PARAMS = SamplingParams(max_tokens=4)
 def test_a_request_that_cannot_run_is_refused_by_name(options, message):
     engine = build_engine()
     with pytest.raises(ValueError, match=f"request faulty.*{message}"):
-        engine.submit(
+        engine.core.add(
             request(**{"prompt_ids": [3], "params": PARAMS, "request_id": "faulty", **options})
         )
-    assert not engine.scheduler.unfinished
+    assert not engine.core.scheduler.unfinished
 
 
 def test_a_refused_request_takes_the_rest_of_its_batch_along():
     engine = build_engine()
     with pytest.raises(ValueError, match="empty prompt"):
         engine.generate_batch([request([3], PARAMS), request([], PARAMS)])
-    assert not engine.scheduler.unfinished
+    assert not engine.core.scheduler.unfinished
 
 
 def test_a_limit_below_one_is_refused_by_name():
@@ -62,7 +62,7 @@ def test_the_memory_bounds_how_many_sequences_run_at_once(caplog):
     assert "3 sequences run at once instead of rollout.max_num_seqs=8" in caplog.text
     outputs = engine.generate_batch([request([3 + i], PARAMS, str(i)) for i in range(7)])
     assert len(outputs) == 7
-    assert engine.cache.num_bytes == 3 * BYTES_PER_SEQUENCE
+    assert engine.core.cache.num_bytes == 3 * BYTES_PER_SEQUENCE
 
 
 def test_memory_for_less_than_one_sequence_is_refused_and_says_what_to_lower():
@@ -72,9 +72,10 @@ def test_memory_for_less_than_one_sequence_is_refused_and_says_what_to_lower():
 
 def test_slots_are_made_as_sequences_come():
     engine = build_engine(limits=EngineLimits(max_num_seqs=256))
-    assert engine.cache.num_bytes == 0
+    assert engine.core.cache.num_bytes == 0
     engine.generate_batch([request([3], PARAMS, num_samples=3)])
-    assert engine.cache.num_bytes == 256 * (512 + 3 * 512)  # one prompt slot, three for responses
+    # One prompt slot, three for responses.
+    assert engine.core.cache.num_bytes == 256 * (512 + 3 * 512)
 
 
 def test_more_samples_than_slots_take_turns():

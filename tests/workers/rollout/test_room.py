@@ -131,7 +131,7 @@ class Simulation:
                 sample.output.stop_reason = "stop"
         for sample in [row for row in self.scheduler.rows if row.is_finished]:
             self.scheduler.leave(sample)
-        for group in [group for group in self.scheduler.groups if group.is_finished]:
+        for group in [group for group in self.scheduler.groups if not group.unfinished]:
             self.scheduler.leave_group(group)
 
     def take_out(self, group):

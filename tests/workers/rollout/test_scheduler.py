@@ -5,7 +5,7 @@ import random
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.room import SlotRoom
 from verl.workers.rollout.native.scheduler import Move, Scheduler
-from verl.workers.rollout.native.sequence import Group, Sample
+from verl.workers.rollout.native.sequence import Group, RunningRequest, Sample
 
 
 def build_scheduler(num_slots, max_prefill_tokens):
@@ -15,15 +15,17 @@ def build_scheduler(num_slots, max_prefill_tokens):
 def build_group(name, num_samples, prompt_length=3, num_tokens=4):
     ids = list(range(prompt_length))
     group = Group(
-        request=GenerationRequest(
-            request_id=name, prompt_ids=ids, params=SamplingParams(), num_samples=num_samples
+        owner=RunningRequest(
+            request=GenerationRequest(
+                request_id=name, prompt_ids=ids, params=SamplingParams(), num_samples=num_samples
+            )
         ),
         prompt_ids=ids,
         num_shared=prompt_length,
         token_limit=num_tokens,
         stop_token_ids=(),
     )
-    group.samples = [Sample(group=group, seed=index) for index in range(num_samples)]
+    group.samples = [Sample(group=group, index=index, seed=index) for index in range(num_samples)]
     return group
 
 
@@ -110,7 +112,7 @@ class Simulation:
         for sample in [row for row in scheduler.rows if row.is_finished]:
             self.finished.append(sample)
             self.apply(scheduler.leave(sample), self.slots)
-        for group in [group for group in scheduler.groups if group.is_finished]:
+        for group in [group for group in scheduler.groups if not group.unfinished]:
             self.apply(scheduler.leave_group(group), self.prompt_slots)
 
     def apply(self, move, store):
@@ -149,6 +151,6 @@ def test_a_thousand_random_schedules_lose_no_request_and_leave_no_slot_behind():
             simulation.step()
             simulation.check()
         assert not simulation.scheduler.unfinished, f"schedule {seed} does not come to an end"
-        assert all(group.is_finished and group.slot == -1 for group in groups)
+        assert all(not group.unfinished and group.slot == -1 for group in groups)
         everyone = [id(sample) for group in groups for sample in group.samples]
         assert sorted(everyone) == sorted(map(id, simulation.finished)), f"schedule {seed}"

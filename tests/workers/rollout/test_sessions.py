@@ -34,7 +34,7 @@ def test_a_conversation_computes_only_new_tokens_and_gives_the_same_numbers(mode
     engine = build_engine(model, LIMITS)
     turns = talk(engine, 4)
     # The first prompt, then each time the tool's three tokens and the one said last.
-    assert engine.num_prefilled_tokens == 3 + 3 * (3 + 1)
+    assert engine.core.num_prefilled_tokens == 3 + 3 * (3 + 1)
     for prompt, output in turns:
         expected = training_log_probs(model, prompt, output.token_ids)
         torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-6)
@@ -50,7 +50,7 @@ def test_in_exact_mode_a_conversation_gives_the_same_bits(model_type):
     for prompt, output in talk(engine, 4):
         expected = training_log_probs(model, prompt, output.token_ids)
         assert torch.equal(torch.tensor(output.log_probs), expected)
-    assert engine.num_prefilled_tokens == 3 + 3 * (3 + 1)
+    assert engine.core.num_prefilled_tokens == 3 + 3 * (3 + 1)
 
 
 def test_the_samples_of_one_prompt_go_on_as_conversations_of_their_own():
@@ -59,13 +59,13 @@ def test_the_samples_of_one_prompt_go_on_as_conversations_of_their_own():
     (samples,) = engine.generate_batch(
         [request([5, 6, 7], params, num_samples=3, session_ids=("a", "b", "c"))]
     )
-    assert engine.num_prefilled_tokens == 3
+    assert engine.core.num_prefilled_tokens == 3
     second = [
         turn([5, 6, 7, *output.token_ids, 50], session)
         for session, output in zip("abc", samples, strict=True)
     ]
     outputs = engine.generate_batch(second)
-    assert engine.num_prefilled_tokens == 3 + 3 * 2
+    assert engine.core.num_prefilled_tokens == 3 + 3 * 2
     for asked, (output,) in zip(second, outputs, strict=True):
         ((fresh,),) = build_engine(limits=LIMITS).generate_batch(
             [request(asked.prompt_ids, asked.params)]
@@ -76,11 +76,11 @@ def test_the_samples_of_one_prompt_go_on_as_conversations_of_their_own():
 def test_a_prompt_that_turns_off_uses_what_it_has_in_common():
     engine = build_engine(limits=LIMITS)
     ((output,),) = engine.generate_batch([turn([5, 6, 7, 8])])
-    before = engine.num_prefilled_tokens
+    before = engine.core.num_prefilled_tokens
     other = [5, 6, 7, 9, 10]  # three tokens in common
     ((changed,),) = engine.generate_batch([turn(other)])
-    assert engine.num_prefilled_tokens - before == 2
-    expected = training_log_probs(engine.runner.module, other, changed.token_ids)
+    assert engine.core.num_prefilled_tokens - before == 2
+    expected = training_log_probs(engine.core.runner.module, other, changed.token_ids)
     torch.testing.assert_close(torch.tensor(changed.log_probs), expected, rtol=0, atol=2e-6)
     assert len(output.token_ids) == 6
 
@@ -88,7 +88,7 @@ def test_a_prompt_that_turns_off_uses_what_it_has_in_common():
 def test_the_same_prompt_again_computes_its_last_token():
     engine = build_engine(limits=LIMITS)
     first, second = (engine.generate_batch([turn([5, 6, 7])])[0][0] for _ in range(2))
-    assert engine.num_prefilled_tokens == 3 + 1
+    assert engine.core.num_prefilled_tokens == 3 + 1
     assert first.token_ids == second.token_ids
 
 
@@ -100,10 +100,10 @@ def test_new_weights_make_everything_kept_worthless():
         for parameter in model.parameters():
             parameter.add_(0.01)
     version[0] = 1
-    before = engine.num_prefilled_tokens
+    before = engine.core.num_prefilled_tokens
     prompt = [5, 6, 7, *output.token_ids, 50]
     ((after,),) = engine.generate_batch([turn(prompt)])
-    assert engine.num_prefilled_tokens - before == len(prompt)
+    assert engine.core.num_prefilled_tokens - before == len(prompt)
     expected = training_log_probs(model, prompt, after.token_ids)
     torch.testing.assert_close(torch.tensor(after.log_probs), expected, rtol=0, atol=1e-6)
 
@@ -114,18 +114,19 @@ def test_a_new_version_counts_even_if_no_weight_was_written():
     ((output,),) = engine.generate_batch([turn([5, 6, 7])])
     version[0] = 1
     engine.generate_batch([turn([5, 6, 7, *output.token_ids])])
-    assert engine.num_prefilled_tokens == 3 + 9
+    assert engine.core.num_prefilled_tokens == 3 + 9
 
 
 def test_a_closed_session_is_forgotten_and_closing_an_unknown_one_is_no_error():
     engine = build_engine(limits=LIMITS)
     ((output,),) = engine.generate_batch([turn([5, 6, 7])])
-    assert engine.sessions.num_bytes == 256 * 8  # all but the last token
+    assert engine.core.sessions.num_bytes == 256 * 8  # all but the last token
     engine.close_session("s")
     engine.close_session("never seen")
-    assert engine.sessions.num_bytes == 0
+    with engine.paused():
+        assert engine.core.sessions.num_bytes == 0
     engine.generate_batch([turn([5, 6, 7, *output.token_ids])])
-    assert engine.num_prefilled_tokens == 3 + 9
+    assert engine.core.num_prefilled_tokens == 3 + 9
 
 
 def test_memory_goes_to_the_conversations_used_last():
@@ -136,12 +137,12 @@ def test_memory_goes_to_the_conversations_used_last():
     engine = build_engine(limits=limits)
     for session in ("a", "b", "c"):
         engine.generate_batch([turn([5, 6, 7], session)])
-    assert len(engine.sessions) == 2
-    assert engine.sessions.num_bytes == 2 * 256 * 8
-    before = engine.num_prefilled_tokens
+    assert len(engine.core.sessions) == 2
+    assert engine.core.sessions.num_bytes == 2 * 256 * 8
+    before = engine.core.num_prefilled_tokens
     for session in ("b", "c", "a"):
         engine.generate_batch([turn([5, 6, 7], session)])
-    assert engine.num_prefilled_tokens - before == 1 + 1 + 3
+    assert engine.core.num_prefilled_tokens - before == 1 + 1 + 3
 
 
 def test_a_turn_too_long_to_be_kept_is_simply_computed_again():
@@ -150,15 +151,15 @@ def test_a_turn_too_long_to_be_kept_is_simply_computed_again():
     )
     engine = build_engine(limits=limits)
     engine.generate_batch([turn([5, 6, 7])])
-    assert len(engine.sessions) == 0
+    assert len(engine.core.sessions) == 0
 
 
 def test_sleep_and_aborts_keep_nothing():
     engine = build_engine(limits=LIMITS)
     engine.generate_batch([turn([5, 6, 7])])
     engine.sleep()
-    assert engine.sessions.num_bytes == 0
-    engine.submit(turn([5, 6, 7], max_tokens=20))
-    engine.step()
-    engine.abort("r")
-    assert len(engine.sessions) == 0
+    assert engine.core.sessions.num_bytes == 0
+    engine.core.add(turn([5, 6, 7], max_tokens=20))
+    engine.core.step()
+    engine.core.abort("r")
+    assert len(engine.core.sessions) == 0

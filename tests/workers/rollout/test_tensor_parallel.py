@@ -137,14 +137,14 @@ def test_a_rank_keeps_its_share_of_weights_keys_and_values(tmp_path):
     def work(rank):
         del rank
         engine = build_engine(tiny_model("llama"), tp_group=dist.group.WORLD)
-        layer = engine.runner.module.model.layers[0]
+        layer = engine.core.runner.module.model.layers[0]
         shapes = [tuple(p.shape) for p in layer.self_attn.parameters()]
-        return shapes, engine.cache.shape.bytes_per_token
+        return shapes, engine.core.cache.shape.bytes_per_token
 
     # 4 query heads and 2 key heads of 8 numbers each; of these a rank has the half.
     for shapes, num_bytes in run_on_two_ranks(work, tmp_path):
         assert shapes == [(16, 32), (8, 32), (8, 32), (32, 16)]
-        assert 2 * num_bytes == alone.cache.shape.bytes_per_token
+        assert 2 * num_bytes == alone.core.cache.shape.bytes_per_token
 
 
 def test_ranks_with_different_memory_run_as_many_sequences_as_the_smallest(tmp_path):
@@ -154,7 +154,7 @@ def test_ranks_with_different_memory_run_as_many_sequences_as_the_smallest(tmp_p
         )
         engine = build_engine(tiny_model("llama"), limits, tp_group=dist.group.WORLD)
         outputs = engine.generate_batch([request([5, 6], DRAWN, num_samples=9)])
-        return engine.cache.max_slots, plain(outputs)
+        return engine.core.cache.max_slots, plain(outputs)
 
     (slots, outputs), (other_slots, other_outputs) = run_on_two_ranks(work, tmp_path)
     assert slots == other_slots == 5

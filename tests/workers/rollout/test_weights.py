@@ -52,15 +52,14 @@ def test_every_token_has_the_log_prob_of_the_version_it_is_stamped_with():
     engine = policy.engine()
     prompts = [[5, 6], [7, 8, 9], [10]]
     submitted = [
-        engine.submit(request(ids, PARAMS, str(ids), num_samples=n))
+        engine.core.add(request(ids, PARAMS, str(ids), num_samples=n))
         for ids, n in zip(prompts, (3, 1, 2), strict=True)
     ]
-    while engine.scheduler.unfinished:
-        engine.step()
+    while engine.core.scheduler.unfinished:
+        engine.core.step()
         policy.update()
-    for prompt, groups in zip(prompts, submitted, strict=True):
-        for sample in groups[0].samples:
-            output = sample.output
+    for prompt, running in zip(prompts, submitted, strict=True):
+        for output in running.outputs:
             assert len(set(output.policy_versions)) > 1, "weights changed while it ran"
             assert output.policy_versions == sorted(output.policy_versions)
             assert output.num_preempted == len(set(output.policy_versions)) - 1
@@ -83,15 +82,15 @@ def test_a_group_that_comes_back_too_long_for_one_pass_is_computed_in_several():
             lambda module, args, kwargs, sizes=sizes: sizes.append(kwargs["input_ids"].numel()),
             with_kwargs=True,
         )
-        (group,) = engine.submit(request([5, 6, 7], PARAMS, num_samples=3))
-        engine.step()
+        (group,) = engine.core.add(request([5, 6, 7], PARAMS, num_samples=3)).groups
+        engine.core.step()
         policy.version += 1
         sizes.clear()
-        while engine.scheduler.unfinished:
-            engine.step()
+        while engine.core.scheduler.unfinished:
+            engine.core.step()
         # Three samples of 3 + 5 tokens: a pass of 24, padded to 32, or three of 8.
         assert sizes[:3] == ([32, 16, 16] if max_prefill_tokens == 100 else [16, 16, 16])
-        assert engine.num_prefilled_tokens == 3 + 24
+        assert engine.core.num_prefilled_tokens == 3 + 24
         outputs.append([sample.output for sample in group.samples])
     for one, several in zip(*outputs, strict=True):
         assert several.token_ids == one.token_ids
@@ -101,13 +100,13 @@ def test_a_group_that_comes_back_too_long_for_one_pass_is_computed_in_several():
 def test_weights_written_without_a_new_version_are_noticed_too():
     policy = Policy()
     engine = policy.engine()
-    (group,) = engine.submit(request([5, 6], PARAMS))
-    engine.step()
+    running = engine.core.add(request([5, 6], PARAMS))
+    engine.core.step()
     policy.update()
     policy.version = 0
-    while engine.scheduler.unfinished:
-        engine.step()
-    output = group.samples[0].output
+    while engine.core.scheduler.unfinished:
+        engine.core.step()
+    (output,) = running.outputs
     assert output.num_preempted == 1
     expected = training_log_probs(policy.model, [5, 6], output.token_ids)
     torch.testing.assert_close(torch.tensor(output.log_probs)[5:], expected[5:], rtol=0, atol=1e-6)
@@ -118,13 +117,13 @@ def test_weights_that_are_not_finite_are_an_error_and_leave_no_trace():
     engine = policy.engine()
     ((before,),) = engine.generate_batch([request([5, 6], PARAMS)])
     good = copy.deepcopy(policy.model.state_dict())
-    (bystander,) = engine.submit(request([9], PARAMS, "bystander"))
-    engine.step()
+    bystander = engine.core.add(request([9], PARAMS, "bystander"))
+    engine.core.step()
     with torch.no_grad():
         policy.model.model.embed_tokens.weight.fill_(torch.nan)  # so keys and values are NaN too
     with pytest.raises(FloatingPointError, match="weights; they have diverged"):
         engine.generate_batch([request([5, 6], PARAMS)])
-    assert not engine.scheduler.unfinished
+    assert not engine.core.scheduler.unfinished
     assert isinstance(bystander.error, FloatingPointError)
     policy.model.load_state_dict(good)
     ((after,),) = engine.generate_batch([request([5, 6], PARAMS)])

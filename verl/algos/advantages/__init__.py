@@ -5,14 +5,11 @@ Every estimator takes token rewards and a mask, both (B, T), returns `(advantage
 gives. Importing this package registers the built-in ones.
 """
 
-from verl.algos.advantages.gae import compute_gae_advantage_return
 from verl.algos.advantages.group_relative import (
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
     compute_grpo_vectorized_outcome_advantage,
-)
-from verl.algos.advantages.leave_one_out import (
     compute_opo_outcome_advantage,
     compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
@@ -21,7 +18,8 @@ from verl.algos.advantages.optimal_token_baseline import (
     compute_multi_turn_optimal_token_baseline_advantage,
     compute_optimal_token_baseline_advantage,
 )
-from verl.algos.advantages.reinforce import (
+from verl.algos.advantages.returns import (
+    compute_gae_advantage_return,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,

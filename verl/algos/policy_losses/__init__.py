@@ -3,16 +3,23 @@
 Importing this package registers the built-in ones, so that `get_policy_loss_fn` finds them.
 """
 
-from verl.algos.policy_losses.bypass import compute_policy_loss_bypass_mode
-from verl.algos.policy_losses.cispo import compute_policy_loss_cispo
 from verl.algos.policy_losses.cov import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
-from verl.algos.policy_losses.geo_mean import compute_policy_loss_geo_mean
-from verl.algos.policy_losses.gpg import compute_policy_loss_gpg
-from verl.algos.policy_losses.gspo import compute_policy_loss_gspo
-from verl.algos.policy_losses.ppo import compute_policy_loss, compute_policy_loss_vanilla
-from verl.algos.policy_losses.preparation import prepare_loss, prepared_by
-from verl.algos.policy_losses.reinforce import compute_policy_loss_reinforce
-from verl.algos.policy_losses.sapo import compute_policy_loss_sapo
+from verl.algos.policy_losses.ppo import (
+    compute_policy_loss,
+    compute_policy_loss_cispo,
+    compute_policy_loss_sapo,
+    compute_policy_loss_vanilla,
+)
+from verl.algos.policy_losses.reinforce import (
+    compute_policy_loss_bypass_mode,
+    compute_policy_loss_gpg,
+    compute_policy_loss_reinforce,
+)
+from verl.algos.policy_losses.sequence_ratio import (
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gspo,
+)
+from verl.algos.policy_losses.terms import prepare_loss, prepared_by
 
 __all__ = [
     "compute_policy_loss",

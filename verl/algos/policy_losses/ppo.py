@@ -1,4 +1,8 @@
-"""PPO's clipped surrogate, the default policy loss, with the dual clip for negative advantages."""
+"""Losses with one ratio per token: PPO (the default), CISPO and SAPO.
+
+PPO clips the ratio, with a dual clip for negative advantages. CISPO uses it as a clipped weight, so
+that no token loses its gradient. SAPO replaces the hard clip by a smooth gate.
+"""
 
 import warnings
 
@@ -103,3 +107,62 @@ def compute_policy_loss(
         mean(-log_r),
         mean(is_clipped_below),
     )
+
+
+@register_policy_loss("cispo", built_in=True)
+def compute_policy_loss_cispo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped importance-sampling policy optimization (arXiv:2506.13585).
+
+        L = -sg(clip(r, 1 - low, 1 + high)) A log pi
+
+    sg stops the gradient. `clip_ratio_low` of 1 or more leaves the weight free to fall to 0, which
+    is how the method is meant to be used.
+    """
+    config = options(config)
+    low, high = clip_range(config)
+    log_r = log_ratio(log_prob, old_log_prob, response_mask)
+    ratio = log_r.detach().exp()
+    weight = ratio.clamp(1 - low, 1 + high)
+    loss = -weight * advantages * torch.where(response_mask.bool(), log_prob, 0)
+    metrics = token_means(
+        response_mask,
+        pg_clipfrac=weight != ratio,
+        ppo_kl=-log_r,
+        pg_clipfrac_lower=torch.zeros_like(ratio),
+    )
+    return aggregate(loss, response_mask, loss_agg_mode, config, rollout_is_weights), metrics
+
+
+@register_policy_loss("sapo", built_in=True)
+def compute_policy_loss_sapo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Soft adaptive policy optimization (arXiv:2511.20347).
+
+        L = -A 4/tau sigmoid(tau (r - 1)),   tau = tau_pos where A > 0, else tau_neg
+
+    The slope in r is 1 at r = 1, as without a gate, and fades on both sides; a larger tau fades
+    sooner. The aggregation is seq-mean-token-mean whatever `loss_agg_mode` says.
+    """
+    config = options(config)
+    log_r = log_ratio(log_prob, old_log_prob, response_mask)
+    tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg).to(log_r.dtype)
+    loss = -advantages * torch.sigmoid(tau * (log_r.exp() - 1)) * 4 / tau
+    never = torch.zeros_like(log_r)
+    metrics = token_means(response_mask, pg_clipfrac=never, ppo_kl=-log_r, pg_clipfrac_lower=never)
+    loss = aggregate(loss, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
+    return loss, metrics

@@ -1,7 +1,7 @@
 """Rollout correction: what to do when the policy that sampled is not quite the one that is trained.
 
-Importance weights (`weights`), rejection of what differs too much (`rejection`, `criteria`),
-measures of the difference (`metrics`), and the two ways to use them in training (`apply`).
+Importance weights, rejection of what differs too much and measures of the difference
+(`correction`), and the two ways to use them in training (`apply`).
 """
 
 from verl.algos.rollout_correction.apply import (
@@ -9,13 +9,13 @@ from verl.algos.rollout_correction.apply import (
     compute_rollout_correction_and_add_to_batch,
     compute_rollout_correction_and_rejection_mask,
 )
-from verl.algos.rollout_correction.criteria import SUPPORTED_ROLLOUT_RS_OPTIONS
-from verl.algos.rollout_correction.metrics import (
+from verl.algos.rollout_correction.correction import (
+    SUPPORTED_ROLLOUT_RS_OPTIONS,
     compute_offpolicy_metrics,
     compute_rollout_corr_metrics_from_logprobs,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
 )
-from verl.algos.rollout_correction.rejection import compute_rollout_rejection_mask
-from verl.algos.rollout_correction.weights import compute_rollout_correction_weights
 
 __all__ = [
     "SUPPORTED_ROLLOUT_RS_OPTIONS",

@@ -9,7 +9,7 @@ from verl.agent_loop import (
     DictConfigWrap,
     register,
 )
-from verl.agent_loop.trajectory_info import get_trajectory_info
+from verl.agent_loop.manager import get_trajectory_info
 
 __all__ = [
     "AgentLoopBase",

@@ -29,7 +29,7 @@ from verl.models.kernels.attention_blocks import (
     visit,
     with_sink,
 )
-from verl.models.kernels.shared_memory import (
+from verl.models.kernels.availability import (
     has_large_shared_memory,
     rows_that_fit,
     stages_that_fit,

@@ -30,8 +30,8 @@ from verl.models.kernels.attention_blocks import (
     SMALLEST_DOT,
     load_block,
 )
+from verl.models.kernels.availability import has_large_shared_memory
 from verl.models.kernels.packed_attention import Tiles, launch_options, tokens_per_tile
-from verl.models.kernels.shared_memory import has_large_shared_memory
 from verl.utils.device import without_waiting
 
 KEYS = 64

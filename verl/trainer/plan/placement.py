@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.engine import FSDPEngineConfig
-from verl.config.names import is_own_reference, needs_critic, needs_reference
-from verl.config.ranks import (
+from verl.config.roles import (
     data_parallel_size,
     engine_of,
+    is_own_reference,
+    needs_critic,
+    needs_reference,
     pool_devices,
     ranks_beside,
     ranks_per_sequence,

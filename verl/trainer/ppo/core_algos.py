@@ -2,8 +2,7 @@
 
 # ruff: noqa: F401, F403
 from verl.algos.advantages import *
-from verl.algos.aggregate import LOSS_AGG_MODES, agg_loss
-from verl.algos.entropy import compute_entropy_loss
+from verl.algos.aggregate import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, compute_value_loss
 from verl.algos.kl import (
     AdaptiveKLController,
     FixedKLController,
@@ -24,4 +23,3 @@ from verl.algos.registry import (
     register_adv_est,
     register_policy_loss,
 )
-from verl.algos.value_loss import compute_value_loss

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.config.ppo import PPOConfig
-from verl.config.ranks import pool_devices, ranks_beside, world_size
+from verl.config.roles import pool_devices, ranks_beside, world_size
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.base.resource_pool import PoolManager
 from verl.single_controller.controllers import Controller

@@ -203,7 +203,7 @@ class PPOTrainer(TrainingRun):
     ) -> None:
         """Report how evenly tokens are spread over ranks; the rows stay in their order.
 
-        Rows are shared out by tokens where they are dealt to ranks (`verl.workers.roles.dealing`),
+        Rows are shared out by tokens where they are dealt to ranks (`verl.workers.roles.dispatch`),
         so neither the rows of an optimizer step nor their order depends on the number of ranks.
         """
         lengths = batch.batch["attention_mask"].sum(-1).tolist()

@@ -14,15 +14,11 @@ from verl.single_controller.local import LocalResourcePoolManager
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.model_scores import refuse_unsuited_reward_model
 from verl.trainer.ppo.placing import Placer, RolesByPool
-from verl.trainer.ppo.rollout_check import RolloutCheck
-from verl.trainer.ppo.rollout_sync import renew_rollout
 from verl.trainer.ppo.utils import Role, need_reward_model
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_skip import RolloutSkip
-from verl.workers.roles.generating import GeneratingWorker
-from verl.workers.rollout.base import Rollout
-from verl.workers.rollout.factory import has_own_process
-from verl.workers.rollout.remote import RemoteRollout
+from verl.workers.roles.actor_rollout_ref import GeneratingWorker
+from verl.workers.rollout.publish import Publisher, publisher_of
 
 
 class RunWorkers:
@@ -50,7 +46,9 @@ class RunWorkers:
     rollout_wg: Any = None
     """Who generates: `actor_rollout_wg`, or a group of its own without `hybrid_engine`."""
 
-    _rollout_check: RolloutCheck | None = None
+    publisher: Publisher
+    """Brings the trained weights to the engines."""
+
     critic_wg: Any = None
     ref_policy_wg: Any = None
     rm_wg: Any = None
@@ -72,8 +70,8 @@ class RunWorkers:
         roles = {"actor": groups[str(self._policy_role())]}
         self.actor_rollout_wg = roles["actor"]
         self.rollout_wg = groups.get(str(Role.Rollout), self.actor_rollout_wg)
-        self._check_rollout_apart()
-        self.sync_rollout()
+        self.publisher = publisher_of(section, self.actor_rollout_wg, self.rollout_wg)
+        self.publisher.publish()
         if self.use_reference_policy:
             self.ref_policy_wg = groups.get(str(Role.RefPolicy), self.actor_rollout_wg)
         if self.use_critic:
@@ -84,32 +82,8 @@ class RunWorkers:
         self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
 
     def sync_rollout(self) -> dict[str, float]:
-        """Let a rollout with ranks of its own have the trained weights; elsewhere it has them.
-
-        What there is to report of it.
-        """
-        if self.rollout_wg is self.actor_rollout_wg:
-            return {}
-        renew_rollout(self.actor_rollout_wg, self.rollout_wg)
-        return {} if self._rollout_check is None else self._rollout_check.after_update()
-
-    def _check_rollout_apart(self) -> None:
-        """See that engines with ranks and code of their own do what training relies on."""
-        actor, section = self.actor_rollout_wg, self.config.actor_rollout_ref
-        is_apart = self.rollout_wg is not actor
-        if is_apart and has_own_process(section.rollout.name):
-            terms = actor.engine_terms()[0]
-            self._rollout_check = RolloutCheck(section, actor, self.rollout_wg, terms)
-            if section.rollout.probe:
-                self._rollout_check.probe()
-
-    def recover_engine(self, engine: Rollout) -> None:
-        """Start a lost rollout engine again, with the trained weights; others are left alone."""
-        if self.rollout_wg is self.actor_rollout_wg:
-            self.actor_rollout_wg.update_weights()
-        else:
-            assert isinstance(engine, RemoteRollout)
-            renew_rollout(self.actor_rollout_wg, self.rollout_wg, engine.ranks)
+        """Let the rollout engines generate with the trained weights; the metrics of it."""
+        return self.publisher.publish()
 
     @property
     def num_devices(self) -> int:
@@ -170,18 +144,6 @@ class RunWorkers:
                 worker.stop_rollout()
         self.placer.stop()
 
-    def options_read(self) -> list[list[str]]:
-        """The options that each worker process has looked at; one in this process tells nothing
-        new."""
-        groups = (
-            self.actor_rollout_wg,
-            self.rollout_wg,
-            self.critic_wg,
-            self.ref_policy_wg,
-            self.rm_wg,
-        )
-        return [paths for group in groups if group is not None for paths in group.options_read()]
-
     def _agent_loop_manager(self) -> AgentLoopManager:
         rollout = self.config.actor_rollout_ref.rollout
         cls = AgentLoopManager
@@ -194,7 +156,7 @@ class RunWorkers:
             processor=self.processor,
         )
         if isinstance(manager, AgentLoopManager):
-            manager.recover_with(self.recover_engine)
+            manager.recover_with(self.publisher.recover)
         if rollout.skip_rollout:
             RolloutSkip(self.config, manager).wrap_generate_sequences()
         elif self._grades_while_generating() and isinstance(manager, AgentLoopManager):

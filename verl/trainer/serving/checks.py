@@ -1,16 +1,47 @@
 """What a configuration of `main_generation_server` must obey; nothing heavy is imported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from verl.config.effects import absent_faults, changed, is_at_or_below
 from verl.config.faults import Fault
+from verl.config.generation import READ_BY_ENGINES
 from verl.config.ppo import PPOConfig
 from verl.config.validate_machine import engine_package_faults, model_faults
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def serving_faults(config: PPOConfig) -> Iterator[Fault]:
+READS = (
+    *(f"{ROLLOUT}.{name}" for name in READ_BY_ENGINES),
+    *(f"actor_rollout_ref.model.{name}" for name in ("path", "use_shm")),
+    *(f"actor_rollout_ref.model.{name}" for name in ("external_lib", "trust_remote_code")),
+    *(f"data.{name}" for name in ("output_path", "chat_template", "apply_chat_template_kwargs")),
+    *(f"data.{name}" for name in ("max_prompt_length", "max_response_length")),
+    *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "device")),
+)
+"""What a server reads of the configuration."""
+
+READS_OF_ROWS = (
+    f"{ROLLOUT}.n",
+    *(f"data.{name}" for name in ("train_files", "prompt_key", "truncation", "seed", "cache_dir")),
+)
+"""What it reads besides to answer the rows of a file."""
+
+
+def serving_notices(config: PPOConfig, user_set: Iterable[str]) -> list[str]:
+    """A line for each of the user's settings that a server does not read."""
+    reads = READS if config.data.output_path is None else READS + READS_OF_ROWS
+    ignored = [
+        key
+        for key in sorted(changed(config, user_set))
+        if not any(is_at_or_below(key, name) for name in reads)
+    ]
+    return [f"{key} has no effect here: a server does not read it" for key in ignored]
+
+
+def serving_faults(config: PPOConfig, user_set: Iterable[str] = ()) -> Iterator[Fault]:
+    yield from absent_faults(config, user_set)
     yield from model_faults("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
     yield from engine_package_faults(config)
     yield from place_faults(config)

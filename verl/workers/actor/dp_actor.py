@@ -1,5 +1,6 @@
-"""The policy: log-probabilities of responses, and the update that makes good ones likelier."""
+"""The policy and its reference: log-probabilities of responses, and the policy-gradient update."""
 
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
@@ -7,9 +8,10 @@ from torch import Tensor
 
 from verl.algos.aggregate import agg_loss
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_losses.preparation import is_prepared, prepare_loss
+from verl.algos.policy_losses.terms import is_prepared, prepare_loss
 from verl.algos.registry import get_policy_loss_fn
 from verl.config.actor import FSDPActorConfig
+from verl.models.lora import as_started
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
 from verl.workers.mini_batch import (
@@ -23,8 +25,8 @@ from verl.workers.mini_batch import (
 from verl.workers.schedule import MicroBatching, Passes, StepPlan, UpdatePlan
 
 
-class DataParallelPPOActor:
-    """Scores and updates the policy that `engine` holds."""
+class Policy:
+    """Log-probabilities and updates of the policy that `engine` holds."""
 
     def __init__(self, config: FSDPActorConfig, engine: BaseEngine) -> None:
         self.config = config
@@ -56,48 +58,41 @@ class DataParallelPPOActor:
     ) -> dict[str, Any]:
         """Go over the batch `ppo_epochs` times, one optimizer step per mini-batch.
 
-        On several ranks `data` is this rank's chunk and `plan` says what is in each step, on all of
-        them. A rank that is alone makes its own, with `rows_per_step` rows in a mini-batch.
+        On several ranks `data` is this rank's chunk and `plan` has the rows of each step, on all of
+        them. A rank alone makes its own plan, with `rows_per_step` rows in a mini-batch.
 
         `old_policy_version` is the engine's version when `old_log_probs` were computed. While it is
         still current, old and new policy are the same, and the ratio is exactly 1 by construction.
         """
-        config = self.config
+        config, engine = self.config, self.engine
         plan = plan or plan_for_one_rank(
             data,
-            self.engine,
+            engine,
             rows_per_step=rows_per_step,
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
             micro_batching=self.micro_batching(),
         )
-        results = [self._step(data, step, temperature, old_policy_version) for step in plan.steps]
-        self.engine.lr_scheduler_step()
-        return summarise(results, "actor")
-
-    def _step(
-        self,
-        data: TensorDict,
-        step: StepPlan,
-        temperature: float,
-        old_policy_version: int | None,
-    ) -> tuple[TrainResult, dict[str, Metric]]:
-        config, engine = self.config, self.engine
         num_columns = data["response_mask"].shape[-1]
-        config.global_batch_info = dict(global_counts(step, num_columns, config.loss_scale_factor))
-        is_on_policy = old_policy_version == engine.policy_version
-        prepared = self._prepared(data, step)
-
-        def loss(columns: Columns, rows: TensorDict) -> tuple[Tensor, dict[str, Any]]:
-            return self.loss(columns, rows, prepared=tuple(prepared), is_on_policy=is_on_policy)
-
-        result = engine.train_batch(
-            data.copy().update(prepared),
-            loss,
-            micro_batching=step.passes[engine.get_data_parallel_rank()],
-            temperature=temperature,
-        )
-        return result, merge_reports(result.metrics, engine.get_data_parallel_group())
+        results: list[tuple[TrainResult, dict[str, Metric]]] = []
+        for step in plan.steps:
+            counts = global_counts(step, num_columns, config.loss_scale_factor)
+            config.global_batch_info = dict(counts)
+            prepared = self._prepared(data, step)
+            result = engine.train_batch(
+                data.copy().update(prepared),
+                partial(
+                    self.loss,
+                    prepared=tuple(prepared),
+                    is_on_policy=old_policy_version == engine.policy_version,
+                ),
+                micro_batching=step.passes[engine.get_data_parallel_rank()],
+                temperature=temperature,
+            )
+            report = merge_reports(result.metrics, engine.get_data_parallel_group())
+            results.append((result, report))
+        engine.lr_scheduler_step()
+        return summarise(results, "actor")
 
     def _prepared(self, data: TensorDict, step: StepPlan) -> dict[str, Tensor]:
         """Columns that the loss wants made from all rows of the step, those of all ranks."""
@@ -158,9 +153,36 @@ class DataParallelPPOActor:
         return agg_loss(values, mask, self.config.loss_agg_mode, **self.config.global_batch_info)
 
     def micro_batching(self) -> MicroBatching:
-        """How the rows of a step are cut into passes."""
+        """How the rows of a step are split into micro-batches."""
         config = self.config
-        if config.use_dynamic_bsz:
-            tokens = config.ppo_max_token_len_per_gpu * self.engine.ranks_per_sequence
-            return MicroBatching(tokens=tokens)
-        return MicroBatching(rows=config.ppo_micro_batch_size_per_gpu)
+        return MicroBatching.of(
+            by_tokens=config.use_dynamic_bsz,
+            tokens=config.ppo_max_token_len_per_gpu,
+            rows=config.ppo_micro_batch_size_per_gpu,
+            ranks_per_sequence=self.engine.ranks_per_sequence,
+        )
+
+
+DataParallelPPOActor = Policy
+"""The name that verl's users know."""
+
+
+class Reference:
+    """The frozen policy that updates are held close to.
+
+    With LoRA `engine` may be the policy's own; its adapters are off, or as training started, while
+    the reference computes.
+    """
+
+    def __init__(self, engine: BaseEngine) -> None:
+        self.engine = engine
+
+    def compute_log_prob(
+        self, data: TensorDict, *, micro_batching: MicroBatching | Passes, temperature: float
+    ) -> Tensor:
+        """(B, T), log-probabilities of the response tokens."""
+        with as_started(self.engine.module):
+            columns = self.engine.infer_batch(
+                data, micro_batching=micro_batching, temperature=temperature
+            )
+        return columns["log_probs"]

@@ -5,7 +5,7 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.algos.value_loss import compute_value_loss
+from verl.algos.aggregate import compute_value_loss
 from verl.config.critic import FSDPCriticConfig
 from verl.utils.device import without_waiting
 from verl.utils.metric import Metric
@@ -33,12 +33,13 @@ class DataParallelPPOCritic:
         On several ranks `passes` are this rank's, of a plan for all of them.
         """
         config = self.config
-        if config.use_dynamic_bsz:
-            tokens = config.forward_max_token_len_per_gpu * self.engine.ranks_per_sequence
-            cut = MicroBatching(tokens=tokens)
-        else:
-            cut = MicroBatching(rows=config.forward_micro_batch_size_per_gpu)
-        values = self.engine.infer_batch(data, micro_batching=passes or cut)["values"]
+        split = MicroBatching.of(
+            by_tokens=config.use_dynamic_bsz,
+            tokens=config.forward_max_token_len_per_gpu,
+            rows=config.forward_micro_batch_size_per_gpu,
+            ranks_per_sequence=self.engine.ranks_per_sequence,
+        )
+        values = self.engine.infer_batch(data, micro_batching=passes or split)["values"]
         return values * without_waiting(data["response_mask"], values.device)
 
     def update_critic(
@@ -56,7 +57,12 @@ class DataParallelPPOCritic:
             rows_per_step=rows_per_step,
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
-            micro_batching=self._micro_batching(),
+            micro_batching=MicroBatching.of(
+                by_tokens=config.use_dynamic_bsz,
+                tokens=config.ppo_max_token_len_per_gpu,
+                rows=config.ppo_micro_batch_size_per_gpu,
+                ranks_per_sequence=self.engine.ranks_per_sequence,
+            ),
         )
         results = [self._step(data, step) for step in plan.steps]
         self.engine.lr_scheduler_step()
@@ -87,10 +93,3 @@ class DataParallelPPOCritic:
         passes = step.passes[engine.get_data_parallel_rank()]
         result = engine.train_batch(data, loss, micro_batching=passes)
         return result, merge_reports(result.metrics, engine.get_data_parallel_group())
-
-    def _micro_batching(self) -> MicroBatching:
-        config = self.config
-        if config.use_dynamic_bsz:
-            tokens = config.ppo_max_token_len_per_gpu * self.engine.ranks_per_sequence
-            return MicroBatching(tokens=tokens)
-        return MicroBatching(rows=config.ppo_micro_batch_size_per_gpu)

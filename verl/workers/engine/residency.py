@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
-from verl.models.compiled import CompiledLayers
+from verl.models.fuse import CompiledLayers
 from verl.models.kernels.availability import can_run_triton
 from verl.utils.device import synchronize
 from verl.workers.engine.memory import MemoryOptions

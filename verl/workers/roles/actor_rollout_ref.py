@@ -1,10 +1,10 @@
-"""The policy's worker: trains it, generates with it, and keeps its frozen reference.
+"""The policy's workers: they register methods and delegate to `Policy`, `Generator`, `Reference`.
 
-All three share one process so that generation uses the very weights that training writes. Where a
-rank holds the whole model, the rollout engine has no weights of its own and there is nothing to
-synchronise; where ranks divide it, or the engine runs in a process of its own, the engine has a
-copy that follows every update. Where the rollout has ranks of its own (`rollout.RolloutWorker`),
-this worker sends them its weights.
+`ActorRolloutRefWorker` has all three in one process, so that generation uses the very weights that
+training writes. Where a rank holds the whole model, the rollout engine has no weights of its own
+and there is nothing to publish; where ranks shard it, or the engine runs in a process of its own,
+`update_weights` brings the engine's to the trained version, after every update. `RolloutWorker` is
+a generator on ranks of its own, to which the actor's ranks send (`verl.workers.rollout.publish`).
 """
 
 import logging
@@ -13,49 +13,127 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase
 
 from verl.config.actor import FSDPActorConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
 from verl.models.exact import make_exact
-from verl.models.lora import as_started, has_lora
+from verl.models.lora import has_lora
 from verl.protocol import DataProto
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
-from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.actor.dp_actor import Policy, Reference
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
-from verl.workers.roles.checkpointed import CheckpointedWorker
-from verl.workers.roles.dealing import (
+from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
-    UpdateTerms,
-    deals_for_inference,
-    deals_for_update,
+    UpdateSettings,
+    dispatch_inference,
+    dispatch_update,
+    model_rows,
     planned_passes,
     row_column,
     update_plan,
 )
-from verl.workers.roles.engine_check import EngineCheck, EngineTerms
-from verl.workers.roles.generating import ROLLOUT_MESH, GeneratingWorker
-from verl.workers.roles.process_copy import ProcessCopy, use_up
-from verl.workers.roles.utilisation import update_passes, utilisation
+from verl.workers.roles.generator import Generator, fsdp_config, trained_dtype, update_bucket_bytes
+from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
+from verl.workers.rollout.base import Rollout
+from verl.workers.rollout.engine_weights import ProcessWeights, exhaust
 from verl.workers.rollout.factory import adapter_engines, has_own_process, ranks_per_engine
-from verl.workers.rollout.trained import Answer, log_probs_of, scrambled
+from verl.workers.rollout.polling import Poll, PollReport
+from verl.workers.rollout.process.client import EngineProcess
+from verl.workers.rollout.process.hosted import EngineFacts
+from verl.workers.rollout.publish import CheckSettings, Compared, DriftCheck
+from verl.workers.rollout.trained import Answer, LocalPolicy, log_probs_of, scrambled
 from verl.workers.schedule import MicroBatching
 from verl.workers.weight_sync import Published, WeightSender, send_weights
-from verl.workers.weight_sync.sender import NamedTensors
 from verl.workers.weight_sync.tcp import TcpSender
 
 MESH = "actor"
+ROLLOUT_MESH = "rollout"
 
 logger = logging.getLogger(__name__)
 
 
+class GeneratingWorker(RankWorker):
+    """A rank with a rollout engine; `init_model` of a subclass builds the generator."""
+
+    config: ActorRolloutRefConfig
+    generator: Generator
+
+    def build_generator(self) -> Generator:
+        return Generator(
+            self.config,
+            device=self.device,
+            rank=self.rank,
+            create_subgroups=self.create_subgroups,
+        )
+
+    @property
+    def rollout(self) -> Rollout:
+        """The engine itself, for callers in this process."""
+        return self.generator.rollout
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.generator.tokenizer
+
+    def stop_rollout(self) -> None:
+        self.generator.stop()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_poll(self, poll: Poll) -> PollReport:
+        """Let requests in, generate for a while, and tell what has ended."""
+        return self.generator.poller.poll(poll)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_version(self) -> int:
+        """Updates that the engine's weights have seen."""
+        return self.rollout.policy_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_restarts(self) -> int:
+        """How often the engine had to be restarted."""
+        return self.rollout.num_restarts
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_is_alive(self) -> bool:
+        """Whether the engine that this rank leads can be called; true if it leads none."""
+        return not self.generator.leads_engine or self.rollout.is_alive()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_facts(self) -> EngineFacts | None:
+        """The facts of the engine's process, from the rank that leads one."""
+        is_led = self.generator.leads_engine and isinstance(self.rollout, EngineProcess)
+        return self.generator.facts() if is_led else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_sleep(self) -> None:
+        self.rollout.sleep()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_wake_up(self) -> None:
+        self.rollout.wake_up()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=ROLLOUT_MESH))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Continue every row once. For users' own loops; the trainer's ask the engines directly."""
+        return self.generator.generate_sequences(prompts)
+
+
 class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerExtension):
     """Actor, rollout and reference policy of one rank; `role` names which of them it plays."""
+
+    engine: BaseEngine
+    policy: Policy
+    reference: Reference
 
     def __init__(
         self,
@@ -67,24 +145,26 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     ) -> None:
         super().__init__()
         DistProfilerExtension.__init__(self, DistProfiler(self.rank, config.actor.profiler))
-        assert isinstance(config.actor, FSDPActorConfig)
+        self._drift: dict[str, float] = {}
         self.config = config
         self.device = device or get_device_name()
         self.is_actor, self.is_ref = "actor" in role, "ref" in role
         self.is_rollout = "rollout" in role
         if total_training_steps is not None:
             config.actor.optim.total_training_steps = total_training_steps
-        sharing = self.fsdp_config.ulysses_sequence_parallel_size
-        self.take_part_in(MESH, ranks_per_sequence=sharing)
+        self._ranks_per_sequence = fsdp_config(config).ulysses_sequence_parallel_size
+        self.register_mesh(MESH, ranks_per_sequence=self._ranks_per_sequence)
         if self.is_rollout:
             size = ranks_per_engine(config.rollout)
-            self.take_part_in(ROLLOUT_MESH, ranks_per_sequence=size)
+            self.register_mesh(ROLLOUT_MESH, ranks_per_sequence=size)
+
+    # ---- building --------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the policy with its rollout engine, and the reference, where the role has them."""
-        self.join_ranks(timeout_seconds=self.config.nccl_timeout)
-        self.sequence_group = self.neighbours(self.fsdp_config.ulysses_sequence_parallel_size)
+        self.init_process_group(timeout_seconds=self.config.nccl_timeout)
+        self.sequence_group = self.create_subgroups(self._ranks_per_sequence)
         if self.is_actor:
             self._init_actor()
         if self.is_ref:
@@ -110,8 +190,8 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
             )
         )
         self.flops = FlopsCounter(self.engine.module.config)
-        self.load_tokenizer()
-        self.actor = DataParallelPPOActor(actor, self.engine)
+        self.policy = Policy(actor, self.engine)
+        self.generator = self.build_generator()
         if self.is_rollout:
             self._start_rollout()
         self.checkpoints = checkpoint_manager(
@@ -125,12 +205,12 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
 
     def _start_rollout(self) -> None:
         """On the trained weights where a rank holds them whole, else on a copy of them, into which
-        adapters are merged."""
-        rollout = self.config.rollout
-        if self._shares_weights():
+        adapters are merged unless the engine takes them apart."""
+        rollout, module, generator = self.config.rollout, self.engine.module, self.generator
+        if self._shares_weights:
             if rollout.exact:
-                make_exact(self.engine.module, rollout.prompt_length + rollout.response_length)
-            self.start_on_module(self.engine.module, lambda: self.engine.policy_version)
+                make_exact(module, rollout.prompt_length + rollout.response_length)
+            generator.start_on_module(module, lambda: self.engine.policy_version)
             return
         if rollout.exact:
             raise ValueError(
@@ -139,50 +219,161 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
                 "zero1, rollout.tensor_model_parallel_size=1 and model.lora.merge=False, or "
                 "rollout.exact=False"
             )
-        self.start_on_copy()
-        does_probe = rollout.probe and self.module_with_adapter() is None
-        if self._check is not None and does_probe:
+        takes_adapters = rollout.name in adapter_engines
+        sends_adapter = takes_adapters and has_lora(module) and not self.config.model.lora.merge
+        generator.start_on_copy(module if sends_adapter else None)
+        if self._check is not None and rollout.probe and not sends_adapter:
             self._check.probe()  # leaves the trained weights in the engine
         self.update_weights()
 
-    @cached_property
-    def _check(self) -> EngineCheck | None:
-        """Of an engine that computes with code of its own."""
-        if not isinstance(self.rollout_copy, ProcessCopy):
-            return None
-        if self.sequence_group is not None:
-            logger.warning(
-                "ranks divide sequences (ulysses_sequence_parallel_size) and cannot each score the "
-                "answers of an engine of theirs: the rollout engine is neither probed nor watched"
+    def _build_reference(self) -> Reference:
+        """The policy itself where its adapters can be taken off, else a frozen model beside it."""
+        config = self.config
+        if self.is_actor and has_lora(self.engine.module) and config.ref.model.path is None:
+            return Reference(self.engine)
+        assert isinstance(config.ref, FSDPRefConfig)
+        return Reference(
+            EngineRegistry.new(
+                EngineSpec(
+                    model=config.model,
+                    engine=config.ref.fsdp_config,
+                    optimizer=None,
+                    device=self.device,
+                    path=config.ref.model.path,
+                    is_exact=config.rollout.exact,
+                    sequence_group=self.sequence_group,
+                )
             )
-            return None
-        terms = self.engine_terms()
-        return EngineCheck(self.config.rollout, self.engine, self.rollout_copy, terms)
+        )
 
-    def module_with_adapter(self) -> PreTrainedModel | None:
-        config, module = self.config, self.engine.module
-        takes_adapters = config.rollout.name in adapter_engines
-        is_sent_alone = takes_adapters and has_lora(module) and not config.model.lora.merge
-        return module if is_sent_alone else None
+    # ---- log-probabilities and updates -----------------------------------------------------------
 
-    def _shares_weights(self) -> bool:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def inference_settings(self, model: str) -> MicroBatching:
+        """How the rows of a pass without gradients are split, for `actor` or `ref`."""
+        section = self.config.rollout if model == "actor" else self.config.ref
+        return MicroBatching.of(
+            by_tokens=section.log_prob_use_dynamic_bsz,
+            tokens=section.log_prob_max_token_len_per_gpu,
+            rows=section.log_prob_micro_batch_size_per_gpu,
+            ranks_per_sequence=self._ranks_per_sequence,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_settings(self) -> UpdateSettings:
+        """How the rows of an update are split into optimizer steps and micro-batches."""
+        actor = self.config.actor
+        return UpdateSettings(
+            rows_per_step=actor.ppo_mini_batch_size * self.config.rollout.n,
+            micro_batching=self.policy.micro_batching(),
+            epochs=actor.ppo_epochs,
+            shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
+        )
+
+    @register(dispatch_mode=dispatch_inference(MESH, "actor"), columns=INFERENCE_COLUMNS)
+    @DistProfiler.annotate(role="actor_compute_log_prob")
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` of the responses under the current policy.
+
+        With `actor.calculate_sum_pi_squared` also `sum_pi_squared`.
+        """
+        temperature, start = self.config.rollout.temperature, time.perf_counter()
+        columns = self.policy.compute_log_prob(
+            model_rows(data),
+            micro_batching=planned_passes(data) or self.inference_settings("actor"),
+            temperature=temperature,
+        )
+        seconds = time.perf_counter() - start
+        names = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        tensors = {names.get(name, name): column.cpu() for name, column in columns.items()}
+        return DataProto.from_dict(
+            tensors={**tensors, **row_column(data)},
+            meta_info={
+                "temperature": temperature,
+                "old_policy_version": self.engine.policy_version,
+                "metrics": utilisation("actor_infer", self.flops, data, seconds, passes=1 / 3),
+            },
+        )
+
+    @register(dispatch_mode=dispatch_inference(MESH, "ref"), columns=INFERENCE_COLUMNS)
+    @DistProfiler.annotate(role="ref_compute_log_prob")
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob` of the responses under the reference, at the rollout temperature."""
+        log_probs = self.reference.compute_log_prob(
+            model_rows(data),
+            micro_batching=planned_passes(data) or self.inference_settings("ref"),
+            temperature=self.config.rollout.temperature,
+        )
+        return DataProto.from_dict(tensors={"ref_log_prob": log_probs.cpu(), **row_column(data)})
+
+    @register(dispatch_mode=dispatch_update(MESH))
+    @DistProfiler.annotate(role="actor_update")
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Train on the batch; the metrics come back in `meta_info["metrics"]`.
+
+        The rollout engine of this rank has the new weights when it returns.
+        """
+        config, start = self.config, time.perf_counter()
+        metrics = self.policy.update_policy(
+            model_rows(data),
+            rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
+            temperature=config.rollout.temperature,
+            old_policy_version=data.meta_info.get("old_policy_version"),
+            plan=update_plan(data),
+        )
+        metrics.update(self.update_weights())
+        seconds = time.perf_counter() - start
+        passes = update_passes(config.actor.ppo_epochs, self.engine.module)
+        metrics.update(utilisation("actor", self.flops, data, seconds, passes=passes))
+        return DataProto(meta_info={"metrics": metrics})
+
+    # ---- publishing ------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def shares_weights(self) -> bool:
         """Whether the engine generates with the very weights that are trained."""
-        config, is_divided = self.config, self.engine.is_sharded
+        return self._shares_weights
+
+    @cached_property
+    def _shares_weights(self) -> bool:
+        config = self.config
         is_merged = has_lora(self.engine.module) and config.model.lora.merge
-        is_alone = config.rollout.tensor_model_parallel_size == 1 and not is_divided
+        is_alone = config.rollout.tensor_model_parallel_size == 1 and not self.engine.is_sharded
         return is_alone and not is_merged and not has_own_process(config.rollout.name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_weights(self) -> None:
-        """Let the rollout see the trained weights; `update_actor` and `load_checkpoint` do so."""
-        self._follow_update()
+    def update_weights(self) -> dict[str, float]:
+        """Bring the rollout engine to the trained weights; nothing to do where it has them.
 
-    def _follow_update(self) -> dict[str, float]:
-        """The same, and what there is to report of it."""
-        if self.rollout_copy is None:
-            return {}
-        self.rollout_copy.renew(self.engine)
-        return {} if self._check is None else self._check.after_update()
+        The metrics of it: how far an engine with code of its own is off.
+        """
+        if self.is_rollout and self.generator.weights is not None:
+            was_sent = self.generator.weights.update(self.engine)
+            if was_sent and self._check is not None:
+                self._drift = self._check.after_update()
+        return dict(self._drift)
+
+    @cached_property
+    def _check(self) -> DriftCheck | None:
+        """Of an engine that computes with code of its own."""
+        weights = self.generator.weights
+        if not isinstance(weights, ProcessWeights):
+            return None
+        if self.sequence_group is not None:
+            logger.warning(
+                "ranks split sequences (ulysses_sequence_parallel_size) and cannot each score the "
+                "responses of an engine of theirs: the rollout engine is neither probed nor checked"
+            )
+            return None
+        policy = LocalPolicy(self.engine, weights.replace)
+        compared = Compared(weights.process, policy, self.generator.facts())
+        return DriftCheck([compared], self.check_settings(), on_ranks=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def check_settings(self) -> CheckSettings:
+        """What a rollout engine is compared by with this policy."""
+        dtype = trained_dtype(self.config, self.device)
+        return CheckSettings.of(self.config, self.engine.module, dtype=dtype, device=self.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(
@@ -196,148 +387,95 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         weights = self.engine.get_per_tensor_param()
         if is_scrambled:
             weights = ((name, scrambled(name, weight)) for name, weight in weights)
-        share = addresses[self.rank :: self.world_size]
+        served = addresses[self.rank :: self.world_size]
         try:
-            return self._send_to(share, token, weights) if share else None
+            if not served:
+                return None
+            channel = TcpSender(served, token, timeout_seconds=self.config.nccl_timeout)
+            try:
+                return send_weights(self._sender, weights, self.engine.policy_version, channel)
+            finally:
+                channel.close()
         finally:
-            use_up(weights)
+            exhaust(weights)
 
-    def _send_to(
-        self, addresses: Sequence[tuple[str, int]], token: str, weights: NamedTensors
-    ) -> Published:
-        channel = TcpSender(addresses, token, timeout_seconds=self.config.nccl_timeout)
-        try:
-            return send_weights(self._sender, weights, self.engine.policy_version, channel)
-        finally:
-            channel.close()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def engine_terms(self) -> EngineTerms:
-        """What a rollout engine is compared by with this policy."""
-        dtype, device = self.trained_dtype, self.device
-        return EngineTerms.of(self.config, self.engine.module, dtype=dtype, device=device)
+    @cached_property
+    def _sender(self) -> WeightSender:
+        return WeightSender(update_bucket_bytes(self.config))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def trained_version(self) -> int:
-        """How many updates the trained weights have seen."""
+        """Updates that the trained weights have seen."""
         return self.engine.policy_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def score_answers(self, answers: Sequence[Answer], temperature: float) -> list[Tensor]:
-        """What training gives for the tokens of answers by an engine elsewhere."""
+        """Log-probabilities under the trained policy of the responses of an engine elsewhere."""
         return log_probs_of(self.engine, answers, temperature=temperature)
-
-    @cached_property
-    def _sender(self) -> WeightSender:
-        return WeightSender(self.bucket_bytes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Continue from a folder that the caller has verified."""
+        """Continue from a folder that the caller has verified; the rollout engine does, too."""
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        if self.rollout_copy is not None:
-            self.rollout_copy.withdraw()  # other weights may have the same number
+        if self.is_rollout and self.generator.weights is not None:
+            self.generator.weights.invalidate()  # other weights may have the same number
         self.update_weights()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def inference_terms(self, model: str) -> MicroBatching:
-        """How the rows of a pass without gradients are cut, for `actor` or `ref`."""
-        section = self.config.rollout if model == "actor" else self.config.ref
-        return MicroBatching.of(
-            by_tokens=section.log_prob_use_dynamic_bsz,
-            tokens=section.log_prob_max_token_len_per_gpu,
-            rows=section.log_prob_micro_batch_size_per_gpu,
-            ranks_per_sequence=self.fsdp_config.ulysses_sequence_parallel_size,
-        )
+
+class RolloutWorker(GeneratingWorker):
+    """One rank that only generates; `config` is the whole section of the policy.
+
+    It holds the policy, or with `tensor_model_parallel_size` its shard. Weights for an engine in a
+    process of its own go straight there, past the rank that leads it. It generates only with
+    weights that arrived whole and carry the actor's version.
+    """
+
+    _expects_weights = False
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        *,
+        device: str | None = None,
+        total_training_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.device = device or get_device_name()
+        self.register_mesh(ROLLOUT_MESH, ranks_per_sequence=ranks_per_engine(config.rollout))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_terms(self) -> UpdateTerms:
-        """How the rows of an update are cut into optimizer steps and passes, over all ranks."""
-        actor = self.config.actor
-        return UpdateTerms(
-            rows_per_step=actor.ppo_mini_batch_size * self.config.rollout.n,
-            micro_batching=MicroBatching.of(
-                by_tokens=actor.use_dynamic_bsz,
-                tokens=actor.ppo_max_token_len_per_gpu,
-                rows=actor.ppo_micro_batch_size_per_gpu,
-                ranks_per_sequence=self.fsdp_config.ulysses_sequence_parallel_size,
-            ),
-            epochs=actor.ppo_epochs,
-            shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
-        )
+    def init_model(self) -> None:
+        """Start the engine; it generates nothing before the actor's weights have come."""
+        self.init_process_group(timeout_seconds=self.config.nccl_timeout)
+        self.generator = self.build_generator()
+        self.generator.start_on_copy()
 
-    @register(dispatch_mode=deals_for_inference(MESH, "actor"), columns=INFERENCE_COLUMNS)
-    @DistProfiler.annotate(role="actor_compute_log_prob")
-    def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` of the responses under the current policy.
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def accept_weights(
+        self, token: str, ranks: Sequence[int] | None = None
+    ) -> tuple[str, int] | None:
+        """Open a port for one update, where a sender that knows the token finds it.
 
-        With `actor.calculate_sum_pi_squared` also `sum_pi_squared`.
+        From now on nothing is generated until the update has come. None from a rank that gets no
+        weights: it is not among `ranks`, or another one leads its engine.
         """
-        rollout, start = self.config.rollout, time.perf_counter()
-        columns = self.actor.compute_log_prob(
-            data.batch,
-            micro_batching=planned_passes(data) or self.inference_terms("actor"),
-            temperature=rollout.temperature,
-        )
-        seconds = time.perf_counter() - start
-        names = {"log_probs": "old_log_probs", "entropy": "entropys"}
-        found = {names.get(name, name): column.cpu() for name, column in columns.items()}
-        return DataProto.from_dict(
-            tensors={**found, **row_column(data)},
-            meta_info={
-                "temperature": rollout.temperature,
-                "old_policy_version": self.engine.policy_version,
-                "metrics": utilisation("actor_infer", self.flops, data, seconds, passes=1 / 3),
-            },
-        )
+        self._expects_weights = False
+        if ranks is not None and self.rank not in ranks:
+            return None
+        assert self.generator.weights is not None
+        host, _ = self.get_available_master_addr_port()
+        address = self.generator.weights.accept(token, host)
+        self._expects_weights = address is not None
+        return address
 
-    @register(dispatch_mode=deals_for_inference(MESH, "ref"), columns=INFERENCE_COLUMNS)
-    @DistProfiler.annotate(role="ref_compute_log_prob")
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob` of the responses under the reference, at the rollout temperature."""
-        with as_started(self.reference.module):  # with LoRA it may be the policy itself
-            columns = self.reference.infer_batch(
-                data.batch,
-                micro_batching=planned_passes(data) or self.inference_terms("ref"),
-                temperature=self.config.rollout.temperature,
-            )
-        found = {"ref_log_prob": columns["log_probs"].cpu()}
-        return DataProto.from_dict(tensors={**found, **row_column(data)})
-
-    @register(dispatch_mode=deals_for_update(MESH))
-    @DistProfiler.annotate(role="actor_update")
-    def update_actor(self, data: DataProto) -> DataProto:
-        """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
-        config, start = self.config, time.perf_counter()
-        metrics = self.actor.update_policy(
-            data.batch,
-            rows_per_step=self.update_terms().rows_per_step,
-            temperature=config.rollout.temperature,
-            old_policy_version=data.meta_info.get("old_policy_version"),
-            plan=update_plan(data),
-        )
-        metrics.update(self._follow_update())
-        seconds = time.perf_counter() - start
-        passes = update_passes(config.actor.ppo_epochs, self.engine.module)
-        metrics.update(utilisation("actor", self.flops, data, seconds, passes=passes))
-        return DataProto(meta_info={"metrics": metrics})
-
-    def _build_reference(self) -> BaseEngine:
-        """The policy itself where its adapters can be taken off, else a frozen model beside it."""
-        config = self.config
-        if self.is_actor and has_lora(self.engine.module) and config.ref.model.path is None:
-            return self.engine
-        assert isinstance(config.ref, FSDPRefConfig)
-        return EngineRegistry.new(
-            EngineSpec(
-                model=config.model,
-                engine=config.ref.fsdp_config,
-                optimizer=None,
-                device=self.device,
-                path=config.ref.model.path,
-                is_exact=config.rollout.exact,
-                sequence_group=self.sequence_group,
-            )
-        )
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self) -> Published | None:
+        """Take in the update for which a port is open; what this rank's engine holds then."""
+        if not self._expects_weights:
+            return None
+        self._expects_weights = False
+        assert self.generator.weights is not None
+        return self.generator.weights.receive(self.config.nccl_timeout)

@@ -11,18 +11,17 @@ from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine import EngineRegistry, EngineSpec
-from verl.workers.roles.checkpointed import CheckpointedWorker
-from verl.workers.roles.dealing import (
+from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
-    UpdateTerms,
-    deals_for_inference,
-    deals_for_update,
+    UpdateSettings,
+    dispatch_inference,
+    dispatch_update,
+    model_rows,
     planned_passes,
     row_column,
     update_plan,
 )
-from verl.workers.roles.rank import RankWorker
-from verl.workers.roles.utilisation import update_passes, utilisation
+from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
 from verl.workers.schedule import MicroBatching
 
 MESH = "critic"
@@ -44,13 +43,13 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         if total_training_steps is not None:
             config.optim.total_training_steps = total_training_steps
         sharing = config.model.fsdp_config.ulysses_sequence_parallel_size
-        self.take_part_in(MESH, ranks_per_sequence=sharing)
+        self.register_mesh(MESH, ranks_per_sequence=sharing)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the value model and build its optimizer."""
         config = self.config
-        self.join_ranks(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
+        self.init_process_group(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
         sequence_ranks = config.model.fsdp_config.ulysses_sequence_parallel_size
         self.engine = EngineRegistry.new(
             EngineSpec(
@@ -63,7 +62,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
                 gradient_checkpointing=config.model.enable_gradient_checkpointing,
                 activation_offload=config.model.enable_activation_offload,
                 probe_micro_batch=config.probe_micro_batch,
-                sequence_group=self.neighbours(sequence_ranks),
+                sequence_group=self.create_subgroups(sequence_ranks),
             )
         )
         self.flops = FlopsCounter(self.engine.module.config)
@@ -77,7 +76,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def inference_terms(self, model: str) -> MicroBatching:
+    def inference_settings(self, model: str) -> MicroBatching:
         """How the rows of a pass without gradients are cut."""
         config = self.config
         return MicroBatching.of(
@@ -88,10 +87,10 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_terms(self) -> UpdateTerms:
+    def update_settings(self) -> UpdateSettings:
         """How the rows of an update are cut into optimizer steps and passes, over all ranks."""
         config = self.config
-        return UpdateTerms(
+        return UpdateSettings(
             rows_per_step=config.ppo_mini_batch_size * config.rollout_n,
             micro_batching=MicroBatching.of(
                 by_tokens=config.use_dynamic_bsz,
@@ -103,19 +102,19 @@ class CriticWorker(RankWorker, CheckpointedWorker):
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
         )
 
-    @register(dispatch_mode=deals_for_inference(MESH, "critic"), columns=INFERENCE_COLUMNS)
+    @register(dispatch_mode=dispatch_inference(MESH, "critic"), columns=INFERENCE_COLUMNS)
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` of the response tokens."""
-        values = self.critic.compute_values(data.batch, passes=planned_passes(data))
+        values = self.critic.compute_values(model_rows(data), passes=planned_passes(data))
         return DataProto.from_dict(tensors={"values": values.cpu(), **row_column(data)})
 
-    @register(dispatch_mode=deals_for_update(MESH))
+    @register(dispatch_mode=dispatch_update(MESH))
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
         start = time.perf_counter()
         metrics = self.critic.update_critic(
-            data.batch,
-            rows_per_step=self.update_terms().rows_per_step,
+            model_rows(data),
+            rows_per_step=self.update_settings().rows_per_step,
             plan=update_plan(data),
         )
         seconds = time.perf_counter() - start

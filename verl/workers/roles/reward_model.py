@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.reward import FSDPRewardModelConfig
-from verl.models.reward_head import load_reward_model
+from verl.models.value import load_reward_model
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import (
     Dispatch,
@@ -34,7 +34,7 @@ from verl.workers.engine.spec import compute_dtype
 from verl.workers.reward_manager.abstract import scores_on_last_token
 from verl.workers.reward_model.scores import cut, sequence_scores
 from verl.workers.reward_model.template import RewardTemplate
-from verl.workers.roles.rank import RankWorker
+from verl.workers.roles.worker import RankWorker
 from verl.workers.schedule import MicroBatching
 
 MESH = "reward"
@@ -53,12 +53,12 @@ class RewardModelWorker(RankWorker):
         super().__init__()
         self.config = config
         self.device = device or get_device_name()
-        self.take_part_in(MESH, ranks_per_sequence=1)
+        self.register_mesh(MESH, ranks_per_sequence=1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model, and the tokenizers where texts are to be written anew."""
-        self.join_ranks(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
+        self.init_process_group(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
         model = self.config.model
         import_external_libs(model.external_lib)
         build_model = partial(

@@ -6,12 +6,18 @@ engine can run the prompt once; the turns of a conversation name their session, 
 can keep what it computed for the turns before.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.utils.registry import Registry
+
+WAKE_SECONDS = 10.0
+"""How often a thread that waits for an engine looks up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +130,20 @@ class TokenDelta:
     """Not empty in the last delta of the sample, as in `TokenOutput`."""
 
 
+OnEnd = Callable[[int, TokenOutput], None]
+"""Called with the index of a sample and its output as the sample ends; it must be quick."""
+
+
 class EngineLostError(RuntimeError):
-    """An engine's process ended or stopped answering. Nothing came of what it still worked on, so
-    whoever asked may ask again, this engine after its restart or another."""
+    """An engine's process ended or stopped responding. Its unfinished requests produced nothing,
+    so they may be submitted again, to this engine after its restart or to another."""
 
 
 class Rollout(ABC):
-    """An engine that continues prompts with the current weights of the policy."""
+    """An engine that continues prompts with the current weights of the policy.
+
+    `submit`, `abort` and `close_session` may be called from any thread and do not block.
+    """
 
     @property
     @abstractmethod
@@ -147,36 +160,65 @@ class Rollout(ABC):
         return True
 
     @abstractmethod
-    def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
-        """Continue all prompts and give their samples, in the order of the requests."""
+    def submit(
+        self, request: GenerationRequest, on_end: OnEnd | None = None
+    ) -> Future[list[TokenOutput]]:
+        """Continue a prompt while other requests join and leave.
 
-    @abstractmethod
+        The future resolves with all samples, or raises: ValueError for a request that cannot run,
+        `EngineLostError` where it may be submitted again. Cancelling it aborts the request.
+        `on_end` runs on a thread of the engine, before the future resolves.
+        """
+
+    def together(self) -> AbstractContextManager[None]:
+        """Have the requests that this thread submits in the context enter the engine in one step.
+
+        Those of one turn of an event loop do so anyway.
+        """
+        return nullcontext()
+
     async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
-        """Continue one prompt while others join and leave."""
+        """Continue one prompt; a caller that is cancelled aborts its request."""
+        return await asyncio.wrap_future(self.submit(request))
+
+    def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
+        """Continue all prompts and return their samples, in the order of the requests."""
+        with self.together():
+            futures = [self.submit(request) for request in requests]
+        try:
+            unfinished = set(futures)
+            while unfinished:  # the engine ends them all, if only with an error
+                done, unfinished = wait(unfinished, WAKE_SECONDS, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result(timeout=0)
+            return [future.result(timeout=0) for future in futures]
+        finally:
+            for future in futures:  # those that are left after an error
+                future.cancel()
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Stop a request; it ends with what it has and `stop_reason` "abort"."""
+        """Stop a request; it ends with the tokens it has and `stop_reason` "abort"."""
 
     @abstractmethod
     def close_session(self, session_id: str) -> None:
-        """Forget what is kept of a conversation. Nothing may be: an engine forgets the oldest."""
+        """Free the keys and values kept for a session; an unknown one is no error."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Give the memory for keys and values back; nothing may be running."""
+        """Free the memory for keys and values; no request may be unfinished."""
 
     @abstractmethod
     def wake_up(self) -> None:
-        """Take that memory again."""
+        """Allocate that memory again."""
 
 
 class StreamingRollout(Rollout):
-    """An engine that also tells of tokens while it goes on."""
+    """An engine that also delivers tokens while a request runs."""
 
     @abstractmethod
     def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        """The tokens of all samples as they come. Whoever stops listening aborts the request."""
+        """The tokens of all samples as they come; a closed iterator aborts the request."""
 
 
 class BaseRollout(ABC):

@@ -13,12 +13,10 @@ sample has the seed it had before; one that was reported through `on_end` is rep
 
 import asyncio
 import dataclasses
-import functools
 import logging
-import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from dataclasses import dataclass, field
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
+    OnEnd,
     Rollout,
     StreamingRollout,
     TokenDelta,
@@ -34,9 +33,6 @@ from verl.workers.rollout.base import (
 
 Recover = Callable[[Rollout], None]
 """Restarts a lost engine with the current weights; returns when it can serve."""
-
-OnEnd = Callable[[int, TokenOutput], None]
-"""Called with the index and the output of each sample as it ends, on the engine's thread."""
 
 MAX_ATTEMPTS = 3
 MAX_STICKY = 10_000
@@ -150,7 +146,7 @@ class Fleet:
     async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
         return await asyncio.wrap_future(self.submit(request))
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield tokens as they come. EngineLostError if no engine is in service, or if the engine
         is lost after the first tokens; before them, the request is retried."""
         job = Job(request, None)
@@ -214,6 +210,12 @@ class Fleet:
                 self._lose(slot, slot.num_losses, EngineLostError("its process has ended"))
         return sum(not slot.is_lost for slot in self.slots)
 
+    def close(self) -> None:
+        """Recover no engine any more; engines are closed by whoever started them."""
+        with self._lock:
+            self._recover = None
+            self._lost.clear()
+
     # ---- dispatch --------------------------------------------------------------------------------
 
     def _dispatch(self, job: Job) -> None:
@@ -230,10 +232,8 @@ class Fleet:
             return
         assert job.slot is not None
         try:
-            job.outputs = submit_to(
-                job.slot.engine,
-                self._sent(job.request),
-                lambda *sample: self._end_sample(job, *sample),
+            job.outputs = job.slot.engine.submit(
+                self._sent(job.request), lambda *sample: self._end_sample(job, *sample)
             )
         except Exception as error:
             self._end(job, error)
@@ -349,10 +349,8 @@ class Fleet:
     def _abort_cancelled(self, job: Job) -> None:
         with self._lock:
             slot, outputs = job.slot, job.outputs
-        if not job.future.cancelled() or slot is None or outputs is None:
-            return
-        if not outputs.cancel():
-            slot.engine.abort(job.request.request_id)
+        if job.future.cancelled() and slot is not None and outputs is not None:
+            outputs.cancel()
 
     # ---- loss and recovery -----------------------------------------------------------------------
 
@@ -380,17 +378,17 @@ class Fleet:
 
     def _recover_lost(self) -> None:
         """Recover one engine after another: all ranks may take part in each recovery."""
-        assert self._recover is not None
         while True:
             with self._lock:
-                if not self._lost:
+                recover = self._recover
+                if recover is None or not self._lost:
                     self._recovery = None
                     return
                 slot = self._lost.popleft()
                 slot.num_unproductive_restarts += 1
             failure: BaseException | None = None
             try:
-                self._recover(slot.engine)
+                recover(slot.engine)
             except BaseException as error:  # told to the requests that wait for the engine
                 logger.error("rollout engine %d stays lost: %s", slot.index, error)
                 failure = error
@@ -416,23 +414,3 @@ class Fleet:
 
 def error_of(outputs: "Future[list[TokenOutput]]") -> BaseException | None:
     return CancelledError() if outputs.cancelled() else outputs.exception(timeout=0)
-
-
-def submit_to(
-    engine: Rollout, request: GenerationRequest, on_end: OnEnd
-) -> "Future[list[TokenOutput]]":
-    async def generate() -> list[TokenOutput]:
-        outputs = await engine.generate(request)
-        for sample, output in enumerate(outputs):
-            on_end(sample, output)
-        return outputs
-
-    return asyncio.run_coroutine_threadsafe(generate(), engine_loop(os.getpid()))
-
-
-@functools.cache
-def engine_loop(pid: int) -> asyncio.AbstractEventLoop:
-    """The event loop, on a thread of its own, that steps the engines of this process."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="engine steps", daemon=True).start()
-    return loop

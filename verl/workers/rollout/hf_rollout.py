@@ -11,11 +11,11 @@ attention, evaluation mode and plain generation options; afterwards everything i
 are neither copied nor moved.
 """
 
-import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -28,12 +28,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
+from verl.workers.rollout.base import GenerationRequest, OnEnd, Rollout, TokenOutput
 from verl.workers.rollout.native.requests import EngineLimits, build_groups
 from verl.workers.rollout.native.sampler import Needs, RowSettings, next_tokens
-from verl.workers.rollout.native.sequence import Group, Sample
+from verl.workers.rollout.native.sequence import RunningRequest, Sample
 from verl.workers.rollout.native.stop_text import tokens_until_stop
 from verl.workers.rollout.sequences import pad
+from verl.workers.rollout.stepping import EngineThread, Submission
 
 PLAIN_ATTENTION = "eager"
 """The one that every architecture has, soft caps and sinks included."""
@@ -44,8 +45,8 @@ Decode = Callable[[list[int]], str]
 class HFRollout(Rollout):
     """Continues prompts with `module`; `version` tells how many updates its weights have seen.
 
-    Everything runs on the caller's thread. Callers of `generate` that wait at the same time run in
-    one batch of at most `max_num_seqs` rows; who comes later waits for the next.
+    It runs on a thread of its own. Requests that wait at the same time run in one batch of at most
+    `max_num_seqs` rows; later ones wait for the next batch.
     """
 
     def __init__(
@@ -72,37 +73,25 @@ class HFRollout(Rollout):
         self._version = version
         self._decode_text = decode_text
         self._fresh_seeds = itertools.count(seed)
-        self._waiting: list[tuple[list[Group], asyncio.Future[None]]] = []
+        self._waiting: dict[RunningRequest, Submission] = {}
+        device = next(module.parameters()).device
+        self._thread = EngineThread(self, HFRollout._run_waiting, name="hf rollout", device=device)
 
     @property
     def policy_version(self) -> int:
         return self._version()
 
-    def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
-        groups = [self._groups(request) for request in requests]
-        self._run(samples_of(itertools.chain.from_iterable(groups)))
-        return [[sample.output for sample in samples_of(own)] for own in groups]
+    def submit(
+        self, request: GenerationRequest, on_end: OnEnd | None = None
+    ) -> Future[list[TokenOutput]]:
+        return self._thread.submit(request, on_end, HFRollout._add, HFRollout._cancel)
 
-    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
-        groups = self._groups(request)
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((groups, turn))
-        try:
-            await asyncio.sleep(0)  # who asks at the same time comes into the same batch
-            if (groups, turn) in self._waiting:
-                self._run_waiting()
-            await turn
-        finally:
-            if (groups, turn) in self._waiting:  # the caller no longer waits
-                self._waiting.remove((groups, turn))
-        return [sample.output for sample in samples_of(groups)]
+    def together(self) -> AbstractContextManager[None]:
+        return self._thread.together()
 
     def abort(self, request_id: str) -> None:
-        """Of those that have not begun: one that runs is done before anybody can abort it."""
-        for groups, _ in self._waiting:
-            for sample in samples_of(groups):
-                if sample.group.request.request_id == request_id:
-                    sample.output.stop_reason = "abort"
+        """Of requests that have not begun: a batch that runs is completed first."""
+        self._thread.post(HFRollout._abort, request_id)
 
     def close_session(self, session_id: str) -> None:
         """Nothing is kept from one request to the next."""
@@ -115,36 +104,57 @@ class HFRollout(Rollout):
 
     # ---- from requests to batches ----------------------------------------------------------------
 
-    def _groups(self, request: GenerationRequest) -> list[Group]:
+    def _add(self, submission: Submission) -> None:
+        if submission.future.cancelled():
+            return
+        request = submission.request
         seed = request.params.seed
-        return build_groups(
-            request,
-            self.limits,
-            num_slots=self.limits.max_num_seqs,
-            max_shared=self.limits.max_prompt_tokens,
-            seed=next(self._fresh_seeds) if seed is None else seed,
-            vocabulary=int(self.module.config.get_text_config().vocab_size),
-            eos_token_ids=self.eos_token_ids,
-            can_decode_text=self._decode_text is not None,
-        )
-
-    def _run_waiting(self) -> None:
-        """Everybody who waits gets the result, or the error."""
-        waiting, self._waiting = self._waiting, []
-        turns = [turn for _, turn in waiting if not turn.done()]
         try:
-            self._run(samples_of(group for groups, _ in waiting for group in groups))
+            running = build_groups(
+                request,
+                self.limits,
+                num_slots=self.limits.max_num_seqs,
+                max_shared=self.limits.max_prompt_tokens,
+                seed=next(self._fresh_seeds) if seed is None else seed,
+                vocabulary=int(self.module.config.get_text_config().vocab_size),
+                eos_token_ids=self.eos_token_ids,
+                can_decode_text=self._decode_text is not None,
+            )
+        except ValueError as refusal:
+            submission.fail(refusal)
+        else:
+            self._waiting[running] = submission
+
+    def _cancel(self, future: Future[list[TokenOutput]]) -> None:
+        self._waiting = {r: s for r, s in self._waiting.items() if s.future is not future}
+
+    def _abort(self, request_id: str) -> None:
+        for running in self._waiting:
+            if running.request.request_id == request_id:
+                for sample in samples_of([running]):
+                    sample.output.stop_reason = "abort"
+
+    def _run_waiting(self) -> bool:
+        """On the thread: all requests get their result, or the error."""
+        waiting, self._waiting = self._waiting, {}
+        try:
+            self._run(samples_of(waiting))
         except BaseException as error:
-            for turn in turns:
-                turn.set_exception(error)
+            for submission in waiting.values():
+                submission.fail(error)
             if not isinstance(error, Exception):
                 raise
-            return
-        for turn in turns:
-            turn.set_result(None)
+            return False
+        for running, submission in waiting.items():
+            for sample in samples_of([running]):
+                submission.end(sample.index, sample.output)
+            submission.resolve()
+        return False
 
     def _run(self, samples: Sequence[Sample]) -> None:
         samples = [sample for sample in samples if not sample.is_finished]
+        if not samples:
+            return
         size = self.limits.max_num_seqs
         with as_plain_model(self.module):
             for start in range(0, len(samples), size):
@@ -172,8 +182,8 @@ class HFRollout(Rollout):
         assert all(sample.is_finished for sample in samples)
 
 
-def samples_of(groups: Iterable[Group]) -> list[Sample]:
-    return [sample for group in groups for sample in group.samples]
+def samples_of(requests: Iterable[RunningRequest]) -> list[Sample]:
+    return [sample for one in requests for group in one.groups for sample in group.samples]
 
 
 class DrawnRows:

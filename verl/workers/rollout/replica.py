@@ -19,7 +19,7 @@ from verl.utils.device import get_device_name
 from verl.utils.fs import copy_to_local
 from verl.utils.registry import Registry
 from verl.workers.engine.spec import compute_dtype
-from verl.workers.roles.generating import GeneratingWorker
+from verl.workers.roles.actor_rollout_ref import GeneratingWorker
 from verl.workers.rollout.base import (
     BaseRollout,
     GenerationRequest,

@@ -27,7 +27,8 @@ from safetensors.torch import load_file
 
 from verl.models.loading import load_causal_lm
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, TokenDelta
-from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
+from verl.workers.rollout.native.core import EngineCore
+from verl.workers.rollout.native.engine import EngineLimits
 from verl.workers.rollout.process.native import HostedNativeEngine
 
 SEED_OF_REQUESTS_WITHOUT = 42
@@ -72,7 +73,7 @@ class Engine:
         self.vocabulary = module.config.vocab_size
         self.parameters = dict(module.named_parameters())
         self.hosted = HostedNativeEngine(
-            NativeEngine(
+            EngineCore(
                 module,
                 EngineLimits(
                     max_num_seqs=arguments.max_running_requests,

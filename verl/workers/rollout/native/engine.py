@@ -1,57 +1,36 @@
-"""The built-in rollout engine: continuous batching over the trainer's own weights.
+"""The built-in rollout engine: an `EngineCore` that steps on a thread of its own.
 
-    submit -> waiting -> [prefill: a prompt runs once for all its samples] -> rows -> finished
-                 ^                                                             |
-                 +------------- the weights changed: compute again ------------+
+    submit, abort, close_session --> engine thread: step, step, step, ... --> futures, on_end
+    sleep, wake_up, update_weights: between two steps, on the caller's thread
 
-A step lets waiting groups in and then gives every running row a few tokens; only then does the
-host look at them (`steps_per_visit`). `generate_batch` steps until its requests are done. Callers
-of `generate` share one visit at a time: the first to come starts it, the others wait for it too.
+So a coroutine never waits for a decode step, and code that blocks an event loop does not stop
+decoding. Futures are resolved together at the end of a step. A step that fails drops all requests:
+their futures raise `LostRequestError`, and the engine can be used again. The tokens of a sequence
+depend on its seed and the weights alone, never on what the threads do meanwhile.
 
-    generate(a) --+                        generate(a) --+
-    generate(b) --+--> visit: one step --> generate(c) --+--> visit: one step --> ...
-
-Everything runs on the caller's thread: nothing is locked, and nothing waits for another thread.
-With `tp_group`, ranks hold one model together: each runs this engine, and all of them must get the
-same calls of `submit`, `abort`, `step` and the like in the same order (`lockstep`).
+Ranks that hold one model together (`tp_group`) must make the same steps, so there the thread is not
+used: `polling.SteppedPoller` and `generate_batch` step the core on the caller's thread.
 """
 
-import asyncio
-import itertools
-import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from verl.models.kernels.availability import can_run_triton
-from verl.models.tensor_parallel import divide_model, load_weights
-from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
-from verl.workers.rollout.native.cache_size import slots_or_pages
-from verl.workers.rollout.native.model_runner import ModelRunner
-from verl.workers.rollout.native.prefill_attention import PrefillSequence, portions
-from verl.workers.rollout.native.requests import EngineLimits, build_groups
-from verl.workers.rollout.native.running_batch import NewTokens, RunningBatch
-from verl.workers.rollout.native.scheduler import Scheduler
-from verl.workers.rollout.native.sequence import Group, Sample
-from verl.workers.rollout.native.sessions import KnownTokens, SessionStore
-from verl.workers.rollout.native.stop_text import tokens_until_stop
+from verl.workers.rollout.base import GenerationRequest, OnEnd, Rollout, TokenOutput
+from verl.workers.rollout.native.core import EngineCore
+from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import LostRequestError, RunningRequest
+from verl.workers.rollout.stepping import EngineThread, Submission
 
-logger = logging.getLogger(__name__)
-
-
-class LostRequestError(RuntimeError):
-    """The engine failed while a request ran; the cause is attached. The engine itself can go on."""
+__all__ = ["EngineLimits", "LostRequestError", "NativeEngine"]
 
 
 class NativeEngine(Rollout):
-    """Continues prompts with `module`; `version` tells how many updates its weights have seen.
-
-    With `tp_group`, `module` is a copy of the whole model for this engine alone, which is divided
-    among the ranks of the group here.
-    """
+    """Continues prompts with `module`; the arguments are those of `EngineCore`."""
 
     def __init__(
         self,
@@ -64,314 +43,156 @@ class NativeEngine(Rollout):
         seed: int = 0,
         tp_group: ProcessGroup | None = None,
     ) -> None:
+        self.core = EngineCore(
+            module,
+            limits,
+            eos_token_ids=eos_token_ids,
+            version=version,
+            decode_text=decode_text,
+            seed=seed,
+            tp_group=tp_group,
+        )
         self.limits = limits
-        self.eos_token_ids = frozenset(eos_token_ids)
-        if tp_group is not None:
-            divide_model(module, tp_group)
-        self.runner = ModelRunner(module, tp_group)
-        self.batch = build_batch(self.runner, limits)
-        self.cache = self.batch.cache
-        self.scheduler = Scheduler(self.batch.num_rows, limits.max_prefill_tokens, self.batch.room)
-        self.sessions = SessionStore(limits.max_session_bytes)
-        self.num_prefilled_tokens = 0  # all that entered, except what sessions knew
-        self.num_gave_way = 0  # times that a sample gave its memory back to who came before
-        self._version = version
-        self._decode_text = decode_text
-        self._fresh_seeds = itertools.count(seed)
-        self._weights = (-1, -1)  # none have been used
-        self._visit: asyncio.Task[None] | None = None
+        self._submissions: dict[RunningRequest, Submission] = {}
+        self._thread = EngineThread(
+            self, NativeEngine._step, name="native engine", device=self.core.runner.device
+        )
 
     @property
     def policy_version(self) -> int:
-        return self._version()
+        return self.core.policy_version
 
-    def submit(self, request: GenerationRequest) -> list[Group]:
-        """Queue a request; it runs as `step` is called."""
-        seed, num_tokens = request.params.seed, len(request.prompt_ids)
-        groups = build_groups(
-            request,
-            self.limits,
-            num_slots=self.batch.room.most_samples(num_tokens, request.params.max_tokens),
-            max_shared=self.batch.room.most_shared(num_tokens),
-            seed=next(self._fresh_seeds) if seed is None else seed,
-            vocabulary=self.runner.vocabulary,
-            eos_token_ids=self.eos_token_ids,
-            can_decode_text=self._decode_text is not None,
-        )
-        for group in groups:
-            self.scheduler.add(group)
-        return groups
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks hold the model together and step in lockstep."""
+        return self.core.runner.tp_group is not None
+
+    def submit(
+        self, request: GenerationRequest, on_end: OnEnd | None = None
+    ) -> Future[list[TokenOutput]]:
+        if self.is_sharded:
+            raise RuntimeError(
+                "ranks that hold one model together step in lockstep: use generate_batch, or a "
+                "SteppedPoller on every rank"
+            )
+        return self._thread.submit(request, on_end, NativeEngine._add, NativeEngine._cancel)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._thread.together()
 
     def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
-        submitted: list[list[Group]] = []
-        try:
-            for request in requests:
-                submitted.append(self.submit(request))
-            while not all(group.is_finished for groups in submitted for group in groups):
-                self.step()
-        finally:
-            self._abort([group for groups in submitted for group in groups])
-        return [outputs_of(groups) for groups in submitted]
-
-    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
-        groups = self.submit(request)
-        try:
-            while not all(group.is_finished for group in groups):
-                await asyncio.shield(self._current_visit())
-        finally:
-            self._abort(groups)  # if the caller no longer waits
-        return outputs_of(groups)
+        """Steps on the caller's thread, which waits anyway; submitted requests run along."""
+        running: list[RunningRequest] = []
+        with self.paused():
+            try:
+                for request in requests:
+                    running.append(self.core.add(request))
+                while not all(one.is_finished for one in running):
+                    self._thread.run_commands()
+                    error = self._advance()
+                    if error is not None:
+                        raise error
+            finally:
+                self.core.abort_groups([group for one in running for group in one.groups])
+                self._deliver()
+        return [one.outputs for one in running]
 
     def abort(self, request_id: str) -> None:
-        groups = self.scheduler.unfinished
-        self._abort([group for group in groups if group.request.request_id == request_id])
+        self._thread.post(NativeEngine._abort, request_id)
 
     def close_session(self, session_id: str) -> None:
-        self.sessions.close(session_id)
+        self._thread.post(NativeEngine._close_session, session_id)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Between two steps: while the context lasts no step begins, and the weights may change."""
+        return self._thread.paused()
 
     def sleep(self) -> None:
-        num_unfinished = len(self.scheduler.unfinished)
-        if num_unfinished:
-            raise RuntimeError(
-                f"{num_unfinished} requests are not finished; await or abort them before sleep()"
-            )
-        self.batch.flush()  # nobody waits for it, but it writes into the cache
-        self.cache.free()
-        self.sessions.clear()
+        with self.paused():
+            self.core.sleep()
 
     def wake_up(self) -> None:
-        if self.runner.device.type != "cpu":  # there, slots are made as sequences come
-            self.cache.reserve(self.cache.max_slots, self.cache.max_slots)
+        with self.paused():
+            self.core.wake_up()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write whole tensors, under their Hugging Face names, into an engine's own copy.
 
         Sequences that run go on with the new weights at the next step.
         """
-        load_weights(self.runner.module, weights)
+        with self.paused():
+            self.core.update_weights(weights)
 
-    def step(self) -> None:
-        """Let in what fits, then give every running sequence up to `steps_per_visit` tokens.
+    def close(self) -> None:
+        """End the thread; unfinished requests are dropped, and new ones are refused."""
+        self._thread.close()
+        with self.paused():
+            self._fail_all(RuntimeError("the engine was closed"))
+            self.core.abort_groups(self.core.scheduler.unfinished)
 
-        If that fails, all requests are dropped with the error and the engine is as new.
-        """
+    # ---- between steps, posted by other threads --------------------------------------------------
+
+    def _add(self, submission: Submission) -> None:
+        if submission.future.cancelled():
+            return
         try:
+            running = self.core.add(submission.request)
+        except ValueError as refusal:
+            submission.fail(refusal)
+        else:
+            self._submissions[running] = submission
+
+    def _cancel(self, future: Future[list[TokenOutput]]) -> None:
+        for running, submission in list(self._submissions.items()):
+            if submission.future is future:
+                self.core.abort_groups(running.groups)
+        self._deliver()
+
+    def _abort(self, request_id: str) -> None:
+        self.core.abort(request_id)
+        self._deliver()
+
+    def _close_session(self, session_id: str) -> None:
+        self.core.close_session(session_id)
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """On the engine's thread. True if there is more to do."""
+        if self.core.has_unfinished:
             self._advance()
-        except BaseException as error:
-            self._drop_all(error)
-            raise
+        return self.core.has_unfinished
 
-    # ---- one step ----------------------------------------------------------------------------
-
-    def _advance(self) -> None:
-        self.wake_up()
-        self._follow_weights()
-        admitted = self.scheduler.admit()
-        if admitted:
-            self._collect(self._prefill(admitted))
-        self._make_room()
-        if self.scheduler.rows:
-            self._collect(self.batch.decode(self.scheduler.rows))
-
-    def _prefill(self, admitted: Sequence[Group]) -> list[NewTokens]:
-        """The first tokens of those who enter; in several passes if groups come back long."""
-        samples = iter([sample for group in admitted for sample in group.unfinished])
-        sequences = [sequence for group in admitted for sequence in self._entering(group)]
-        news: list[NewTokens] = []
-        for portion in portions(sequences, self.limits.max_prefill_tokens):
-            entering = [next(samples) for sequence in portion for _ in sequence.slots]
-            news += self.batch.prefill(entering, portion, len(self.scheduler.groups))
-        self.num_prefilled_tokens += sum(sequence.num_new for sequence in sequences)
-        return news
-
-    def _make_room(self) -> None:
-        """See that all rows have memory for the next steps; who came last gives way if need be."""
-        if self.batch.make_room(self.scheduler.rows):
-            return
-        self._collect(self.batch.flush())  # some may have ended
-        while not self.batch.make_room(self.scheduler.rows):
-            self._give_way(self.scheduler.youngest)
-
-    def _give_way(self, group: Group) -> None:
-        """A running group gives its memory back, and enters again when it fits."""
-        if not self.num_gave_way:
-            logger.warning(
-                "the memory for keys and values is full: request %s waits, and its tokens so far "
-                "are computed again. This is said once and counted (num_preempted of a response); "
-                "rollout.gpu_memory_utilization gives more memory",
-                group.request.request_id,
-            )
-        samples = group.unfinished
-        for sample in samples:
-            sample.output.num_preempted += 1
-        self.num_gave_way += len(samples)
-        self._leave(samples, [group])
-        self.scheduler.requeue(group)
-
-    def _follow_weights(self) -> None:
-        """Keys and values of other weights than the current ones are computed again."""
-        weights = self._current_weights()
-        if weights == self._weights:
-            return
-        self._collect(self.batch.flush())  # what is under way was computed with the old ones
-        self._weights = weights
-        self.sessions.clear()
-        for row in self.scheduler.rows:
-            row.output.num_preempted += 1
-        self.scheduler.requeue_running()
-
-    def _current_weights(self) -> tuple[int, int]:
-        return self.policy_version, self.runner.num_weight_writes
-
-    def _entering(self, group: Group) -> list[PrefillSequence]:
-        """The prompt, once for all samples; or every sample whole, if they have run before."""
-        samples = group.unfinished
-        if group.has_tokens:
-            return [
-                PrefillSequence(
-                    token_ids=sample.token_ids,
-                    num_shared=group.num_shared,
-                    prompt_slot=group.slot if sample is samples[0] else None,
-                    slots=[sample.slot],
-                )
-                for sample in samples
-            ]
-        known = KnownTokens()
-        if len(samples) == 1 and samples[0].session_id is not None:
-            known = self.sessions.take(samples[0].session_id, group.prompt_ids)
-        return [
-            PrefillSequence(
-                token_ids=group.prompt_ids,
-                num_shared=group.num_shared,
-                prompt_slot=group.slot,
-                slots=[sample.slot for sample in samples],
-                known=known,
-            )
-        ]
-
-    def _collect(self, news: Sequence[NewTokens]) -> None:
-        """Append new tokens to their responses, and let those go that have come to their end."""
-        for new in news:
-            self._append(new)
-            new.sample.output.stop_reason = self._stop_reason(new)
-        self._release_finished()
-
-    def _append(self, new: NewTokens) -> None:
-        version = self._weights[0]
-        if not all(map(math.isfinite, new.log_probs)):
-            raise FloatingPointError(
-                f"request {new.sample.group.request.request_id} got log-probabilities "
-                f"{new.log_probs} from version {version} of the weights; they have diverged: go "
-                "back to a checkpoint and lower the learning rate"
-            )
-        output = new.sample.output
-        output.token_ids += new.token_ids
-        output.log_probs += new.log_probs
-        output.policy_versions += [version] * len(new.token_ids)
-
-    def _stop_reason(self, new: NewTokens) -> str:
-        """Why the sample has ended, or ""; tokens behind the end of a stop text are cut off."""
-        group, output = new.sample.group, new.sample.output
-        if group.request.params.stop:
-            assert self._decode_text is not None  # refused in build_groups
-            end = tokens_until_stop(
-                output.token_ids, len(new.token_ids), group.request.params.stop, self._decode_text
-            )
-            if end is not None:
-                for column in (output.token_ids, output.log_probs, output.policy_versions):
-                    del column[end:]
-                return "stop"
-        if not new.is_done:
-            return ""
-        if output.token_ids[-1] in group.stop_token_ids:
-            return "stop"
-        if len(output.token_ids) != group.token_limit:
-            raise RuntimeError(
-                f"a response of request {group.request.request_id} ended after "
-                f"{len(output.token_ids)} of {group.token_limit} tokens without a stop token: this "
-                "is a fault of the engine, and its responses cannot be trusted"
-            )
-        return "length"
-
-    def _release_finished(self) -> None:
-        finished = [row for row in self.scheduler.rows if row.is_finished]
-        for row in finished:
-            self._keep_for_session(row)
-        self._leave(finished, [group for group in self.scheduler.groups if group.is_finished])
-
-    def _leave(self, rows: Sequence[Sample], groups: Sequence[Group]) -> None:
-        """Take rows out, and groups that have no others."""
-        moves = []
-        for row in rows:
-            move = self.scheduler.leave(row)
-            if move is not None:
-                moves.append((move, self.scheduler.rows[move.target]))
-        self.batch.move_rows(moves)
-        for group in groups:
-            move = self.scheduler.leave_group(group)
-            if move is not None:
-                self.batch.move_group(move, self.scheduler.groups[move.target])
-
-    def _keep_for_session(self, row: Sample) -> None:
-        if row.session_id is None or row.output.stop_reason == "abort":
-            return
-        # Without the last token, whose keys and values may not have been computed.
-        layers = self.batch.read(row, row.num_own - 1)
-        self.sessions.put(row.session_id, KnownTokens(row.token_ids[:-1], layers))
-
-    # ---- waiting, leaving, failing -----------------------------------------------------------
-
-    def _current_visit(self) -> asyncio.Task[None]:
-        """The step that everybody waits for; who comes first starts it."""
-        loop = asyncio.get_running_loop()
-        if self._visit is None or self._visit.done() or self._visit.get_loop() is not loop:
-            self._visit = loop.create_task(self._make_visit())
-        return self._visit
-
-    async def _make_visit(self) -> None:
+    def _advance(self) -> Exception | None:
+        """One step. The error that made it fail, which is also that of every future."""
+        failure = None
         try:
-            self._advance()
+            self.core.step()
         except BaseException as error:
-            self._drop_all(error)  # everybody who waits finds it there
+            self._deliver()
+            self._fail_all(error)
             if not isinstance(error, Exception):
                 raise
+            failure = error
+        self._deliver()
+        return failure
 
-    def _abort(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            for sample in group.unfinished:
-                sample.output.stop_reason = "abort"
-            self.scheduler.withdraw(group)
-        self._release_finished()
+    def _deliver(self) -> None:
+        """Tell of the samples that have ended, and resolve the futures of complete requests."""
+        complete = []
+        for sample in self.core.take_ended():
+            running = sample.group.owner
+            submission = self._submissions.get(running)
+            if submission is not None:
+                submission.end(sample.index, sample.output)
+                if submission.is_complete:
+                    complete.append(self._submissions.pop(running))
+        for submission in complete:
+            submission.resolve()
 
-    def _drop_all(self, error: BaseException) -> None:
-        for group in self.scheduler.unfinished:
-            group.error = error
-            for sample in group.unfinished:
-                sample.output.stop_reason = "abort"
-        self.scheduler.clear()
-        self.sessions.clear()
-        self.batch.flush()
-        self.batch.reset()
-        self.cache.free()  # what is in it may be half-written, or not finite
-
-
-def build_batch(runner: ModelRunner, limits: EngineLimits) -> RunningBatch:
-    """Through kernels where there are some; the plain one is exact and runs anywhere."""
-    if runner.exact_capacity is None and can_run_triton(runner.device):
-        from verl.workers.rollout.native.kernel_batch import KernelBatch  # noqa: PLC0415 (Triton)
-        from verl.workers.rollout.native.paged_batch import PagedBatch  # noqa: PLC0415 (Triton)
-
-        size = slots_or_pages(runner, limits)
-        return (PagedBatch if size.is_paged else KernelBatch)(runner, limits, size)
-    return RunningBatch(runner, limits)
-
-
-def outputs_of(groups: Sequence[Group]) -> list[TokenOutput]:
-    """What a request's groups have become; raises if the engine gave them up."""
-    for group in groups:
-        if group.error is not None:
-            raise LostRequestError(
-                f"request {group.request.request_id} was lost: a step of the engine failed "
-                f"({group.error!r}); the engine has dropped all requests and can go on"
-            ) from group.error
-    return [sample.output for group in groups for sample in group.samples]
+    def _fail_all(self, error: BaseException) -> None:
+        submissions, self._submissions = self._submissions, {}
+        for running, submission in submissions.items():
+            loss = running.loss(error)
+            loss.__cause__ = error
+            submission.fail(loss)

@@ -29,7 +29,7 @@ from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.prefill_buckets import PrefillBuckets
 from verl.workers.rollout.native.requests import EngineLimits
 from verl.workers.rollout.native.row_table import RowTable
-from verl.workers.rollout.native.running_batch import NewTokens, RunningBatch, needs_of
+from verl.workers.rollout.native.running_batch import RunningBatch, StepOutput, needs_of
 from verl.workers.rollout.native.sampler import Needs
 from verl.workers.rollout.native.scheduler import Move
 from verl.workers.rollout.native.sequence import Group, Sample
@@ -49,7 +49,7 @@ class KernelBatch(RunningBatch):
         num_slots = self.num_rows
         self.reset()
         self._num_steps = torch.zeros(num_slots, dtype=torch.long, device=runner.device)
-        self._under_way: list[_Block] = []  # oldest first
+        self._in_flight: list[_Block] = []  # oldest first
         self._has_entered = False  # whether the newest is a prefill of this visit
         self._is_late = is_cuda
         self._sizes = batch_sizes(num_slots)
@@ -69,11 +69,11 @@ class KernelBatch(RunningBatch):
 
     def prefill(
         self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int
-    ) -> list[NewTokens]:
+    ) -> list[StepOutput]:
         self.cache.reserve(self.cache.max_slots, self.cache.max_slots)  # any slot may be next
         return super().prefill(samples, [self._placed(s) for s in sequences], num_groups)
 
-    def decode(self, samples: Sequence[Sample]) -> list[NewTokens]:
+    def decode(self, samples: Sequence[Sample]) -> list[StepOutput]:
         """Start the next steps of all rows; give back what was started before them.
 
         So the device has work while the host reads. Rows that end in between stand still until the
@@ -84,7 +84,7 @@ class KernelBatch(RunningBatch):
         self._has_entered = False
         return self._finish_all_but(1 if self._is_late and has_started else 0)
 
-    def flush(self) -> list[NewTokens]:
+    def flush(self) -> list[StepOutput]:
         """Wait for all that was started, and give back what it gave."""
         self._has_entered = False
         return self._finish_all_but(0)
@@ -118,32 +118,32 @@ class KernelBatch(RunningBatch):
         columns = (self._tokens[:num_steps, rows].t(), self._log_probs[:num_steps, rows].t())
         # Copies of their own: the next steps write over these.
         copies = [x.clone() for x in (*columns, table.num_tokens, table.is_done)]
-        self._under_way.append(_Block.read(list(samples), num_steps, copies))
+        self._in_flight.append(_Block.read(list(samples), num_steps, copies))
 
-    def _read(self, samples: Sequence[Sample], rows: slice, num_steps: int) -> list[NewTokens]:
+    def _read(self, samples: Sequence[Sample], rows: slice, num_steps: int) -> list[StepOutput]:
         self._send(samples, rows, num_steps)
         self._has_entered = True
         return [] if self._is_late else self.flush()
 
     def _most_left(self, samples: Sequence[Sample]) -> int:
-        """Tokens that some row may still get after the steps that are under way."""
+        """Tokens that some row may still get after the steps that are in flight."""
         return max(
             sample.group.token_limit - sample.num_tokens - num_ahead
             for sample, num_ahead in zip(samples, self._num_ahead(samples), strict=True)
         )
 
     def _num_ahead(self, samples: Sequence[Sample]) -> list[int]:
-        """Tokens that each sample gets by the steps that are under way, if it does not end."""
+        """Tokens that each sample gets by the steps that are in flight, if it does not end."""
         ahead: Counter[Sample] = Counter()
-        for block in self._under_way:
+        for block in self._in_flight:
             ahead.update(dict.fromkeys(block.samples, block.num_steps))
         return [ahead[sample] for sample in samples]
 
-    def _finish_all_but(self, num_kept: int) -> list[NewTokens]:
+    def _finish_all_but(self, num_kept: int) -> list[StepOutput]:
         """What the samples of the oldest blocks got; those that have ended since get nothing."""
-        num_read = len(self._under_way) - num_kept
-        blocks, self._under_way = self._under_way[:num_read], self._under_way[num_read:]
-        news: list[NewTokens] = []
+        num_read = len(self._in_flight) - num_kept
+        blocks, self._in_flight = self._in_flight[:num_read], self._in_flight[num_read:]
+        outputs: list[StepOutput] = []
         num_given: Counter[Sample] = Counter()
         for block in blocks:
             for sample, tokens, log_probs, num_tokens, is_done in block.rows():
@@ -151,8 +151,10 @@ class KernelBatch(RunningBatch):
                     num_new = num_tokens - sample.num_tokens - num_given[sample]
                     assert 0 <= num_new <= block.num_steps, "host and device count alike"
                     num_given[sample] += num_new
-                    news.append(NewTokens(sample, tokens[:num_new], log_probs[:num_new], is_done))
-        return news
+                    outputs.append(
+                        StepOutput(sample, tokens[:num_new], log_probs[:num_new], is_done)
+                    )
+        return outputs
 
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
         """Rows change places, slots and all; the slots themselves stay where they are."""

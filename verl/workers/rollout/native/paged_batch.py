@@ -3,7 +3,7 @@
 A slot is then a row of a table of pages, and the cache is one store of pages for prompts and
 responses alike. Which pages a sequence holds is decided in `room`, before the steps that need them;
 here they are told to the device. Page numbers of a slot change between steps only, and memory
-changes hands in the order of the stream: steps under way have been computed before the next holder
+changes hands in the order of the stream: steps in flight have been computed before the next holder
 of a page writes to it.
 """
 
@@ -25,7 +25,7 @@ from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.requests import EngineLimits
 from verl.workers.rollout.native.room import PagedRoom
 from verl.workers.rollout.native.row_table import RowTable
-from verl.workers.rollout.native.running_batch import NewTokens
+from verl.workers.rollout.native.running_batch import StepOutput
 from verl.workers.rollout.native.sequence import Sample
 from verl.workers.rollout.native.slot_layouts import SlotDecodeLayout
 
@@ -43,7 +43,7 @@ class PagedBatch(KernelBatch):
             size.num_slots,
             num_rows=size.num_rows,
             max_tokens=max_tokens,
-            stretch=2 * limits.steps_per_visit,  # those under way, and the next
+            stretch=2 * limits.steps_per_visit,  # those in flight, and the next
         )
 
     def reset(self) -> None:
@@ -55,7 +55,7 @@ class PagedBatch(KernelBatch):
 
     def prefill(
         self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int
-    ) -> list[NewTokens]:
+    ) -> list[StepOutput]:
         pages = {sample.slot: self._holders.pages_of(sample) for sample in samples}
         placed = [
             dataclasses.replace(sequence, pages=[pages[row] for row in sequence.slots])
@@ -63,7 +63,7 @@ class PagedBatch(KernelBatch):
         ]
         return super().prefill(samples, placed, num_groups)
 
-    def decode(self, samples: Sequence[Sample]) -> list[NewTokens]:
+    def decode(self, samples: Sequence[Sample]) -> list[StepOutput]:
         held = self._holders.pool.held
         self._pages.update({self._slot_of_row[s.slot]: (held(s.group), held(s)) for s in samples})
         return super().decode(samples)

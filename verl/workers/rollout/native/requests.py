@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verl.workers.rollout.base import GenerationRequest
 from verl.workers.rollout.native.sampler import sample_seeds
-from verl.workers.rollout.native.sequence import Group, Sample
+from verl.workers.rollout.native.sequence import Group, RunningRequest, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ def build_groups(
     vocabulary: int,
     eos_token_ids: Iterable[int],
     can_decode_text: bool,
-) -> list[Group]:
-    """The groups for a request, each small enough for `num_slots`; not yet queued.
+) -> RunningRequest:
+    """A request with its groups, each small enough for `num_slots`; not yet queued.
 
     `max_shared` is the length of a prompt slot.
     """
@@ -87,10 +87,10 @@ def build_groups(
     room = limits.max_response_tokens - max(0, len(prompt_ids) - limits.max_prompt_tokens)
     seeds = seeds_of_samples(request, seed)
     session_ids = request.session_ids or (None,) * request.num_samples
-    groups = []
+    running = RunningRequest(request=request)
     for start in range(0, request.num_samples, num_slots):
         group = Group(
-            request=request,
+            owner=running,
             prompt_ids=prompt_ids,
             num_shared=min(len(prompt_ids), max_shared),
             token_limit=min(params.max_tokens, room),
@@ -98,10 +98,10 @@ def build_groups(
         )
         for index in range(start, min(start + num_slots, request.num_samples)):
             group.samples.append(
-                Sample(group=group, seed=seeds[index], session_id=session_ids[index])
+                Sample(group=group, index=index, seed=seeds[index], session_id=session_ids[index])
             )
-        groups.append(group)
-    return groups
+        running.groups.append(group)
+    return running
 
 
 def seeds_of_samples(request: GenerationRequest, seed: int) -> list[int]:

@@ -28,7 +28,7 @@ from verl.workers.rollout.native.sequence import Group, Sample
 
 
 @dataclass(frozen=True)
-class NewTokens:
+class StepOutput:
     """What a sample got in the last steps."""
 
     sample: Sample
@@ -63,7 +63,7 @@ class RunningBatch:
 
     def prefill(
         self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int
-    ) -> list[NewTokens]:
+    ) -> list[StepOutput]:
         """Let samples in, which hold the last of the rows in use, and give each its first token.
 
         `sequences` are what must be computed for them, in the order of the samples; `num_groups`
@@ -87,7 +87,7 @@ class RunningBatch:
         """
         return True
 
-    def decode(self, samples: Sequence[Sample]) -> list[NewTokens]:
+    def decode(self, samples: Sequence[Sample]) -> list[StepOutput]:
         """Give all rows their next tokens, up to `steps_per_visit` each."""
         rows = slice(0, len(samples))
         table, needs = self._table[rows], needs_of(samples)
@@ -99,7 +99,7 @@ class RunningBatch:
             self._emit(step, rows, table, self.runner.decode(layout, table), needs)
         return self._read(samples, rows, num_steps)
 
-    def flush(self) -> list[NewTokens]:
+    def flush(self) -> list[StepOutput]:
         """What `decode` has started and not yet given back: nothing here."""
         return []
 
@@ -148,9 +148,9 @@ class RunningBatch:
         self._log_probs[step, rows] = log_probs
         table.advance(tokens)
 
-    def _read(self, samples: Sequence[Sample], rows: slice, num_steps: int) -> list[NewTokens]:
+    def _read(self, samples: Sequence[Sample], rows: slice, num_steps: int) -> list[StepOutput]:
         """Bring to the host what the last steps gave to the rows."""
-        table, news = self._table[rows], []
+        table, outputs = self._table[rows], []
         for sample, tokens, log_probs, num_tokens, is_done in zip(
             samples,
             self._tokens[:num_steps, rows].t().tolist(),
@@ -160,8 +160,8 @@ class RunningBatch:
             strict=True,
         ):
             num_new = num_tokens - sample.num_tokens  # fewer than steps if it ended in between
-            news.append(NewTokens(sample, tokens[:num_new], log_probs[:num_new], is_done))
-        return news
+            outputs.append(StepOutput(sample, tokens[:num_new], log_probs[:num_new], is_done))
+        return outputs
 
 
 def needs_of(samples: Sequence[Sample]) -> Needs:

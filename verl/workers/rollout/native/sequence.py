@@ -10,6 +10,9 @@ class Sample:
     """One continuation. While it runs it owns a response slot, which is also its row in a step."""
 
     group: "Group"
+    index: int
+    """Among the samples of the request."""
+
     seed: int
     session_id: str | None = None
     slot: int = -1
@@ -41,7 +44,7 @@ class Group:
     A request for more samples than the engine has slots becomes several groups.
     """
 
-    request: GenerationRequest
+    owner: "RunningRequest"
     prompt_ids: list[int]
 
     num_shared: int
@@ -59,8 +62,12 @@ class Group:
     arrival: int = -1
     """Groups are numbered in the order in which they were queued first."""
 
-    error: BaseException | None = None
-    """What made the engine give the group up."""
+    num_ended: int = 0
+    """Samples that have left for good."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.owner.request
 
     @property
     def unfinished(self) -> list[Sample]:
@@ -68,7 +75,7 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        return not self.unfinished
+        return self.num_ended == len(self.samples)
 
     @property
     def has_tokens(self) -> bool:
@@ -81,3 +88,35 @@ class Group:
         if self.has_tokens:
             return sum(len(self.prompt_ids) + sample.num_tokens for sample in self.unfinished)
         return len(self.prompt_ids)
+
+
+class LostRequestError(RuntimeError):
+    """The engine failed while a request ran; the cause is attached. The engine itself can go on."""
+
+
+@dataclass(kw_only=True, eq=False)
+class RunningRequest:
+    """A request inside the engine."""
+
+    request: GenerationRequest
+    groups: list[Group] = field(default_factory=list)
+    error: BaseException | None = None
+    """What made the engine drop the request."""
+
+    @property
+    def is_finished(self) -> bool:
+        return all(group.is_finished for group in self.groups)
+
+    @property
+    def outputs(self) -> list[TokenOutput]:
+        """One per sample; raises if the engine has dropped the request."""
+        if self.error is not None:
+            raise self.loss(self.error) from self.error
+        return [sample.output for group in self.groups for sample in group.samples]
+
+    def loss(self, error: BaseException) -> LostRequestError:
+        """What to tell the caller of a request that was dropped because of `error`."""
+        return LostRequestError(
+            f"request {self.request.request_id} was lost: a step of the engine failed "
+            f"({error!r}); the engine has dropped all requests and can go on"
+        )

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from verl.models.attention import AttentionLayout, AttentionOptions
-from verl.models.kernels.cache_writes import write_tokens
 from verl.models.kernels.decode_attention import SlotRows, slot_decode_attention
 from verl.models.kernels.packed_attention import (
     Continuation,
@@ -20,6 +19,7 @@ from verl.models.kernels.packed_attention import (
     packed_attention,
     tokens_per_tile,
 )
+from verl.models.kernels.row_steps import write_tokens
 from verl.workers.rollout.native.kv_cache import KVCache
 from verl.workers.rollout.native.one_copy import in_one_copy
 from verl.workers.rollout.native.page_pool import PAGE

@@ -4,8 +4,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from verl.utils.streams import HIGH_PRIORITY
-
+HIGH_PRIORITY = -1
 NUM_WARM_UPS = 2
 FEWEST_ROWS = 8
 FEWEST_TOKENS = 64

@@ -14,7 +14,8 @@ import asyncio
 import itertools
 import multiprocessing
 import threading
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from verl.utils.device import free_cached_memory
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
+    OnEnd,
     StreamingRollout,
     TokenDelta,
     TokenOutput,
@@ -34,6 +36,7 @@ from verl.workers.rollout.process.link import Link, Patience
 from verl.workers.rollout.process.pending import DeltaFeed
 from verl.workers.rollout.process.weights import CUDA_IPC, SHARED_MEMORY, TCP
 from verl.workers.rollout.process.wire import WireError
+from verl.workers.rollout.stepping import Submission
 from verl.workers.weight_sync import Published, WeightSender, WeightSyncError, send_weights
 from verl.workers.weight_sync.cuda_ipc import CudaIpcSender
 from verl.workers.weight_sync.errors import WeightsNotReadyError
@@ -157,24 +160,31 @@ class EngineProcess(StreamingRollout):
             )
         return version
 
-    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
-        link = self._require_link()
-        pending = link.submit(request)
+    def submit(
+        self, request: GenerationRequest, on_end: OnEnd | None = None
+    ) -> Future[list[TokenOutput]]:
+        submission = Submission(request, on_end)
         try:
-            return await asyncio.wrap_future(pending.future)
-        finally:
-            link.give_up(pending)  # if the caller no longer waits
+            link = self._require_link()
+            pending = link.submit(request, on_end=submission.end)
+        except EngineLostError as error:
+            submission.fail(error)
+            return submission.future
 
-    def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[TokenOutput]]:
-        link = self._require_link()
-        asked = []
-        try:
-            for request in requests:
-                asked.append(link.submit(request))
-            return link.wait_all(asked)
-        finally:
-            for pending in asked:
+        def resolve(answer: Future[list[TokenOutput]]) -> None:
+            error = answer.exception()
+            if error is None:
+                submission.resolve()
+            else:
+                submission.fail(error)
+
+        def give_up_if_cancelled(future: Future[list[TokenOutput]]) -> None:
+            if future.cancelled():
                 link.give_up(pending)
+
+        submission.future.add_done_callback(give_up_if_cancelled)
+        pending.future.add_done_callback(resolve)
+        return submission.future
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         link, feed = self._require_link(), DeltaFeed(asyncio.get_running_loop())

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from verl.workers.rollout.base import EngineLostError, GenerationRequest
+from verl.workers.rollout.base import EngineLostError, GenerationRequest, OnEnd
 from verl.workers.rollout.process.child import Child
 from verl.workers.rollout.process.messages import delta_of, error_of, request_fields
 from verl.workers.rollout.process.pending import OnDelta, PendingCall, PendingRequest
@@ -77,9 +77,14 @@ class Link:
         if self._end is not None:
             raise EngineLostError(self._end)
 
-    def submit(self, request: GenerationRequest, on_delta: OnDelta | None = None) -> PendingRequest:
+    def submit(
+        self,
+        request: GenerationRequest,
+        on_delta: OnDelta | None = None,
+        on_end: OnEnd | None = None,
+    ) -> PendingRequest:
         """Ask for tokens."""
-        pending = PendingRequest(next(self._numbers), request, on_delta)
+        pending = PendingRequest(next(self._numbers), request, on_delta, on_end)
         self._send(pending, {"call": "submit", "request": request_fields(request)})
         return pending
 

@@ -16,11 +16,11 @@ from verl.models.loading import load_causal_lm
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
+from verl.workers.rollout.native.core import EngineCore
 from verl.workers.rollout.native.end_tokens import end_tokens
-from verl.workers.rollout.native.engine import NativeEngine, outputs_of
 from verl.workers.rollout.native.memory import beside_weights
 from verl.workers.rollout.native.requests import EngineLimits
-from verl.workers.rollout.native.sequence import Group
+from verl.workers.rollout.native.sequence import RunningRequest
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
 
 BUILD = "verl.workers.rollout.process.native:build"
@@ -62,7 +62,7 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
     )
     fuse_model(module)  # on a GPU; elsewhere it changes nothing
     tokenizer = hf_tokenizer(options["tokenizer_path"], trust_remote_code=trusts)
-    engine = NativeEngine(
+    engine = EngineCore(
         module.requires_grad_(False).eval(),
         beside_weights(EngineLimits(**options["limits"]), module),
         eos_token_ids=end_tokens(module, tokenizer),
@@ -76,14 +76,14 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
 class _Running:
     """A request and how many tokens of each sample have been told; -1 when its end has been."""
 
-    groups: list[Group]
+    request: RunningRequest
     num_told: list[int]
 
 
 class HostedNativeEngine(HostedEngine):
     """Tells after each step what the engine's samples have got."""
 
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self._running: dict[int, _Running] = {}
 
@@ -99,19 +99,19 @@ class HostedNativeEngine(HostedEngine):
 
     def submit(self, number: int, request: GenerationRequest) -> None:
         # Names of callers may repeat; with the number they do not, so each is aborted alone.
-        groups = self.engine.submit(replace(request, request_id=f"{request.request_id}#{number}"))
-        self._running[number] = _Running(groups=groups, num_told=[0] * request.num_samples)
+        added = self.engine.add(replace(request, request_id=f"{request.request_id}#{number}"))
+        self._running[number] = _Running(request=added, num_told=[0] * request.num_samples)
 
     def abort(self, number: int) -> None:
-        for group in self._running[number].groups:
-            self.engine.abort(group.request.request_id)
+        self.engine.abort_groups(self._running[number].request.groups)
 
     def has_work(self) -> bool:
         return bool(self._running)
 
     def step(self) -> Sequence[tuple[int, TokenDelta]]:
-        if self.engine.scheduler.unfinished:  # else all have been aborted
+        if self.engine.has_unfinished:  # else all have been aborted
             self.engine.step()
+        self.engine.take_ended()  # told as deltas
         return [
             (number, delta)
             for number, running in list(self._running.items())
@@ -150,7 +150,7 @@ class HostedNativeEngine(HostedEngine):
         self._running.clear()
 
     def _news(self, number: int, running: _Running) -> Iterable[TokenDelta]:
-        for sample, output in enumerate(outputs_of(running.groups)):
+        for sample, output in enumerate(running.request.outputs):
             told = running.num_told[sample]
             if told < 0 or (told == len(output.token_ids) and not output.stop_reason):
                 continue

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from verl.workers.rollout.base import GenerationRequest, TokenDelta, TokenOutput
+from verl.workers.rollout.base import GenerationRequest, OnEnd, TokenDelta, TokenOutput
 
 OnDelta = Callable[[TokenDelta | None], None]
 """Told of every delta, and of None when there will be no more."""
@@ -35,11 +35,18 @@ class PendingCall:
 class PendingRequest(PendingCall):
     """Puts the deltas of a request together; `future` gets the list of its samples."""
 
-    def __init__(self, number: int, request: GenerationRequest, on_delta: OnDelta | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: GenerationRequest,
+        on_delta: OnDelta | None = None,
+        on_end: OnEnd | None = None,
+    ) -> None:
         super().__init__(number)
         self.request = request
         self._outputs = [TokenOutput() for _ in range(request.num_samples)]
         self._on_delta = on_delta
+        self._on_end = on_end
 
     def add(self, delta: TokenDelta) -> bool:
         """True when this was the last of all."""
@@ -51,6 +58,8 @@ class PendingRequest(PendingCall):
         is_finished = all(output.stop_reason for output in self._outputs)
         if self._on_delta is not None:
             self._on_delta(delta)
+        if self._on_end is not None and output.stop_reason:
+            self._on_end(delta.sample, output)
         if is_finished:
             self.succeed(self._outputs)
         return is_finished

@@ -1,0 +1,226 @@
+"""Every option has an effect, is accepted without one, or is refused: one of the three.
+
+An option that claims an effect must have a reader in the package, so an option that nobody reads
+fails here. What is refused ends a run with exit code 2 before a model is loaded.
+"""
+
+import re
+import sys
+
+import pytest
+
+from tests.config.readers import reads
+from verl.config.effects import OTHER_BACK_END, default_of, way, why_idle, without_effect
+from verl.config.keys import Keys
+from verl.config.legacy import meaning_of
+from verl.config.roles import OWN_LOOPS
+from verl.config.roots import ROOTS
+from verl.config.variants import family
+from verl.trainer import main_eval, main_generation, main_ppo, sft_trainer
+from verl.trainer.sft.launch import OF_ENGINE
+
+COMMANDS = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "generation", "evaluation")
+CHECKED = {"use_remove_padding"}
+"""Options without a reader whose value validation insists on, where sequences are shared."""
+
+
+def keys_of(command):
+    keys = Keys(ROOTS[command]())
+    return sorted(keys.leaves | keys.free)
+
+
+EVERY_KEY = [(command, key) for command in COMMANDS for key in keys_of(command)]
+
+
+def refusal_of(command, stops):
+    """The rule that refuses every value but the default."""
+    key = ".".join(stop.item.name for stop in stops)
+    if command == "sft_trainer_engine" and (key in OF_ENGINE or key.endswith("parallel_size")):
+        return key
+    rules = [stop.rule("absent") for stop in stops]
+    return next((rule for rule in rules if rule is not None and rule.values is None), None)
+
+
+def is_never_used(stops):
+    for stop in stops:
+        listed = stop.rule("reads")
+        if listed is not None and stop.rest.split(".")[0] not in listed[0]:
+            return True
+        if any(condition.is_never for condition in stop.rule("used_if") or ()):
+            return True
+    return False
+
+
+def has_reader(stops):
+    *_, last = stops
+    owners = reads().get(last.item.name, set())
+    parent = stops[-2].item.name if len(stops) > 1 else ""
+    classes = {cls.__name__ for cls in type(last.section).__mro__}
+    is_listed = "*" in owners and "_" in last.item.name
+    return bool(owners & ({parent} | classes)) or is_listed
+
+
+def followers(command):
+    """Each key with those whose default follows it."""
+    found = {}
+    for path, value in family(ROOTS[command]).variants[0].defaults.items():
+        for dots, name in re.findall(r"\$\{(?:oc\.select:)?(\.*)([\w.]+)", str(value)):
+            base = path[: len(path) - len(dots)] if dots else ()
+            found.setdefault(".".join((*base, name)), []).append(".".join(path))
+    return found
+
+
+FOLLOWERS = {command: followers(command) for command in COMMANDS}
+
+
+def is_translated(command, key, value):
+    """Whether loading turns the key into others: an older spelling, or a count over all ranks."""
+    forms = family(ROOTS[command])
+    keys = forms.variants[0].keys
+    other = "x" if isinstance(value, str) or value is None else 7
+    is_size = key.endswith("micro_batch_size") and f"{key}_per_gpu" in keys
+    return is_size or meaning_of(key, other, {}, (keys, forms.keys)) is not None
+
+
+def has_effect(command, key):
+    root = ROOTS[command]()
+    stops = way(root, key)
+    if has_reader(stops) or stops[-1].item.name in CHECKED:
+        return True
+    if any(OWN_LOOPS in (stop.rule("used_if") or ()) for stop in stops):
+        return True  # agent loops of the user's own read it
+    if tuple(key.split(".")) == family(ROOTS[command]).strategy_key or key.endswith(".strategy"):
+        return True  # it chooses the schema, or is refused
+    if is_translated(command, key, default_of(stops[-1].item)):
+        return True
+    return any(has_effect(command, one) for one in FOLLOWERS[command].get(key, ()))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_key_is_in_one_of_three_states(command):
+    root, wrong = ROOTS[command](), []
+    for key in keys_of(command):
+        stops = way(root, key)
+        is_refused, is_idle = refusal_of(command, stops) is not None, is_never_used(stops)
+        is_read = not is_refused and not is_idle and has_effect(command, key)
+        if not (is_refused or is_idle or is_read):
+            wrong.append(f"{key}: nothing reads it, and no rule says so")
+        absent, conditions = stops[-1].rule("absent"), stops[-1].rule("used_if") or ()
+        if absent and absent.values is None and any(one.is_never for one in conditions):
+            wrong.append(f"{key}: it is refused, and it is said to have no effect")
+    assert wrong == []
+
+
+def test_a_key_that_nobody_reads_is_noticed():
+    stops = way(ROOTS["ppo_trainer"](), "trainer.del_local_ckpt_after_load")
+    assert not has_reader(stops)
+    assert has_reader(way(ROOTS["ppo_trainer"](), "trainer.save_freq"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_condition_can_be_asked_of_the_defaults(command):
+    """Predicates meet every root that mounts their section; reasons are sentences' ends."""
+    config = ROOTS[command]()
+    for key in keys_of(command):
+        reason = why_idle(config, key)
+        assert reason is None or (reason and not reason.endswith(".")), key
+
+
+def test_keys_of_another_back_end_are_named():
+    siblings = family(ROOTS["ppo_trainer"]).keys
+    config = ROOTS["ppo_trainer"]()
+    others = sorted(siblings.leaves - Keys(config).leaves)
+    assert len(others) > 100
+    assert dict(without_effect(config, others)) == dict.fromkeys(others, OTHER_BACK_END)
+
+
+def wrong_value(stop):
+    """A value that is not the default, as a command line writes it."""
+    default = default_of(stop.item)
+    choices = [one for one in stop.item.metadata.get("choices", ()) if one not in (default, None)]
+    if choices:
+        return str(choices[0])
+    if isinstance(default, bool):
+        return str(not default)
+    if isinstance(default, int | float):
+        return str(type(default)(default + 1)) if default < 1 else "2"
+    if isinstance(default, dict):
+        return "{a:1}"
+    return "x"
+
+
+REFUSED = [
+    (command, key)
+    for command, key in EVERY_KEY
+    if refusal_of(command, way(ROOTS[command](), key)) is not None
+]
+MAINS = {
+    "ppo_trainer": main_ppo.main,
+    "sft_trainer_engine": sft_trainer.main,
+    "generation": main_generation.main,
+    "evaluation": main_eval.main,
+}
+
+
+def exit_code(monkeypatch, command, *arguments):
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(SystemExit) as end:
+        MAINS[command]()
+    return end.value.code
+
+
+@pytest.mark.parametrize(("command", "key"), [one for one in REFUSED if one[0] in MAINS])
+def test_a_run_with_a_refused_key_ends_before_a_model_is_loaded(command, key, monkeypatch, capsys):
+    stops = way(ROOTS[command](), key)
+    assignment = f"{key}={wrong_value(stops[-1])}"
+    assert exit_code(monkeypatch, command, assignment) == 2
+    said = capsys.readouterr().err
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert key in said
+    assert "Traceback" not in said
+
+
+BY_VALUE = [
+    "actor_rollout_ref.actor.strategy=megatron",
+    "actor_rollout_ref.actor.strategy=veomni",
+    "critic.strategy=megatron",
+    "actor_rollout_ref.rollout.name=trtllm",
+    "actor_rollout_ref.rollout.dtype=fp8",
+    "actor_rollout_ref.actor.peft.peft_type=dora",
+    "+async_training.staleness_threshold=1",
+    "+rollout.partial_rollout=True",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+]
+
+
+@pytest.mark.parametrize("argument", BY_VALUE)
+def test_values_that_ask_for_what_does_not_exist_are_refused_in_one_line(
+    argument, monkeypatch, capsys
+):
+    assert exit_code(monkeypatch, "ppo_trainer", argument) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "note:" not in line]
+    assert len(errors) == 1, errors
+
+
+def test_the_megatron_files_are_refused_in_one_line(monkeypatch, capsys):
+    name = "--config-name=ppo_megatron_trainer"
+    assert exit_code(monkeypatch, "ppo_trainer", name) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "note:" not in line]
+    assert len(errors) == 1, errors
+    assert "not built in yet" in errors[0]
+
+
+def test_defaults_that_scripts_state_are_accepted_silently(monkeypatch, capsys):
+    """Every refused key at its default, and False, null or 0 where it asks for nothing."""
+    off = []
+    for command, key in REFUSED:
+        last = way(ROOTS[command](), key)[-1]
+        if command == "ppo_trainer" and not isinstance(default_of(last.item), dict):
+            value = default_of(last.item)
+            off.append(f"{key}={'null' if value is None else value}")
+    monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.dry_run=True", *off])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    main_ppo.main()
+    assert "without effect" not in capsys.readouterr().out

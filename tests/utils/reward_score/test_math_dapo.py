@@ -1,0 +1,52 @@
+import pytest
+
+from verl.utils.reward_score.math_dapo import compute_score, normalize_final_answer
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "answer"),
+    [
+        ("Answer: 34", "34", "34"),
+        ("so...\nAnswer: 34", "34", "34"),
+        ("answer : 34\n", "34", "34"),
+        ("Answer: 1\nAnswer: 34", "34", "34"),
+        ("Answer: $34$", "34", "34"),
+        ("Answer: $x = 34$", "34", "34"),
+        ("Answer: \\boxed{34}", "34", "34"),
+        ("Answer: 34 dollars", "34", "34"),
+        ("Answer: 1,234", "1234", "1234"),
+        ("Answer: \\frac12", "\\frac{1}{2}", "\\frac{1}{2}"),
+        ("Answer: \\text{even}", "even", "even"),
+        ("Answer: \\sqrt2", "\\sqrt{2}", "\\sqrt{2}"),
+        ("Answer: 30^\\circ", "30", "30"),
+    ],
+)
+def test_the_right_answer_scores_1(response, truth, answer):
+    assert compute_score(response, truth) == {"score": 1.0, "acc": True, "pred": answer}
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Answer: 35", "35"),
+        ("34", "[INVALID]"),
+        ("", "[INVALID]"),
+        ("Answer: 34\nAnswer: 33", "33"),
+        ("Answer: 34" + "x" * 400, "[INVALID]"),  # too far from the end
+    ],
+)
+def test_any_other_answer_scores_minus_1(response, answer):
+    assert compute_score(response, "34") == {"score": -1.0, "acc": False, "pred": answer}
+
+
+def test_a_strict_box_must_hold_the_very_text():
+    assert compute_score(r"\boxed{34}", "34", strict_box_verify=True)["score"] == 1.0
+    assert compute_score(r"\boxed{34.0}", "34", strict_box_verify=True) == {
+        "score": -1.0, "acc": False, "pred": "34.0",
+    }  # fmt: skip
+    assert compute_score("Answer: 34", "34", strict_box_verify=True)["pred"] == "[INVALID]"
+
+
+def test_a_text_that_is_no_answer_is_left_as_it_is():
+    assert normalize_final_answer("a " * 10_000) == "a " * 10_000
+    assert normalize_final_answer("a 5 ") == "5"

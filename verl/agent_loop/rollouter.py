@@ -1,0 +1,457 @@
+"""`Rollouter`: from prompts to groups of graded trajectories.
+
+    caller's thread                     event loop thread, as long as the process lives
+      submit(groups) ------------------>  a task per group: the loops of its samples
+      buffer.demands, buffer.take wait    each trajectory is graded as it ends
+                          <-------------  buffer.put(group)
+
+What happens to a trajectory follows from its row and its seed, so groups are the same whatever else
+runs beside them.
+"""
+
+import asyncio
+import functools
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from torch import Tensor
+
+from verl.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    DictConfigWrap,
+    LoopSample,
+    agent_loops,
+)
+from verl.agent_loop.buffer import Buffer
+from verl.agent_loop.server_manager import AsyncLLMServerManager
+from verl.protocol import DataProto
+from verl.protocol.padded import Padding, padded_batch, trajectories_of
+from verl.protocol.trajectory import Group, Segment, Trajectory, response_segments
+from verl.utils.dataset.rl_dataset import get_dataset_class
+from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.rollout_trace import RolloutTraceConfig
+from verl.workers.reward_manager.adapters import as_grader
+from verl.workers.reward_manager.service import GradingService
+from verl.workers.rollout.base import EngineLostError, TokenOutput
+from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """What holds for all groups that are generated together."""
+
+    step: int = -1
+    is_validation: bool = False
+    does_sample: bool | None = None
+    """False is greedy; None is what the configuration says."""
+
+    @property
+    def meta_info(self) -> dict[str, Any]:
+        """The options as `generate_sequences` takes them."""
+        stated = {"validate": self.is_validation or None, "do_sample": self.does_sample}
+        known = {name: value for name, value in stated.items() if value is not None}
+        return {"global_steps": self.step, **known}
+
+
+def new_groups(
+    prompts: DataProto, num_samples: int, *, step: int, seed_of: Callable[[str, int], int]
+) -> list[Group]:
+    """A group of empty trajectories for each prompt; `seed_of(uid, sample)` seeds each of them."""
+    groups: list[Group] = []
+    for index, row in enumerate(rows_of(prompts)):
+        uid = row["uid"]
+        trajectories = [
+            Trajectory(uid=uid, sample=sample, row=row, seed=seed_of(uid, sample))
+            for sample in range(num_samples)
+        ]
+        groups.append(Group(index=index, uid=uid, drawn_at=step, trajectories=trajectories))
+    return groups
+
+
+class GroupSource(ABC):
+    """Fills the trajectories of groups, for a buffer or for whoever waits."""
+
+    def submit(self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer) -> None:
+        """Begin to generate; the groups come to the buffer as they end."""
+        indices = buffer.begin(len(groups), step=options.step)
+        for index, group in zip(indices, groups, strict=True):
+            group.index = index
+
+        def check(work: "Future[None]") -> None:
+            error = work.exception(timeout=0)
+            if error is not None:
+                buffer.fail(error)
+
+        self.start(groups, options, buffer.put).add_done_callback(check)
+
+    def generate(self, groups: Sequence[Group], options: RolloutOptions) -> None:
+        """Generate and wait, for validation and baselines."""
+        work = self.start(groups, options, lambda group: None)
+        try:
+            work.result(timeout=None)
+        finally:
+            work.cancel()
+
+    @abstractmethod
+    def start(
+        self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
+    ) -> "Future[None]":
+        """Begin to generate; `put` is called with each group when it has ended."""
+
+    @abstractmethod
+    def take_report(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Metrics and seconds since the last time, beside those of trajectories."""
+
+
+@dataclass(frozen=True)
+class LoopClass:
+    """A class and the further arguments its YAML entry gives it."""
+
+    cls: type[AgentLoopBase]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Rollouter(GroupSource):
+    """Runs agent loops over engines; the loops run in this process, wherever the engines are.
+
+    `wake_up` is given where engines have processes of their own, which may be lost.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        servers: AsyncLLMServerManager,
+        *,
+        tokenizer: Any,
+        processor: Any = None,
+        wake_up: Callable[[], None] | None = None,
+    ) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        self.config = config
+        self.servers = servers
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.padding = Padding(
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        self.grading: GradingService | None = None
+        """Grades trajectories as they end; None where that is done afterwards."""
+
+        self.val_grading: GradingService | None = None
+        self._wake_up = wake_up
+        self._default_loop: str = rollout.agent.default_agent_loop
+        self._listed_loops = listed_loops(rollout.agent.agent_loop_config_path)
+        self._loop_classes: dict[str, LoopClass] = {}
+        self._dataset_cls = get_dataset_class(config.data)
+        self._seconds: dict[str, float] = {}
+        self._num_restarts = self._num_redispatched = 0
+
+    def grade_with(self, reward_fn: Any, val_reward_fn: Any) -> None:
+        """From now on grade each trajectory as soon as it ends, with a grader of that scope."""
+        self.grading = self._grading_of(reward_fn)
+        self.val_grading = self._grading_of(val_reward_fn)
+
+    def _grading_of(self, reward_fn: Any) -> GradingService | None:
+        if reward_fn is None:
+            return None
+        grader = as_grader(reward_fn, functools.partial(padded_batch, padding=self.padding))
+        return GradingService(grader) if grader.scope == "trajectory" else None
+
+    def start(
+        self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
+    ) -> "Future[None]":
+        if self._wake_up is not None:
+            self._wake_up()  # engines in this process wake by themselves
+        return asyncio.run_coroutine_threadsafe(
+            self._generate(groups, options, put), rollout_loop(os.getpid())
+        )
+
+    def take_report(self) -> tuple[dict[str, float], dict[str, float]]:
+        seconds, self._seconds = self._seconds, {}
+        if self._wake_up is None:
+            return {}, seconds
+        before = self._num_restarts, self._num_redispatched
+        self._num_restarts = sum(engine.num_restarts for engine in self.servers.server_handles)
+        self._num_redispatched = self.servers.num_redispatched
+        return {
+            "rollout/engine_restarts": self._num_restarts - before[0],
+            "rollout/redispatched": self._num_redispatched - before[1],
+        }, seconds
+
+    async def _generate(
+        self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
+    ) -> None:
+        service = self.val_grading if options.is_validation else self.grading
+        grading = None if service is None else GradedGeneration(service)
+        params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
+        versions = self._policy_versions()
+        traces = trace_infos(groups, options)
+        # One task per group, made in order: samples of a prompt reach the engine together.
+        tasks = [
+            asyncio.create_task(self._run_group(group, params, trace, grading))
+            for group, trace in zip(groups, traces, strict=True)
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            if grading is not None:
+                grading.cancel()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+        if grading is not None:
+            start = time.perf_counter()
+            await grading.finish()
+            self._seconds["reward_wait"] = time.perf_counter() - start
+        is_one_version = versions == self._policy_versions() and len(versions) == 1
+        for group in groups:
+            group.version = min(versions) if is_one_version else None
+            put(group)
+
+    async def _run_group(
+        self,
+        group: Group,
+        params: Mapping[str, Any],
+        traces: Sequence[Mapping[str, Any] | None],
+        grading: "GradedGeneration | None",
+    ) -> None:
+        def end(
+            trajectory: Trajectory, output: AgentLoopOutput, turns: Sequence[TokenOutput]
+        ) -> None:
+            limit = self.padding.response_length
+            fill_trajectory(trajectory, output, turns, max_response_tokens=limit)
+            if grading is not None and trajectory.reward_score is None:
+                grading.add(trajectory)
+
+        row = loop_columns(group.trajectories[0].row)
+        samples = [
+            LoopSample(
+                params=dict(params) if t.seed is None else {**params, "seed": t.seed},
+                row=row if t.row is group.trajectories[0].row else loop_columns(t.row),
+                end=functools.partial(end, t),
+                trace=trace,
+            )
+            for t, trace in zip(group.trajectories, traces, strict=True)
+        ]
+        chosen = self._loop_class(row.get("agent_name") or self._default_loop)
+        await chosen.cls.run_group(functools.partial(self._make_loop, chosen), samples)
+
+    def _loop_class(self, name: str) -> LoopClass:
+        """The class of that name, prepared on first use."""
+        if name not in self._loop_classes:
+            chosen = self._listed_loops.get(name) or LoopClass(agent_loops[name])
+            is_prepared = any(known.cls is chosen.cls for known in self._loop_classes.values())
+            if not is_prepared:
+                chosen.cls.init_class(self.config, self.tokenizer, self.processor, **chosen.kwargs)
+            self._loop_classes[name] = chosen
+        return self._loop_classes[name]
+
+    def _make_loop(self, chosen: LoopClass) -> AgentLoopBase:
+        return chosen.cls(
+            trainer_config=DictConfigWrap(self.config),
+            server_manager=self.servers,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            dataset_cls=self._dataset_cls,
+            dataset_config=DictConfigWrap(self.config.data),
+            **chosen.kwargs,
+        )
+
+    def _policy_versions(self) -> set[int]:
+        """Those of all engines; none if one of them is lost."""
+        try:
+            return {engine.policy_version for engine in self.servers.server_handles}
+        except EngineLostError:
+            return set()
+
+
+class GradedGeneration:
+    """Hands the trajectories of one generation to a grading service as they end."""
+
+    def __init__(self, service: GradingService) -> None:
+        self._service = service
+        self._added: list[Trajectory] = []
+        self._num_submitted = 0
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Grade a trajectory, together with all that end in this turn of the event loop."""
+        self._added.append(trajectory)
+        if len(self._added) == self._num_submitted + 1:
+            asyncio.get_running_loop().call_soon(self._submit)
+
+    def _submit(self) -> None:
+        ended = self._added[self._num_submitted :]
+        self._num_submitted = len(self._added)
+        self._service.submit(ended)
+
+    async def finish(self) -> None:
+        """Wait for the last grades; groups with an infra error are retried when scored."""
+        await asyncio.wrap_future(self._service.grade_once(self._added))
+
+    def cancel(self) -> None:
+        self._num_submitted = len(self._added)  # they may not have been handed over yet
+        self._service.cancel()
+
+
+class BatchSource(GroupSource):
+    """Groups from an object with `generate_sequences`: a user's manager, or a dump of rollouts."""
+
+    def __init__(self, manager: Any, loop_batch: Callable[[DataProto], DataProto]) -> None:
+        self.manager = manager
+        self._loop_batch = loop_batch
+        self._metrics: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    def start(
+        self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
+    ) -> "Future[None]":
+        trajectories = [t for group in groups for t in group.trajectories]
+        request = self._loop_batch(
+            DataProto.from_dict(
+                non_tensors={
+                    name: [t.row[name] for t in trajectories]
+                    for name in loop_columns(trajectories[0].row)
+                }
+            )
+        )
+        request.meta_info = options.meta_info
+        request.non_tensor_batch[SEED_COLUMN] = np.array(
+            [t.seed for t in trajectories], dtype=object
+        )
+        batch = self.manager.generate_sequences(request)
+        for trajectory, made in zip(trajectories, trajectories_of(batch), strict=True):
+            trajectory.segments = made.segments
+            trajectory.num_turns = made.num_turns
+            trajectory.extra_fields = made.extra_fields
+        self._metrics |= batch.meta_info.pop("metrics", {})
+        self._seconds |= batch.meta_info.pop("timing", {})
+        for group in groups:
+            group.version = batch.meta_info.get("policy_version")
+            put(group)
+        work: Future[None] = Future()
+        work.set_result(None)
+        return work
+
+    def take_report(self) -> tuple[dict[str, float], dict[str, float]]:
+        report = self._metrics, self._seconds
+        self._metrics, self._seconds = {}, {}
+        return report
+
+
+def fill_trajectory(
+    trajectory: Trajectory,
+    output: AgentLoopOutput,
+    turns: Sequence[TokenOutput],
+    *,
+    max_response_tokens: int,
+) -> None:
+    """Take in what a loop returned, up to the limit; `turns` are what engines sampled for it."""
+    ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
+    if len(ids) > max_response_tokens:
+        ids, mask = ids[:max_response_tokens], mask[:max_response_tokens]
+        log_probs = None if log_probs is None else log_probs[:max_response_tokens]
+    trajectory.segments = [
+        Segment(author="template", token_ids=output.prompt_ids),
+        *response_segments(
+            ids,
+            mask,
+            log_probs,
+            [(turn.token_ids, turn.policy_versions) for turn in turns],
+        ),
+    ]
+    trajectory.reward_score = output.reward_score
+    trajectory.num_turns = output.num_turns
+    trajectory.stop_reason = output.stop_reason
+    trajectory.metrics = output.metrics
+    trajectory.extra_fields = output.extra_fields
+
+
+def loop_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a loop sees of a row: all but tensors."""
+    return {name: value for name, value in row.items() if not isinstance(value, Tensor)}
+
+
+def rows_of(batch: DataProto) -> list[dict[str, Any]]:
+    """The rows of a batch as mappings; tensor columns give a tensor each."""
+    columns: dict[str, Iterable[Any]] = dict(batch.non_tensor_batch)
+    if batch.batch is not None:
+        columns |= {name: batch.batch[name].unbind() for name in batch.batch.keys()}  # noqa: SIM118
+    names = list(columns)
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def trace_infos(
+    groups: Sequence[Group], options: RolloutOptions
+) -> list[list[dict[str, Any] | None]]:
+    """What `rollout_trace_attr` is told of each trajectory; None while nothing is traced."""
+    config = RolloutTraceConfig.get_instance()
+    if config.tracer is None:
+        return [[None] * len(group.trajectories) for group in groups]
+    limit = config.max_samples_per_step_per_worker
+    infos: list[list[dict[str, Any] | None]] = []
+    place = 0
+    for group in groups:
+        infos.append([])
+        for trajectory in group.trajectories:
+            infos[-1].append(
+                {
+                    "step": options.step,
+                    "sample_index": trajectory.row.get("index", group.index),
+                    "rollout_n": trajectory.sample,
+                    "validate": options.is_validation,
+                    "trace": limit is None or place < limit,
+                }
+            )
+            place += 1
+    return infos
+
+
+def listed_loops(path: str | None) -> dict[str, LoopClass]:
+    """The loops of a YAML file: a list of `{name, _target_, ...}`, `_target_` being a class."""
+    if path is None:
+        return {}
+    entries = yaml.safe_load(Path(path).expanduser().read_text())
+    loops: dict[str, LoopClass] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
+            raise ValueError(
+                f"{path} lists {entry!r}; every agent loop needs a name and a _target_, the full "
+                "name of its class"
+            )
+        kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
+        loops[entry["name"]] = LoopClass(
+            load_class_from_fqn(entry["_target_"], "agent loop"), kwargs
+        )
+    return loops
+
+
+@functools.cache
+def rollout_loop(pid: int) -> asyncio.AbstractEventLoop:
+    """The event loop of all agent loops of this process, on a thread of its own.
+
+    A loop that raises `SystemExit` ends its generation, not the thread.
+    """
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                continue  # whoever waits for that generation has it
+
+    threading.Thread(target=run, name="rollout", daemon=True).start()
+    return loop

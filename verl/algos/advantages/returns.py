@@ -1,0 +1,117 @@
+"""Advantages from the return of every token: GAE, REINFORCE++ and ReMax.
+
+In generalized advantage estimation a critic's values bootstrap the return; REINFORCE++ scales
+returns over the whole batch, ReMax subtracts the reward of a greedy response.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algos.advantages.rewards import (
+    discounted_returns,
+    outcome_reward,
+    require_finite,
+    reward_of_trained_tokens,
+    spread_over_tokens,
+    whiten,
+)
+from verl.algos.registry import AdvantageEstimator, register_adv_est
+from verl.utils.groupwise import as_torch_index, group_mean_std
+
+if TYPE_CHECKING:
+    from verl.config.algorithm import AlgoConfig
+
+
+@register_adv_est(AdvantageEstimator.GAE, built_in=True)
+@torch.no_grad()
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Exponentially weighted temporal differences (arXiv:1506.02438).
+
+        delta_t  = r_t + gamma V_next - V_t
+        A_t      = delta_t + gamma lam A_next
+        return_t = A_t + V_t                            then A is whitened over the mask
+
+    All tensors are (B, T). `next` is the next trained token: masked tokens (tool output, padding)
+    are stepped over, so their values never bootstrap and they cost no discount; after the last
+    trained token V and A are 0.
+    """
+    is_trained = response_mask.bool().T  # (T, B): one row per step of the recursion
+    rewards = reward_of_trained_tokens(token_level_rewards, response_mask).T.contiguous()
+    values = values.to(rewards.dtype).T.contiguous()
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_value - values[t]
+        advantages[t] = delta + gamma * lam * next_advantage
+        next_value = torch.where(is_trained[t], values[t], next_value)
+        next_advantage = torch.where(is_trained[t], advantages[t], next_advantage)
+    returns = torch.where(is_trained, advantages + values, 0.0).T.contiguous()
+    return whiten(advantages.T, response_mask), returns
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS, built_in=True)
+@torch.no_grad()
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: "AlgoConfig | None" = None,
+    gamma: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Discounted returns, whitened over the batch (arXiv:2501.03262).
+
+        return_t = r_t + gamma return_next              then A = whiten(return) over the mask
+
+    Rewards and mask are (B, T). Where `config` is given, `config.gamma` counts. Returns cross
+    masked tokens.
+    """
+    discount = gamma if config is None else config.gamma
+    returns = discounted_returns(token_level_rewards, response_mask, discount)
+    return whiten(returns, response_mask), returns
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE, built_in=True)
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: "AlgoConfig | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """Reward minus the mean of the prompt's group, whitened over the batch (arXiv:2501.03262).
+
+        A_it = whiten(r_i - mean_g) over the mask       a group of one has mean 0
+
+    Rewards and mask are (B, T), `index` (B,). Whitening weighs responses by their length, so it
+    may move a group of equal rewards away from 0; if every group is of that kind, all is 0.
+    """
+    reward = outcome_reward(token_level_rewards)  # (B,)
+    gidx = as_torch_index(index, reward.device)
+    mean, _, _ = group_mean_std(reward, gidx)
+    centred, _ = spread_over_tokens(reward - mean[gidx], response_mask)
+    advantages = whiten(centred, response_mask)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.REMAX, built_in=True)
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    config: "AlgoConfig | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """Return minus the reward of the greedy response to the same prompt (arXiv:2310.10505).
+
+        A_t = return_t - baseline                       return_t = r_t + return_next
+
+    Rewards and mask are (B, T), `reward_baselines` (B,).
+    """
+    returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
+    baseline = require_finite(reward_baselines, "reward_baselines")[:, None]
+    return torch.where(response_mask.bool(), returns - baseline, 0.0), returns

@@ -1,0 +1,164 @@
+"""Trajectories as the padded batch of the public surface.
+
+Prompts are padded on the left, responses on the right; `B` rows, `P` prompt and `T` response tokens
+at most, `L = P + T`. Masks come from lengths, never from pad ids: a pad token may also be the end
+of a sentence. Arrays are allocated once and filled row by row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.protocol.data_proto import DataProto
+from verl.protocol.trajectory import Segment, Trajectory, response_segments
+from verl.utils.model import compute_position_id_with_mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """The widths of a batch and what fills them."""
+
+    prompt_length: int
+    response_length: int
+    pad_token_id: int
+
+
+def padded_batch(
+    trajectories: Sequence[Trajectory], padding: Padding, *, with_rows: bool = True
+) -> DataProto:
+    """One row per trajectory; longer responses are cut at the limit.
+
+    With the columns of the dataset rows unless `with_rows` is false; a column that a trajectory
+    brings itself comes first.
+    """
+    columns: dict[str, Any] = {}
+    names = dict.fromkeys(name for t in trajectories for name in t.extra_fields)
+    for name in names:
+        columns[name] = [t.extra_fields.get(name) for t in trajectories]
+    if names:  # all of a row's extra fields, for reward functions
+        columns["tool_extra_fields"] = [dict(t.extra_fields) for t in trajectories]
+    columns["__num_turns__"] = np.array([t.num_turns for t in trajectories], dtype=np.int32)
+    if with_rows:
+        for name in trajectories[0].row:
+            if name not in columns:
+                columns[name] = [t.row[name] for t in trajectories]
+    tensors = padded_columns(trajectories, padding)
+    for name, values in list(columns.items()):
+        if isinstance(values, list) and all(isinstance(value, Tensor) for value in values):
+            tensors.setdefault(name, torch.stack(columns.pop(name)))
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+
+def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict[str, Tensor]:
+    """`prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, and
+    `rollout_log_probs` and `rm_scores` where every trajectory has them."""
+    P, T = padding.prompt_length, padding.response_length
+    ids = np.full((len(trajectories), P + T), padding.pad_token_id, dtype=np.int64)  # (B, L)
+    is_token = np.zeros_like(ids)
+    is_trained = np.zeros((len(trajectories), T), dtype=np.int64)
+    log_probs = np.zeros((len(trajectories), T), dtype=np.float32)
+    has_log_probs = True
+    prompt_arrays: dict[int, np.ndarray] = {}  # samples of a prompt share its list of ids
+    for row, trajectory in enumerate(trajectories):
+        path = trajectory.path()
+        prompt = trajectory.prompt_ids if trajectory.num_prompt_segments != 1 else path[0].token_ids
+        if len(prompt) > P:
+            raise ValueError(
+                f"an agent loop returned a prompt of {len(prompt)} tokens; rollout.prompt_length "
+                f"is {P}, and apply_chat_template keeps to it"
+            )
+        if id(prompt) not in prompt_arrays:
+            prompt_arrays[id(prompt)] = np.array(prompt, dtype=np.int64)
+        ids[row, P - len(prompt) : P] = prompt_arrays[id(prompt)]
+        is_token[row, P - len(prompt) : P] = 1
+        start = 0
+        for segment in path[trajectory.num_prompt_segments :]:
+            end = min(start + len(segment.token_ids), T)
+            ids[row, P + start : P + end] = segment.token_ids[: end - start]
+            is_trained[row, start:end] = segment.is_trained
+            if segment.log_probs is not None:
+                log_probs[row, start:end] = segment.log_probs[: end - start]
+            elif segment.author == "model":
+                has_log_probs = False
+            start = end
+        is_token[row, P : P + start] = 1
+    input_ids, attention_mask = torch.from_numpy(ids), torch.from_numpy(is_token)
+    columns = {
+        "prompts": input_ids[:, :P].contiguous(),
+        "responses": input_ids[:, P:].contiguous(),
+        "response_mask": torch.from_numpy(is_trained),
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": compute_position_id_with_mask(attention_mask),
+    }
+    if has_log_probs:
+        columns["rollout_log_probs"] = torch.from_numpy(log_probs)
+    scores = [t.reward_score for t in trajectories if t.reward_score is not None]
+    if scores:
+        columns["rm_scores"] = loop_scores(scores, attention_mask[:, P:])
+    return columns
+
+
+def loop_scores(scores: Sequence[float], response_tokens: Tensor) -> Tensor:
+    """The scores that loops gave their trajectories, each on the last token, (B, T)."""
+    if len(scores) < len(response_tokens):
+        raise ValueError(
+            f"agent loops have scored {len(scores)} of {len(response_tokens)} trajectories; either "
+            "all loops of a batch set reward_score or none does"
+        )
+    rewards = torch.zeros(response_tokens.shape)
+    for row, (score, length) in enumerate(
+        zip(scores, response_tokens.sum(1).tolist(), strict=True)
+    ):
+        if length:
+            rewards[row, length - 1] = float(score)
+    return rewards
+
+
+def trajectories_of(batch: DataProto) -> list[Trajectory]:
+    """The trajectories of a padded batch that somebody else generated.
+
+    Columns of the batch that a trajectory has no place for become its extra fields.
+    """
+    tensors = {name: batch.batch[name] for name in batch.batch.keys()}  # noqa: SIM118
+    P = tensors["prompts"].shape[1]
+    is_token = tensors["attention_mask"].bool()
+    is_trained = tensors.get("response_mask", tensors["attention_mask"][:, P:]).tolist()
+    log_probs = tensors["rollout_log_probs"].tolist() if "rollout_log_probs" in tensors else None
+    own = {"prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids"}
+    own.add("rollout_log_probs")
+    turns = batch.non_tensor_batch.get("__num_turns__", np.zeros(len(batch), dtype=np.int32))
+    found: list[Trajectory] = []
+    for row in range(len(batch)):
+        extras = {name: tensors[name][row] for name in tensors.keys() - own}
+        extras |= {
+            name: column[row]
+            for name, column in batch.non_tensor_batch.items()
+            if name not in ("__num_turns__", "tool_extra_fields")
+        }
+        response = tensors["responses"][row][is_token[row, P:]].tolist()
+        found.append(
+            Trajectory(
+                uid="",
+                sample=0,
+                row={},
+                segments=[
+                    Segment(
+                        author="template",
+                        token_ids=tensors["prompts"][row][is_token[row, :P]].tolist(),
+                    ),
+                    *response_segments(
+                        response,
+                        is_trained[row][: len(response)],
+                        None if log_probs is None else log_probs[row][: len(response)],
+                    ),
+                ],
+                num_turns=int(turns[row]),
+                extra_fields=extras,
+            )
+        )
+    return found

@@ -1,0 +1,200 @@
+"""Dispatch of the rows of a batch to ranks by a plan, and collection of results in row order.
+
+    driver                                              ranks
+      lengths -> plan, rows reordered and split ---->     run the micro-batches of the plan
+      results, back in the order of the rows    <----     columns, and the row of each entry
+
+A dispatch mode of `register`, so every caller of a role's method gets it, the trainer as well as a
+user's own loop; any number of rows will do. The role has the settings of the split
+(`inference_settings`, `update_settings`), the driver plans for all ranks
+(`verl.workers.schedule`). With one data-parallel rank the role makes its own plan.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl.protocol import DataProto, DataProtoFuture
+from verl.protocol.future import DEFAULT_TIMEOUT_SECONDS
+from verl.single_controller.base.dispatch import (
+    Arguments,
+    collect_lazy_compute_data_proto,
+    dispatch_nd_compute,
+    dispatch_nd_compute_dataproto,
+)
+from verl.single_controller.base.worker_group import WorkerGroup
+from verl.workers.engine.inputs import PROMPT_INDEX, first_appearance, prompt_groups
+from verl.workers.schedule import (
+    MicroBatching,
+    Passes,
+    Placement,
+    UpdatePlan,
+    plan_inference,
+    plan_update,
+)
+
+ROW_COLUMN = "row_of_batch"
+"""Which row of the caller's batch an entry is; -1 for one that only fills a chunk up."""
+
+PASSES, UPDATE_PLAN = "passes", "update_plan"
+INFERENCE_COLUMNS = (
+    "input_ids", "attention_mask", "position_ids", "responses", "response_mask", "uid",
+)  # fmt: skip
+
+ModeFunctions = dict[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """How a role splits the rows of an update; counts are over all ranks."""
+
+    rows_per_step: int
+    micro_batching: MicroBatching
+    epochs: int = 1
+    shuffle_seed: int | None = None
+
+
+def dispatch_inference(mesh_name: str, model: str) -> ModeFunctions:
+    """The mode of a method that runs rows through one of the role's models and returns columns.
+
+    The role has `inference_settings(model)`.
+    """
+    return {
+        "dispatch_fn": partial(split_for_inference, mesh_name, model),
+        "collect_fn": partial(gather_rows, mesh_name),
+    }
+
+
+def dispatch_update(mesh_name: str) -> ModeFunctions:
+    """The mode of a method that trains on a batch; the role has `update_settings()`."""
+    return {
+        "dispatch_fn": partial(split_for_update, mesh_name),
+        "collect_fn": partial(collect_lazy_compute_data_proto, mesh_name),
+    }
+
+
+def split_for_inference(
+    mesh_name: str, model: str, worker_group: WorkerGroup, data: DataProto | DataProtoFuture
+) -> Arguments:
+    dp_ranks, batch = worker_group.mesh_dp_ranks(mesh_name), as_batch(data)
+    num_ranks = max(dp_ranks) + 1
+    if num_ranks == 1:
+        return dispatch_nd_compute_dataproto(dp_ranks, 1, worker_group, batch)
+    batch = with_prompt_index(batch)
+    plan = plan_inference(
+        token_counts(batch, "attention_mask"),
+        micro_batching=worker_group.execute_rank_zero_sync("inference_settings", model),
+        num_ranks=num_ranks,
+        groups=prompts_to_keep_together(batch, len(batch), num_ranks),
+    )
+    parts = planned_chunks(batch, plan)
+    for rank, part in enumerate(parts):
+        part.meta_info[PASSES] = plan.passes[rank]
+    return dispatch_nd_compute(dp_ranks, num_ranks, worker_group, parts)
+
+
+def split_for_update(
+    mesh_name: str, worker_group: WorkerGroup, data: DataProto | DataProtoFuture
+) -> Arguments:
+    dp_ranks, batch = worker_group.mesh_dp_ranks(mesh_name), as_batch(data)
+    num_ranks = max(dp_ranks) + 1
+    if num_ranks == 1:
+        return dispatch_nd_compute_dataproto(dp_ranks, 1, worker_group, batch)
+    batch = with_prompt_index(batch)
+    settings: UpdateSettings = worker_group.execute_rank_zero_sync("update_settings")
+    plan = plan_update(
+        token_counts(batch, "attention_mask"),
+        token_counts(batch, "response_mask"),
+        rows_per_step=settings.rows_per_step,
+        micro_batching=settings.micro_batching,
+        num_ranks=num_ranks,
+        epochs=settings.epochs,
+        shuffle_seed=settings.shuffle_seed,
+        groups=prompts_to_keep_together(batch, settings.rows_per_step, num_ranks),
+    )
+    parts = planned_chunks(batch, plan)
+    for part in parts:
+        part.meta_info[UPDATE_PLAN] = plan.to_dict()
+    return dispatch_nd_compute(dp_ranks, num_ranks, worker_group, parts)
+
+
+def with_prompt_index(batch: DataProto) -> DataProto:
+    """The tensors of a batch, with the number of each row's prompt: by `uid` where there is one,
+    else by its tokens."""
+    rows = model_rows(batch).copy()
+    rows[PROMPT_INDEX] = torch.tensor(prompt_groups(rows))
+    return DataProto(batch=rows, meta_info=batch.meta_info)
+
+
+def model_rows(data: DataProto) -> TensorDict:
+    """The tensors of a batch as an engine takes them: `uid`, if there is one, becomes a column."""
+    uids = data.non_tensor_batch.get("uid")
+    if uids is None or PROMPT_INDEX in data.batch.keys():  # noqa: SIM118 (a TensorDict)
+        return data.batch
+    rows = data.batch.copy()
+    rows[PROMPT_INDEX] = torch.tensor(first_appearance(uids))
+    return rows
+
+
+def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) -> DataProto:
+    """The results in the order of the caller's rows, without those of padding."""
+    batch = collect_lazy_compute_data_proto(mesh_name, worker_group, output)
+    if ROW_COLUMN not in batch.batch.keys():  # noqa: SIM118 (a TensorDict)
+        return batch
+    rows: Tensor = batch.batch.pop(ROW_COLUMN)
+    order = rows.argsort(stable=True)
+    return batch.select_idxs(order[rows[order] >= 0])
+
+
+def row_column(data: DataProto) -> dict[str, Tensor]:
+    """What a method adds to the columns it returns; nothing if its rows were not planned."""
+    is_planned = ROW_COLUMN in data.batch.keys()  # noqa: SIM118 (a TensorDict)
+    return {ROW_COLUMN: data.batch[ROW_COLUMN]} if is_planned else {}
+
+
+def planned_passes(data: DataProto) -> Passes | None:
+    """The passes that this rank makes over its rows, if they were planned."""
+    return data.meta_info.get(PASSES)
+
+
+def update_plan(data: DataProto) -> UpdatePlan | None:
+    """The plan that this rank's rows were dispatched by, if there is one."""
+    is_planned = UPDATE_PLAN in data.meta_info
+    return UpdatePlan.from_dict(data.meta_info[UPDATE_PLAN]) if is_planned else None
+
+
+def planned_chunks(batch: DataProto, plan: Placement) -> list[DataProto]:
+    """The chunk of each rank, its rows marked."""
+    rows = torch.tensor(plan.order)
+    chosen = batch.select_idxs(rows)
+    rows[plan.padding] = -1
+    chosen.batch[ROW_COLUMN] = rows
+    parts = chosen.chunk(plan.num_ranks)
+    for part in parts:
+        part.meta_info = dict(batch.meta_info)
+    return parts
+
+
+def as_batch(data: DataProto | DataProtoFuture) -> DataProto:
+    return data.get(DEFAULT_TIMEOUT_SECONDS) if isinstance(data, DataProtoFuture) else data
+
+
+def prompts_to_keep_together(
+    batch: DataProto, rows_per_step: int, num_ranks: int
+) -> list[int] | None:
+    """A label for the prompt of each row: a rank that has all of its responses runs it once.
+
+    None where an optimizer step has fewer prompts than ranks, which would leave some without work.
+    """
+    labels = prompt_groups(batch.batch)
+    num_steps = -(-len(batch) // rows_per_step)
+    return labels if len(set(labels)) >= num_ranks * num_steps else None
+
+
+def token_counts(batch: DataProto, mask: str) -> list[int]:
+    return batch.batch[mask].sum(-1).tolist()

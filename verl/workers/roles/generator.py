@@ -1,0 +1,250 @@
+"""`Generator`: the rollout engine of a rank, wherever its weights are.
+
+It starts the engine that `rollout.name` names (`verl.workers.rollout.factory`): on a module that is
+trained here, on a copy of it in this process, or in a process of its own. In the first case there
+are no weights to publish; else `weights` holds the engine's own. The engine itself is used as it is
+in the same process, by polls from elsewhere, or with a whole batch at once.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from verl.config.actor import FSDPActorConfig
+from verl.config.ppo import ActorRolloutRefConfig
+from verl.protocol import DataProto
+from verl.utils.device import get_device_id, get_visible_devices_keyword
+from verl.utils.environment import variable
+from verl.utils.fs import copy_to_local
+from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.spec import compute_dtype
+from verl.workers.rollout.base import Rollout, SamplingParams, TokenOutput
+from verl.workers.rollout.engine_weights import (
+    EngineWeights,
+    ModuleWeights,
+    ProcessWeights,
+    adapter_config,
+    adapter_tensors,
+    load_copy,
+)
+from verl.workers.rollout.factory import (
+    EngineOrder,
+    ModuleOrder,
+    has_own_process,
+    module_engines,
+    process_engines,
+    ranks_per_engine,
+)
+from verl.workers.rollout.polling import Poller, poller_of
+from verl.workers.rollout.process.client import EngineProcess
+from verl.workers.rollout.process.hosted import EngineFacts
+from verl.workers.rollout.sequences import (
+    SEED_COLUMN,
+    pad_floats,
+    padded_sequences,
+    prompts_of,
+    requests_of,
+    sampling_options,
+)
+
+
+class Generator:
+    """The rollout engine of one rank; `create_subgroups(size)` gives its group of ranks."""
+
+    rollout: Rollout
+    """Not on a rank whose engine another rank leads."""
+
+    poller: Poller
+    weights: EngineWeights | None = None
+    """The engine's own; None where it generates with those that are trained."""
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        *,
+        device: str,
+        rank: int,
+        create_subgroups: Callable[[int], dist.ProcessGroup | None],
+    ) -> None:
+        model = config.model
+        self.config, self.device, self.rank = config, device, rank
+        self._create_subgroups = create_subgroups
+        self.tokenizer = hf_tokenizer(
+            model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+        )
+        self.leads_engine = leads_engine(config, rank)
+
+    def start_on_module(
+        self,
+        module: PreTrainedModel,
+        version: Callable[[], int],
+        tp_group: dist.ProcessGroup | None = None,
+        *,
+        owns_module: bool = False,
+    ) -> None:
+        """Generate with the weights of `module`, whatever they are by then.
+
+        The ranks of `tp_group` shard the module, which must be the engine's own.
+        """
+        build = module_engines[self.config.rollout.name]
+        self._serve(
+            build(
+                ModuleOrder(
+                    module=module,
+                    rollout=self.config.rollout,
+                    tokenizer=self.tokenizer,
+                    version=version,
+                    seed=self._engine_index,
+                    owns_module=owns_module,
+                    tp_group=tp_group,
+                )
+            )
+        )
+
+    def start_on_copy(self, module_with_adapter: PreTrainedModel | None = None) -> None:
+        """Start an engine with weights of its own, which generates nothing before they have come.
+
+        Of `module_with_adapter` it is sent the adapter alone.
+        """
+        config = self.config
+        if has_own_process(config.rollout.name):
+            self.weights = self._start_process(module_with_adapter)
+            return
+        tp_size = config.rollout.tensor_model_parallel_size
+        module = load_copy(config.model, fsdp_config(config), self.device)
+        bucket_bytes = update_bucket_bytes(config)
+        weights = ModuleWeights(module, bucket_bytes=bucket_bytes, is_sharded=tp_size > 1)
+        tp_group = self._create_subgroups(tp_size)
+        self.start_on_module(module, lambda: weights.version, tp_group, owns_module=True)
+        self.weights = weights
+
+    def facts(self) -> EngineFacts:
+        """The facts of the engine's process; of a rank that leads none only the length matters."""
+        if self.leads_engine and isinstance(self.rollout, EngineProcess):
+            return self.rollout.facts
+        rollout = self.config.rollout
+        return EngineFacts(
+            name=rollout.name,
+            version="",
+            log_probs="tempered",
+            can_sleep=False,
+            max_model_len=rollout.prompt_length + rollout.response_length,
+        )
+
+    def stop(self) -> None:
+        """End the engine's process, if it has one. It also ends with this process."""
+        if self.leads_engine and isinstance(self.rollout, EngineProcess):
+            self.rollout.close()
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Continue every row once, with the columns that agent loops give, `timing` empty."""
+        if not self.leads_engine:
+            return DataProto()  # only the result of the rank that leads is collected
+        rollout = self.config.rollout
+        ids = prompts_of(prompts, self.tokenizer, max_tokens=rollout.prompt_length)
+        options = sampling_options(rollout, prompts.meta_info)
+        params = SamplingParams(max_tokens=rollout.response_length, **options)
+        seeds: Any = prompts.non_tensor_batch.get(SEED_COLUMN)
+        self.rollout.wake_up()
+        samples = self.rollout.generate_batch(requests_of(ids, params, seeds))
+        return self._as_batch(ids, [output for outputs in samples for output in outputs])
+
+    def _as_batch(self, prompts: list[list[int]], outputs: Sequence[TokenOutput]) -> DataProto:
+        rollout, pad_token_id = self.config.rollout, self.tokenizer.pad_token_id
+        assert isinstance(pad_token_id, int)
+        tensors = padded_sequences(
+            prompts,
+            [output.token_ids for output in outputs],
+            [[1] * len(output.token_ids) for output in outputs],
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            pad_token_id=pad_token_id,
+        )
+        log_probs = [output.log_probs for output in outputs]
+        tensors["rollout_log_probs"] = pad_floats(log_probs, rollout.response_length)
+        return DataProto.from_dict(tensors=tensors, meta_info={"timing": {}})
+
+    def _start_process(self, module_with_adapter: PreTrainedModel | None) -> ProcessWeights:
+        """The process of this rank's engine, if it leads one; it uses the devices of all ranks
+        that have the engine in common."""
+        config, dtype = self.config, trained_dtype(self.config, self.device)
+        adapter = process = tensors = None
+        if module_with_adapter is not None:
+            adapter = adapter_config(module_with_adapter)
+            torch_dtype = PrecisionType.to_dtype(dtype)
+            tensors = partial(adapter_tensors, module_with_adapter, self.device, torch_dtype)
+        group = self._create_subgroups(ranks_per_engine(config.rollout))
+        devices = devices_of_ranks(group, self.device)
+        if self.leads_engine:
+            order = EngineOrder(
+                rollout=config.rollout,
+                model_path=copy_to_local(config.model.path),
+                device=self.device,
+                dtype=dtype,
+                seed=self._engine_index,
+                trust_remote_code=config.model.trust_remote_code,
+                tokenizer_path=config.model.tokenizer_path,
+                override_config=dict(config.model.override_config),
+                visible_devices=devices,
+                adapter=adapter,
+            )
+            process = EngineProcess(process_engines[config.rollout.name](order))
+            process.start()
+            self._serve(process)
+        return ProcessWeights(process, tensors)
+
+    def _serve(self, rollout: Rollout) -> None:
+        self.rollout, self.poller = rollout, poller_of(rollout)
+
+    @property
+    def _engine_index(self) -> int:
+        return self.rank // ranks_per_engine(self.config.rollout)
+
+
+def leads_engine(config: ActorRolloutRefConfig, rank: int) -> bool:
+    """Whether this rank calls the engine; of one in this process every rank calls its shard."""
+    is_first = rank % ranks_per_engine(config.rollout) == 0
+    return is_first or not has_own_process(config.rollout.name)
+
+
+def fsdp_config(config: ActorRolloutRefConfig) -> Any:
+    assert isinstance(config.actor, FSDPActorConfig)
+    return config.actor.fsdp_config
+
+
+def trained_dtype(config: ActorRolloutRefConfig, device: str) -> str:
+    """The number format of the weights that are sent."""
+    return str(compute_dtype(fsdp_config(config).dtype, device)).removeprefix("torch.")
+
+
+def update_bucket_bytes(config: ActorRolloutRefConfig) -> int:
+    """How much of the weights is sent at once, where the engine has its own."""
+    return config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+
+
+def devices_of_ranks(group: dist.ProcessGroup | None, device: str) -> tuple[str, ...]:
+    """Devices of all ranks of the group, or of this rank alone, by the names that another process
+    must be given to use them; none on a CPU. All ranks must call it."""
+    if device == "cpu":
+        return ()
+    visible = variable(get_visible_devices_keyword())
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    name = names[get_device_id()] if names else str(get_device_id())
+    if group is None:
+        return (name,)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (socket.gethostname(), name), group=group)
+    machines = sorted({machine for machine, _ in gathered})
+    if len(machines) > 1:
+        raise ValueError(
+            f"an engine has the devices of {len(gathered)} ranks, and these are on "
+            f"{', '.join(machines)}; an engine in a process of its own has devices of one machine: "
+            "choose rollout.tensor_model_parallel_size (times pipeline_model_parallel_size) so "
+            "that it divides the devices of a machine"
+        )
+    return tuple(name for _, name in gathered)

@@ -1,0 +1,276 @@
+"""`Publisher`: makes an update of the policy visible to the rollout engines.
+
+    trainer                      rollout ranks                    actor ranks
+      publish()                    (engines that share the trained storage: nothing to do)
+      update_weights      ---------------------------------->    send to the engines they hold
+      accept_weights(token) -->    open a port each, serve nothing
+      receive_weights       -->    wait for a sender
+      send_weights          ---------------------------------->    whole tensors in buckets
+                                   verify, serve              <--    to its shard of the ports
+      compare what was sent with what is held; drift check
+
+Rollout ranks of their own get a new token for every update, so that nobody else's weights come in,
+nor those of an earlier update. An engine that is lost on the way is restarted where it was, and
+everything is sent again. An engine that computes with code of its own is probed before the first
+token is trained on and compared with the policy after every update: that weights arrived does not
+mean that they are in use.
+"""
+
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from verl.config.ppo import ActorRolloutRefConfig
+from verl.single_controller.base.failures import WorkerError, WorkerTimeout
+from verl.workers.rollout.base import EngineLostError, Rollout
+from verl.workers.rollout.canary import METRIC, Canary, default_tolerance
+from verl.workers.rollout.factory import has_own_process, ranks_per_engine
+from verl.workers.rollout.probe import probe_engine
+from verl.workers.rollout.probe_findings import SamplingInUse
+from verl.workers.rollout.process.hosted import EngineFacts
+from verl.workers.rollout.remote import RemoteRollout, remote_rollouts
+from verl.workers.rollout.trained import Answer, TrainedPolicy
+
+ATTEMPTS = 3
+REASON_SECONDS = 10.0
+"""How long receivers get to report why they refused, once the sender has failed."""
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher(ABC):
+    """Makes an update visible to the rollout engines of a run."""
+
+    @abstractmethod
+    def publish(self, *, in_flight: bool = False) -> dict[str, float]:
+        """Return when every engine generates with the trained weights; the metrics of it.
+
+        With `in_flight` requests may run meanwhile; they go on with the new weights.
+        """
+
+    @abstractmethod
+    def recover(self, engine: Rollout) -> None:
+        """Restart a lost engine with the trained weights; others are left alone."""
+
+
+class SharedStorage(Publisher):
+    """Engines that generate with the very storage that is trained."""
+
+    def publish(self, *, in_flight: bool = False) -> dict[str, float]:
+        return {}
+
+    def recover(self, engine: Rollout) -> None:
+        """An engine in the trainer's process is lost with it."""
+
+
+class SentWeights(Publisher):
+    """Engines with weights of their own, on the actor's ranks or on ranks of the rollout."""
+
+    def __init__(self, config: ActorRolloutRefConfig, actor: Any, rollout: Any) -> None:
+        """`actor` and `rollout` are worker groups; the same one where they share ranks."""
+        self._actor, self._rollout = actor, rollout
+        self._is_apart = rollout is not actor
+        self._check: DriftCheck | None = None
+        if self._is_apart and has_own_process(config.rollout.name):
+            self._check = self._check_of(config)
+            if config.rollout.probe:
+                self._check.probe()
+
+    def publish(self, *, in_flight: bool = False) -> dict[str, float]:
+        if in_flight:
+            raise NotImplementedError(
+                "weights are sent to engines that run no requests; publish after they have ended"
+            )
+        if self._is_apart:
+            self.send()
+            return {} if self._check is None else self._check.after_update()
+        reports: list[dict[str, float]] = self._actor.update_weights()
+        names = {name for report in reports for name in report}
+        return {name: max(r[name] for r in reports if name in r) for name in sorted(names)}
+
+    def recover(self, engine: Rollout) -> None:
+        if self._is_apart:
+            assert isinstance(engine, RemoteRollout)
+            self.send(engine.ranks)
+        else:
+            self._actor.update_weights()
+
+    def send(self, ranks: Sequence[int] | None = None, *, is_scrambled: bool = False) -> int:
+        """Bring these ranks of the rollout, or all, to the actor's weights; their version then.
+
+        Raises unless all of them hold the sender's fingerprint; until then they generate nothing. A
+        probe asks for scrambled weights.
+        """
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return self._send_once(ranks, is_scrambled)
+            except WorkerError as error:
+                if all(self._rollout.rollout_is_alive()):
+                    raise
+                logger.warning("an engine was lost while it was sent weights; resending: %s", error)
+        return self._send_once(ranks, is_scrambled)
+
+    def _send_once(self, ranks: Sequence[int] | None, is_scrambled: bool) -> int:
+        actor, rollout, token = self._actor, self._rollout, secrets.token_hex(16)
+        chosen = None if ranks is None else tuple(ranks)
+        ports = [
+            address for address in rollout.accept_weights(token, chosen) if address is not None
+        ]
+        receiving = rollout.execute_all_async("receive_weights")
+        try:
+            results = actor.send_weights(tuple(ports), token, is_scrambled)
+        except WorkerError:
+            self._raise_reason(receiving)
+            raise
+        sent = {published for published in results if published is not None}
+        held = {published for published in rollout.resolve(receiving) if published is not None}
+        if held != sent or len(held) != 1:
+            raise RuntimeError(
+                f"the actor's ranks sent {sent} (version, fingerprint), and the rollout's hold "
+                f"{held}; all of them must be the same: the ranks of the actor have drifted apart"
+            )
+        return held.pop().version
+
+    def _raise_reason(self, receiving: list[Any]) -> None:
+        """Raise the receiver's error, if it has ended too; it explains the sender's."""
+        try:
+            self._rollout.with_deadline(REASON_SECONDS).resolve(receiving)
+        except WorkerTimeout:
+            logger.error("the weights could not be sent, and the rollout still waits for them")
+
+    def _check_of(self, config: ActorRolloutRefConfig) -> "DriftCheck":
+        """The driver asks both sides: engines continue a prompt, the actor's ranks score it."""
+        size = ranks_per_engine(config.rollout)
+        engines = remote_rollouts(self._rollout, size, first_rank_leads=True)
+        facts = [facts for facts in self._rollout.rollout_facts() if facts is not None]
+        return DriftCheck(
+            [
+                Compared(engine, GroupPolicy(self._actor, self, engine.ranks), engine_facts)
+                for engine, engine_facts in zip(engines, facts, strict=True)
+            ],
+            self._actor.check_settings()[0],
+        )
+
+
+def publisher_of(config: ActorRolloutRefConfig, actor: Any, rollout: Any) -> Publisher:
+    """The publisher between two worker groups, or of one that both trains and generates."""
+    is_shared = rollout is actor and all(actor.shares_weights())
+    return SharedStorage() if is_shared else SentWeights(config, actor, rollout)
+
+
+# ---- engines that compute with code of their own ------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckSettings:
+    """What an engine is compared by."""
+
+    vocabulary: int
+    tolerance: float
+    sampling: SamplingInUse
+
+    @classmethod
+    def of(
+        cls, config: ActorRolloutRefConfig, model: PreTrainedModel, *, dtype: str, device: str
+    ) -> "CheckSettings":
+        """For a policy that is trained in `dtype`."""
+        rollout = config.rollout
+        formats = [dtype, rollout.quantization]
+        if device != "cpu" or rollout.dtype == "fp8":  # on a CPU engines compute as training does
+            formats.append(rollout.dtype)
+        is_filtered = rollout.top_k > 0 or rollout.top_p < 1 or rollout.repetition_penalty != 1
+        return cls(
+            vocabulary=model.config.get_text_config().vocab_size,
+            tolerance=rollout.canary_tolerance or default_tolerance(*formats),
+            sampling=SamplingInUse(
+                temperature=rollout.temperature,
+                is_filtered=is_filtered,
+                uses_log_probs=rollout.calculate_log_probs or config.actor.use_rollout_log_probs,
+            ),
+        )
+
+
+class Compared(NamedTuple):
+    """An engine and the policy that it should be; None on a rank that only scores."""
+
+    engine: Rollout | None
+    policy: TrainedPolicy
+    facts: EngineFacts
+
+
+class DriftCheck:
+    """Compares engines with the policy under training, once by a probe and after every update."""
+
+    def __init__(
+        self, compared: Sequence[Compared], settings: CheckSettings, *, on_ranks: bool = False
+    ) -> None:
+        """With `on_ranks` the actor's ranks check their own engines and score together, also those
+        that lead no engine or have just lost one."""
+        self._compared = list(compared)
+        self._settings = settings
+        self._on_ranks = on_ranks
+
+    def probe(self) -> None:
+        """Raise if an engine does not do what training relies on."""
+        for engine, policy, facts in self._compared:
+            probe_engine(
+                engine,
+                policy,
+                facts,
+                vocabulary=self._settings.vocabulary,
+                tolerance=self._settings.tolerance,
+                sampling=self._settings.sampling,
+            )
+
+    def after_update(self) -> dict[str, float]:
+        """Raise if an engine does not generate with the new weights; how far they are off."""
+        differences = [0.0]
+        for engine, policy, _ in self._compared:
+            try:
+                differences.append(self._canary.check(engine, policy).get(METRIC, 0.0))
+            except EngineLostError as error:  # it is restarted when it is next needed
+                logger.warning("a rollout engine was lost right after an update: %s", error)
+                if self._on_ranks:
+                    self._canary.check(None, policy)
+        return {METRIC: max(differences)}
+
+    @cached_property
+    def _canary(self) -> Canary:
+        return Canary(
+            vocabulary=self._settings.vocabulary,
+            max_model_len=min(facts.max_model_len for _, _, facts in self._compared),
+            tolerance=self._settings.tolerance,
+        )
+
+
+class GroupPolicy(TrainedPolicy):
+    """The policy of the group `actor`, whose weights a publisher sends to `ranks`."""
+
+    def __init__(self, actor: Any, publisher: SentWeights, ranks: Sequence[int]) -> None:
+        self._actor, self._publisher, self._ranks = actor, publisher, ranks
+
+    @property
+    def version(self) -> int:
+        return self._actor.trained_version()[0]
+
+    def send(self, *, is_scrambled: bool) -> None:
+        self._publisher.send(self._ranks, is_scrambled=is_scrambled)
+
+    def log_probs(self, answers: Sequence[Answer], *, temperature: float) -> list[Tensor]:
+        return self._actor.score_answers(tuple(answers), temperature)[0]
+
+    def can_scramble(self) -> bool:
+        return False
+
+    def as_scrambled(self) -> AbstractContextManager[None]:
+        raise NotImplementedError(
+            "the actor's weights are not scrambled in place; see can_scramble"
+        )
