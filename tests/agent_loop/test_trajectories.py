@@ -13,7 +13,7 @@ LENGTHS = {"prompt_length": 3, "response_length": 4, "pad_token_id": 2}
 
 def trajectory(output, *turns, **row):
     made = Trajectory(uid="a", sample=0, row=row)
-    fill_trajectory(made, output, turns)
+    fill_trajectory(made, output, turns, max_response_tokens=1024)
     return made
 
 

@@ -10,7 +10,7 @@ from tests.chaos import table
 from tests.chaos.strikes import wait_until_gone
 from tests.toy import toy_run
 from verl.workers.reward_manager import worker_pool
-from verl.workers.reward_manager.results import InfraError, Score
+from verl.workers.reward_manager.grader import InfraError, Score
 from verl.workers.reward_manager.worker_pool import WorkerPool
 
 NAMES = {signal.SIGKILL: "kill -9", signal.SIGSTOP: "SIGSTOP"}

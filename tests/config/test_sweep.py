@@ -17,7 +17,7 @@ from verl.config.roles import OWN_LOOPS
 from verl.config.roots import ROOTS
 from verl.config.variants import family
 from verl.trainer import main_eval, main_generation, main_ppo, sft_trainer
-from verl.trainer.sft.refusals import OF_ENGINE
+from verl.trainer.sft.launch import OF_ENGINE
 
 COMMANDS = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "generation", "evaluation")
 CHECKED = {"use_remove_padding"}

@@ -14,9 +14,8 @@ from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError
 from verl.config.load import load_config
 from verl.trainer import main_eval
-from verl.trainer.evaluation.report import as_json, unscored_lines
 from verl.trainer.evaluation.responses import Unscored
-from verl.trainer.evaluation.run import evaluate, make_workers
+from verl.trainer.evaluation.run import as_json, evaluate, make_workers, unscored_lines
 from verl.trainer.evaluation.summary import PromptScores, estimate, summarise, wilson_interval
 from verl.utils.dataset.tables import DataError
 

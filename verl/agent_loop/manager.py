@@ -13,7 +13,6 @@ from verl.protocol import DataProto
 from verl.protocol.padded import padded_batch
 from verl.protocol.trajectory import Group, Trajectory, trajectory_timing
 from verl.utils.rollout_trace import RolloutTraceConfig
-from verl.workers.reward_manager.results import GRADE_COLUMN, as_result
 from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.factory import has_own_process
 from verl.workers.rollout.fleet import Recover
@@ -21,6 +20,9 @@ from verl.workers.rollout.replica import engines_of
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
 logger = logging.getLogger(__name__)
+
+GRADE_COLUMN = "__grade__"
+"""Column of a batch whose responses were graded while they were generated."""
 
 
 class AgentLoopManager:
@@ -66,7 +68,7 @@ class AgentLoopManager:
 
     def grade_with(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """From now on grade each response as soon as it ends, with a manager that can."""
-        self.rollouter.reward_fn, self.rollouter.val_reward_fn = reward_fn, val_reward_fn
+        self.rollouter.grade_with(reward_fn, val_reward_fn)
 
     def recover_with(self, recover: Recover) -> None:
         """From now on `recover` restarts a lost engine, with the current weights."""
@@ -129,7 +131,7 @@ class AgentLoopManager:
 def grade_column(trajectories: Sequence[Trajectory]) -> np.ndarray:
     """The grades as they travel with a batch until it is scored."""
     column = np.empty(len(trajectories), dtype=object)
-    column[:] = [as_result(t.grade) for t in trajectories if t.grade is not None]
+    column[:] = [t.grade for t in trajectories]
     return column
 
 

@@ -35,8 +35,8 @@ class EngineConfig(BaseConfig):
     _target_: str = "verl.workers.config.EngineConfig"
 
     param_offload: bool = False
-    """Keep the weights in CPU memory while the role is idle. Not for an actor whose weights the
-    built-in rollout engine shares."""
+    """Keep the weights in CPU memory while the role is idle. Weights that the built-in rollout
+    engine shares stay on the device."""
 
     optimizer_offload: bool = option(
         False,

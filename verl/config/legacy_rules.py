@@ -16,6 +16,8 @@ from verl.config.legacy_values import (
     max_turns,
     min_lr_from_ratio,
     multi_turn_switch,
+    never_saves,
+    never_tests,
     one_checkpoint,
     peft_type,
     policy_gradient,
@@ -108,6 +110,8 @@ RULES: list[Rule] = [
         f"{ROLLOUT}.engine_kwargs.vllm.swap_space",
         is_about_value=True,
     ),
+    Rule(f"{ROLLOUT}.sglang_rollout_mode", None, "SGLang always runs as a server"),
+    Rule("*.model.torch_dtype", None, "fsdp_config.dtype and model_dtype say how to compute"),
     Rule(f"{ROLLOUT}.multi_turn.completion_callback", None, AGENT_LOOPS),
     Rule(f"{ROLLOUT}.chat_scheduler", None, AGENT_LOOPS),
     Rule(f"{ROLLOUT}.multi_turn.enable_tokenization_sanity_check", sanity_check_mode),
@@ -140,6 +144,7 @@ RULES: list[Rule] = [
     Rule("algorithm.rollout_is_mode", importance_sampling),
     Rule(f"{ACTOR}.tis_imp_ratio_cap", truncated_importance_sampling),
     # Rewards.
+    Rule("reward_model.model.type", None, "the weights tell what kind of model it is"),
     Rule("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"),
     # Actor and critic.
     *(
@@ -177,6 +182,10 @@ RULES: list[Rule] = [
     # Trainer, profiler, Ray.
     Rule("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     Rule("trainer.remove_previous_ckpt_in_save", one_checkpoint, is_about_value=True),
+    Rule("trainer.save_freq", never_saves, is_about_value=True),
+    Rule("trainer.test_freq", never_tests, is_about_value=True),
+    Rule("trainer.tensorboard_dir", None, "the variable TENSORBOARD_DIR names the folder"),
+    Rule("trainer.rl_logging_board_dir", None, "trainer.rollout_data_dir has all responses"),
     Rule("trainer.profile_steps", "global_profiler.steps"),
     Rule("trainer.controller_nsight_options", f"{NSYS}.controller_nsight_options"),
     Rule("trainer.worker_nsight_options", f"{NSYS}.worker_nsight_options"),

@@ -134,6 +134,14 @@ def min_lr_from_ratio(way: str, value: Any, values: Values) -> Today | None:
     return {f"{section}.min_lr": float(value) * float(lr)}
 
 
+def never_saves(way: str, value: Any, values: Values) -> Today | None:
+    return {"trainer.save_freq": -1} if value is False else None
+
+
+def never_tests(way: str, value: Any, values: Values) -> Today | None:
+    return {"trainer.test_freq": -1} if value is False else None
+
+
 def one_checkpoint(way: str, value: Any, values: Values) -> Today | None:
     if value is not True:
         return None

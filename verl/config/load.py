@@ -82,10 +82,15 @@ def load_config(
     notices, faults = modern.notices, modern.faults
     tree = Tree(variant, modern.values)
     unknown = unknown_paths(modern.values, forms.keys, tree, written)
-    if keeps_unknown and unknown:
-        notices.append("kept, though verl has no such option: " + ", ".join(sorted(unknown)))
-    else:
+    if not keeps_unknown:
         faults += [Fault(unknown_text(path, forms.keys), (path,)) for path in unknown]
+        unknown = [
+            path
+            for path in map(".".join, modern.values)
+            if path not in forms.keys and path not in unknown and written.get(path)
+        ]
+    if unknown:
+        notices.append("kept, though verl has no such option: " + ", ".join(sorted(unknown)))
     user_set = set_by_user(modern.values, variant, written)
     sizes = sizes_per_gpu(tree.config, user_set, variant.keys)
     if sizes.values:

@@ -4,24 +4,46 @@ These faults are about this machine, not about the configuration, so a dry run l
 refusing: one may plan here for another machine. Nothing heavy is imported to find out.
 """
 
+import json
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from verl.config.faults import Fault, nearest_path, shown
+from verl.config.model import DEFAULT_MODEL
 from verl.config.ppo import PPOConfig
-from verl.config.roles import TRACKERS, critic_lora_rank, needs_critic, uses_lora, world_size
+from verl.config.roles import (
+    ON_RAY,
+    TRACKERS,
+    critic_lora_rank,
+    needs_critic,
+    uses_lora,
+    world_size,
+)
 from verl.config.sft import SFTConfig, SFTEngineConfig
+from verl.utils.environment import use_modelscope
 
 ENGINE_PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
 ROLLOUT = "actor_rollout_ref.rollout"
+DEVICE_FILES = {
+    "cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg"),
+    "npu": ("/dev/davinci_manager", "/dev/davinci0"),
+}
+"""Of which at least one exists where there is such a device."""
+
+LATER_NAMES = ("rope_scaling", "rope_parameters", "rope_theta", "attn_implementation")
+"""Values that a model may have without stating them."""
 
 
 def machine_faults(config: Any) -> Iterator[Fault]:
     yield from file_faults(config)
     yield from tracker_faults(config)
+    yield from device_faults(config)
+    yield from override_faults(config)
     if isinstance(config, PPOConfig):
+        yield from trace_faults(config)
         yield from engine_package_faults(config)
         yield from controller_faults(config)
 
@@ -37,6 +59,17 @@ def file_faults(config: Any) -> Iterator[Fault]:
 
 def model_faults(key: str, name: str) -> Iterator[Fault]:
     """A model that is named by its folder must be there; a hub is asked when it is loaded."""
+    if name == DEFAULT_MODEL and not Path(name).expanduser().exists():
+        text = f"{key} is required; set {key}=... to a folder or to a name on the hub"
+        yield Fault(text, (key,), is_about_machine=True)
+        return
+    if use_modelscope() and not Path(name).expanduser().exists() and not find_spec("modelscope"):
+        text = (
+            f"{key} is {shown(name)} and VERL_USE_MODELSCOPE is set, but the package modelscope is "
+            "not installed; pip install modelscope, or unset it"
+        )
+        yield Fault(text, (key,), is_about_machine=True)
+        return
     if looks_local(name) and not Path(name).expanduser().exists():
         yield absent(key, name)
 
@@ -130,6 +163,57 @@ def controller_faults(config: PPOConfig) -> Iterator[Fault]:
             f"Ray, but Ray is not installed; {way_out}"
         )
         yield Fault(text, ("trainer.controller",), is_about_machine=True)
+
+
+def trace_faults(config: PPOConfig) -> Iterator[Fault]:
+    backend = config.actor_rollout_ref.rollout.trace.backend
+    if backend is not None and find_spec(backend) is None:
+        key = f"{ROLLOUT}.trace.backend"
+        text = (
+            f"{key} is {shown(backend)}, but that package is not installed; pip install {backend}"
+        )
+        yield Fault(text, (key,), is_about_machine=True)
+
+
+def device_faults(config: Any) -> Iterator[Fault]:
+    """A device that is asked for by name leaves files on its machine; with Ray that is another."""
+    if "trainer" not in config or "device" not in config.trainer:
+        return
+    device = config.trainer.device
+    files = DEVICE_FILES.get(device, ())
+    is_elsewhere = isinstance(config, PPOConfig) and ON_RAY.holds(config, config)
+    if files and not is_elsewhere and not any(Path(name).exists() for name in files):
+        text = (
+            f"trainer.device is {shown(device)}, but this machine has none; use "
+            "trainer.device=auto or cpu"
+        )
+        yield Fault(text, ("trainer.device",), is_about_machine=True)
+
+
+def override_faults(config: Any) -> Iterator[Fault]:
+    """A misspelt key of a model's configuration; one that resembles none is left to the loader."""
+    for section, path in model_sections(config):
+        file = Path(section.path).expanduser() / "config.json"
+        if not section.override_config or not file.is_file():
+            continue
+        stated = json.loads(file.read_text())
+        for name in section.override_config:
+            close = get_close_matches(name, stated, n=1, cutoff=0.8)
+            if name not in stated and close and name not in LATER_NAMES:
+                key = f"{path}.override_config.{name}"
+                text = f"{key}: the model has no such value; did you mean {close[0]}?"
+                yield Fault(text, (key,))
+
+
+def model_sections(config: Any) -> Iterator[tuple[Any, str]]:
+    if isinstance(config, PPOConfig):
+        yield config.actor_rollout_ref.model, "actor_rollout_ref.model"
+        if needs_critic(config):
+            yield config.critic.model, "critic.model"
+        if config.reward_model.enable:
+            yield config.reward_model.model, "reward_model.model"
+    elif isinstance(config, SFTEngineConfig):
+        yield config.model, "model"
 
 
 def tracker_faults(config: Any) -> Iterator[Fault]:

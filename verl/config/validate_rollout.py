@@ -135,12 +135,6 @@ def engine_size_faults(config: Any) -> Iterator[Fault]:
 
 def loader_faults(config: Any) -> Iterator[Fault]:
     data = config.data
-    if data.sampler.class_path is not None and data.dataloader_num_workers:
-        text = (
-            f"data.dataloader_num_workers is {data.dataloader_num_workers}; with data.sampler it "
-            "must be 0, because rows read ahead would miss the sampler's updates"
-        )
-        yield Fault(text, ("data.dataloader_num_workers",))
     pairs = (
         ("data.custom_cls", data.custom_cls.path, "name", data.custom_cls.name),
         ("data.datagen", data.datagen.path, "name", data.datagen.name),

@@ -4,14 +4,22 @@
 
 One tensor is in memory at a time, unless the model's layout in memory differs from the published
 one (experts that are stored one by one and computed together): then all of them are.
+
+Our own checkpoints of adapters hold the adapter alone; the base is the model that its config names.
+Files of other runs hold base and adapter together, in the names that peft gives them while
+training; they are merged, or kept beside each other. `compare` checks two sets of weights tensor by
+tensor.
 """
 
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,13 +28,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from verl.model_merger.adapters import (
-    has_adapter_names,
-    merge_saved_adapter,
-    split_adapter,
-    write_adapter,
-)
-from verl.model_merger.compare import Difference, compare_weights
 from verl.model_merger.config import ModelMergerConfig
 from verl.model_merger.weights import (
     LazyTensor,
@@ -36,7 +37,16 @@ from verl.model_merger.weights import (
     weights_of_pieces,
     weights_of_shard_files,
 )
-from verl.models.lora import ADAPTER_FOLDER
+from verl.models.lora import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    LoraOptions,
+    add_lora,
+    is_adapter,
+    merged_copy,
+)
 from verl.utils.checkpoint.hf_model import own_weights, published_weights, write_hf_sources
 from verl.utils.checkpoint.safetensors_file import TensorSource
 from verl.utils.checkpoint.tensor_store import NamedArray, as_source
@@ -46,7 +56,40 @@ AUTO_CLASSES = {
     "ForCausalLM": AutoModelForCausalLM,
     "ForConditionalGeneration": AutoModelForImageTextToText,
 }
+
+
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt")
+BASE_LAYER = ".base_layer"
+
+
+def base_of(adapter: Path) -> str:
+    base = json.loads((adapter / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{adapter / CONFIG_FILE} does not name the model that the adapter belongs to; write "
+            "its path there, as base_model_name_or_path"
+        )
+    return str(base)
+
+
+class Difference(NamedTuple):
+    name: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.problem}"
+
+
+def _problem(merged: LazyWeights, reference: LazyWeights, name: str) -> str | None:
+    ours, theirs = merged[name], reference[name]
+    if ours.shape != theirs.shape:
+        return f"has the shape {list(ours.shape)} and not {list(theirs.shape)}"
+    expected = theirs.read()
+    distance = (ours.read().to(expected.dtype).double() - expected.double()).abs()
+    largest = float(distance.max()) if distance.numel() else 0.0
+    if torch.isnan(distance).any() or largest > TOLERANCE:
+        return f"differs by up to {largest:.3g}"
+    return None
 
 
 class FSDPModelMerger:
@@ -183,3 +226,70 @@ def upload(folder: Path, repository: str, *, private: bool) -> None:
     api = HfApi()
     api.create_repo(repo_id=repository, private=private, exist_ok=True)
     api.upload_folder(folder_path=str(folder), repo_id=repository, repo_type="model")
+
+
+def merge_saved_adapter(folder: Path, *, trust_remote_code: bool) -> LazyWeights:
+    """The base model that the adapter names, with the adapter added to its weights."""
+    path = str(folder / ADAPTER_FOLDER)
+    options = LoraOptions(rank=0, adapter_path=path)
+    base = base_of(folder / ADAPTER_FOLDER)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype="auto", trust_remote_code=trust_remote_code
+    )
+    merged = merged_copy(add_lora(model, options))
+    weights = published_weights(merged, own_weights(merged))
+    return {name: lazy_tensor(weight) for name, weight in weights.items()}
+
+
+def has_adapter_names(weights: LazyWeights) -> bool:
+    return any(is_adapter(name) for name in weights)
+
+
+def split_adapter(weights: LazyWeights) -> tuple[LazyWeights, LazyWeights]:
+    """The base's weights under their own names, and the adapter's under peft's names on disk."""
+    base = {
+        name.removeprefix(PEFT_PREFIX).replace(BASE_LAYER, ""): tensor
+        for name, tensor in weights.items()
+        if not is_adapter(name)
+    }
+    adapter = {
+        name.replace(".default.", "."): tensor
+        for name, tensor in weights.items()
+        if is_adapter(name)
+    }
+    return base, adapter
+
+
+def write_adapter(weights: LazyWeights, source: Path, target: Path) -> None:
+    """An adapter folder as peft loads it; its scale is in the config, which nobody can guess."""
+    config = source / CONFIG_FILE
+    if not config.is_file():
+        raise ValueError(
+            f"the shards hold an adapter, but {config} is missing, which says how it is scaled "
+            "(lora_alpha); put the adapter's config there"
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(config, target / CONFIG_FILE)
+    tensors = {name: tensor.read() for name, tensor in weights.items()}
+    save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+TOLERANCE = 1e-6
+
+
+def compare_weights(merged: LazyWeights, reference: LazyWeights) -> list[Difference]:
+    """Every tensor that is missing, too many, of another shape, or of other values.
+
+    Values are compared in the number format of the reference, which may be a rounded one.
+    """
+    found = [
+        Difference(name, "is not in the reference")
+        for name in sorted(merged.keys() - reference.keys())
+    ]
+    found += [Difference(name, "is missing") for name in sorted(reference.keys() - merged.keys())]
+    shared = sorted(merged.keys() & reference.keys())
+    for name in tqdm(shared, desc="comparing", unit="tensor"):
+        problem = _problem(merged, reference, name)
+        if problem is not None:
+            found.append(Difference(name, problem))
+    return found

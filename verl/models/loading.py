@@ -5,14 +5,18 @@ honour (state outside attention, an output layer that is not linear) is refused 
 """
 
 from copy import deepcopy
+from difflib import get_close_matches
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from verl.config.faults import ConfigError, Fault
 from verl.models.attention import ATTENTION
 from verl.models.head import OutputHead
 
+ROPE = ("rope_scaling", "rope_parameters", "rope_theta")
 CACHE_LINE = 64  # bytes; torch's own tensors begin at one
 
 
@@ -56,10 +60,24 @@ def empty_causal_lm(
 def read_config(
     path: str, override_config: dict[str, object] | None, trust_remote_code: bool, **changes: object
 ) -> PretrainedConfig:
-    """The model's own configuration with the user's changes; attention is always ours."""
+    """The model's own configuration with the user's changes; attention is always ours.
+
+    What is stated of RoPE (`rope_scaling`, `rope_theta`) is added to what the model has.
+    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **changes)
+    names = {*config.to_dict(), *config.attribute_map, *ROPE, "attn_implementation"}
     for key, value in (override_config or {}).items():
-        if key != "attn_implementation":
+        if key not in names:
+            close = get_close_matches(key, names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            text = f"override_config.{key}: {type(config).__name__} has no such value{hint}"
+            raise ConfigError([Fault(text, (f"override_config.{key}",))])
+        if key in ROPE:
+            stated = {"rope_theta": value} if key == "rope_theta" else dict(cast(Any, value) or {})
+            if "type" in stated:  # the older spelling
+                stated["rope_type"] = stated.pop("type")
+            config.rope_parameters = {**config.rope_parameters, **stated}
+        elif key != "attn_implementation":
             setattr(config, key, value)
     return config
 

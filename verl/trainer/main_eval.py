@@ -28,7 +28,7 @@ CONFIG_DIR = Path(__file__).parent / "config"
 # What loads torch is imported when grading starts, not when a mistake is reported.
 _LAZY = {
     "evaluate": "verl.trainer.evaluation.run:evaluate",
-    "report": "verl.trainer.evaluation.report",
+    "report": "verl.trainer.evaluation.run",
 }
 
 

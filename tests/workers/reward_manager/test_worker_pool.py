@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from verl.workers.reward_manager.results import InfraError, Score
+from verl.workers.reward_manager.grader import InfraError, Score
 from verl.workers.reward_manager.worker_pool import WorkerPool
 
 

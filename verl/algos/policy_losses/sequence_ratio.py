@@ -1,4 +1,4 @@
-"""Losses with one ratio per sequence: GSPO, and the geometric mean of clipped token ratios (GMPO)."""
+"""Losses with one ratio per sequence: GSPO and the geometric mean of token ratios (GMPO)."""
 
 import torch
 from torch import Tensor

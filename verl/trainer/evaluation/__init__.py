@@ -3,5 +3,5 @@
 responses    rows of a file -> one task per response, or the reason why there is none
 grading      tasks -> grades, in processes that can be killed
 summary      grades -> mean and pass@k of each data source, with confidence intervals
-report       what a person reads, and the same as JSON
+run          all of it, from a configuration to the report
 """

@@ -1,23 +1,43 @@
-"""From a configuration to an `Evaluation`: every response of the file graded and summed up."""
+"""From a configuration to an `Evaluation`: every response graded, summed up and reported.
 
+The report is a table for a person and the same numbers as JSON for programs.
+"""
+
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
 from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError, Fault
-from verl.trainer.evaluation.grading import LocalWorkers, RewardFunction, Workers, grade_all
-from verl.trainer.evaluation.ray_workers import RayWorkers
+from verl.protocol.trajectory import Grade, Score
+from verl.trainer.evaluation.grading import (
+    LocalWorkers,
+    RayWorkers,
+    RewardFunction,
+    Workers,
+    grade_all,
+)
 from verl.trainer.evaluation.responses import ResponseFile, Task, Unscored
-from verl.trainer.evaluation.summary import PromptScores, SourceSummary, summarise
+from verl.trainer.evaluation.summary import (
+    CONFIDENCE,
+    Estimate,
+    PromptScores,
+    SourceSummary,
+    summarise,
+)
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.trainer.ppo.reward_functions import name_of, takes_whole_batch
+from verl.utils.py_functional import printable
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.prime import one_per_core
-from verl.workers.reward_manager.results import Grade, Score
 
 
 @dataclass(frozen=True)
@@ -118,3 +138,76 @@ def accuracy(score: Score) -> float:
     """`acc` where the reward function reports it as a number, else the score."""
     reported = score.extras.get("acc")
     return float(reported if isinstance(reported, int | float | np.number) else score.value)
+
+
+MAX_LISTED = 20
+METHOD = "intervals: Wilson's where every prompt has 0 or 1, else 1.96 standard errors over prompts"
+
+
+def print_table(evaluation: Evaluation, console: Console) -> None:
+    """One line per data source and number."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("data source", overflow="fold")
+    table.add_column("metric")
+    for heading in ("value", f"{CONFIDENCE:.0%} interval", "prompts", "scored", "unscored"):
+        table.add_column(heading, justify="right")
+    for source, summary in evaluation.sources.items():
+        name, counts = printable(source), (summary.num_scored, summary.num_unscored)
+        for metric, value in metrics(summary):
+            shown = [value_text(value), interval_text(value), str(value.num_prompts)]
+            table.add_row(Text(name), metric, *shown, *map(str, counts))
+        if summary.mean is None:
+            table.add_row(Text(name), "mean", "none", "", "0", *map(str, counts))
+    console.print(table)
+    console.print(METHOD, highlight=False, soft_wrap=True)
+
+
+def metrics(summary: SourceSummary) -> Iterator[tuple[str, Estimate]]:
+    if summary.mean is not None:
+        yield "mean", summary.mean
+    for k, value in summary.pass_at.items():
+        yield f"pass@{k}", value
+
+
+def value_text(estimate: Estimate) -> str:
+    return f"{estimate.value:.4f}"
+
+
+def interval_text(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f"{estimate.low:.4f} to {estimate.high:.4f}"
+
+
+def unscored_lines(unscored: list[Unscored]) -> Iterator[str]:
+    """The first ones by row, response and reason, and how many there are."""
+    if not unscored:
+        return
+    yield f"{len(unscored)} without a score, in none of the numbers:"
+    for one in unscored[:MAX_LISTED]:
+        place = f"row {one.row}" + (f", response {one.number}" if one.number is not None else "")
+        yield f"  {place}: {printable(one.reason, max_characters=300)}"
+    if len(unscored) > MAX_LISTED:
+        yield f"  and {len(unscored) - MAX_LISTED} more (data.output_path lists all)"
+
+
+def test_scores(evaluation: Evaluation) -> dict[str, float]:
+    """`test_score/<data source>`: its mean score."""
+    return {
+        f"test_score/{source}": summary.mean.value
+        for source, summary in evaluation.sources.items()
+        if summary.mean is not None
+    }
+
+
+def as_json(evaluation: Evaluation, path: str, pass_threshold: float) -> str:
+    """Everything, for a program."""
+    document: dict[str, Any] = {
+        "path": path,
+        "confidence": CONFIDENCE,
+        "pass_threshold": pass_threshold,
+        "test_scores": test_scores(evaluation),
+        "sources": {source: asdict(summary) for source, summary in evaluation.sources.items()},
+        "unscored": [asdict(one) for one in evaluation.unscored],
+    }
+    return json.dumps(document, indent=2) + "\n"

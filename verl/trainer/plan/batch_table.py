@@ -12,12 +12,15 @@ With P prompts per step, n responses each, mini-batches of M prompts and D data-
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as parquet
 
+from verl.config.faults import Fault
 from verl.config.roles import data_parallel_size, needs_critic
 
 
@@ -118,6 +121,18 @@ def schedule(config: Any) -> Schedule:
     if rows is not None and config.data.filter_overlong_prompts:
         note = "before overlong prompts are dropped"
     return Schedule(rows, per_epoch, total, warmup, note)
+
+
+def row_faults(config: Any) -> Iterator[Fault]:
+    """Training files that cannot be read or have no row, as far as they can be counted here."""
+    files = config.data.train_files
+    try:
+        rows, _ = row_count(files)
+    except pa.ArrowInvalid as error:
+        yield Fault(f"data.train_files ({files}) cannot be read: {error}", ("data.train_files",))
+        return
+    if rows == 0:
+        yield Fault(f"data.train_files ({files}) has no rows", ("data.train_files",))
 
 
 def row_count(files: str | list[str]) -> tuple[int | None, str]:

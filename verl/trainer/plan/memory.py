@@ -37,6 +37,7 @@ from verl.config.roles import (
     needs_reference,
     ranks_per_sequence,
     role_ranks,
+    shares_weights,
     uses_lora,
 )
 from verl.trainer.plan.model_shape import ModelShape, read_model_shape
@@ -124,6 +125,7 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
     compute = compute_bytes(config, engine)
     trained = trained_params(config, role, shape, params)
     gathered = 0.0
+    stays = role != "critic" and shares_weights(config)
     if not isinstance(engine, FSDPEngineConfig):
         parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
         weights, gradients = compute * params / parts, 4 * trained / parts
@@ -144,7 +146,7 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
         optimizer=optimizer,
         gradients=gradients,
         gathered=gathered,
-        idle_weights=0.0 if engine.param_offload else weights,
+        idle_weights=0.0 if engine.param_offload and not stays else weights,
         idle_optimizer=0.0 if engine.optimizer_offload else optimizer,
     )
 
@@ -190,9 +192,9 @@ def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
     size = 4 if config.trainer.device == "cpu" else (1 if rollout.quantization == "fp8" else 2)
     tensor = rollout.tensor_model_parallel_size
     parts: dict[str, float] = {}
-    shares_weights = rollout.name in ("native", "hf")
+    is_built_in = rollout.name in ("native", "hf")
     is_apart = not config.actor_rollout_ref.hybrid_engine
-    if is_apart or not (shares_weights and has_whole_weights(config)):
+    if is_apart or not (is_built_in and has_whole_weights(config)):
         parts["engine weights"] = size * shape.params / tensor
     sequences = math.ceil(config.data.train_batch_size * rollout.n / replicas(config))
     running = min(sequences, rollout.max_num_seqs)

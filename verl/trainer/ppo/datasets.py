@@ -43,11 +43,6 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset[Any]) -> Sampler
     """`data.sampler`, or a random order by `data.seed`, or the order of the files."""
     chosen = data_config.sampler
     if chosen.class_path is not None:
-        if data_config.dataloader_num_workers:
-            raise ValueError(
-                f"data.dataloader_num_workers is {data_config.dataloader_num_workers}; with "
-                "data.sampler it must be 0, because rows read ahead miss the sampler's updates"
-            )
         cls = load_extern_object(chosen.class_path, chosen.class_name or "")
         if not isinstance(cls, type) or not issubclass(cls, AbstractSampler):
             raise TypeError(

@@ -13,31 +13,39 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward_functions import (
     WholeBatchReward,
-    name_of,
     refuse_other_form,
     takes_whole_batch,
     with_fixed_kwargs,
 )
 from verl.utils.import_utils import load_class_from_fqn, load_extern_object, load_module, require
-from verl.workers.reward_manager.batch import BatchRewardManager
-from verl.workers.reward_manager.grading import GradingManager
-from verl.workers.reward_manager.loop_style import RewardManagerBase
+from verl.workers.reward_manager.adapters import (
+    GradingManager,
+    RewardManagerBase,
+    compute_reward,
+    name_of,
+)
+from verl.workers.reward_manager.grader import RewardError
+from verl.workers.reward_manager.managers import BatchRewardManager
 from verl.workers.reward_manager.registry import get_reward_manager_cls
+
+__all__ = [
+    "RewardError",
+    "compute_reward",
+    "compute_reward_async",
+    "default_reward_function",
+    "get_custom_reward_fn",
+    "load_reward_manager",
+]
 
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 _prepared_classes: set[type[RewardManagerBase]] = set()
-
-
-class RewardError(RuntimeError):
-    """Scoring a batch failed; the cause is the error in the reward function or its manager."""
 
 
 def get_custom_reward_fn(config: Any) -> RewardFunction | None:
@@ -115,32 +123,6 @@ def default_reward_function(config: Any) -> RewardFunction:
         concurrent_semaphore=threading.Semaphore(sandbox.max_concurrent),
         memory_limit_mb=sandbox.memory_limit_mb,
     )
-
-
-def compute_reward(data: DataProto, reward_fn: RewardFunction) -> tuple[Tensor, dict[str, Any]]:
-    """Rewards per token, (B, T), and what was reported beside them, a list of B values per name."""
-    try:
-        if _accepts_return_dict(reward_fn):
-            result = reward_fn(data, return_dict=True)
-        else:
-            result = reward_fn(data)
-    except Exception as error:
-        raise RewardError(
-            f"{name_of(reward_fn)} failed on a batch of {len(data)} responses "
-            f"{_sources(data)}: {error!r}"
-        ) from error
-    if isinstance(result, Mapping):
-        rewards, extras = result["reward_tensor"], dict(result.get("reward_extra_info", {}))
-    else:
-        rewards, extras = result, {}
-    _check_rewards(rewards, data, reward_fn)
-    for key, values in extras.items():
-        if len(values) != len(data):
-            raise RewardError(
-                f"{name_of(reward_fn)} reported {len(values)} values of {key!r} for {len(data)} "
-                "responses; a response without one needs None in its place"
-            )
-    return rewards, extras
 
 
 class BackgroundReward:
@@ -242,29 +224,3 @@ def _loop_style_manager(
         if name in reward_kwargs:
             setattr(manager, name, reward_kwargs[name])
     return manager
-
-
-def _accepts_return_dict(reward_fn: RewardFunction) -> bool:
-    parameters = inspect.signature(reward_fn).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return "return_dict" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _check_rewards(rewards: Any, data: DataProto, reward_fn: RewardFunction) -> None:
-    expected = tuple(data.batch["responses"].shape)
-    if not isinstance(rewards, Tensor) or tuple(rewards.shape) != expected:
-        got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
-        raise RewardError(
-            f"{name_of(reward_fn)} returned {got}; rewards are a tensor of shape {expected}, one "
-            "value per response token"
-        )
-    broken = torch.nonzero(~torch.isfinite(rewards).all(-1)).flatten().tolist()
-    if broken:
-        raise RewardError(
-            f"{name_of(reward_fn)} returned rewards that are not finite for responses {broken[:8]}"
-        )
-
-
-def _sources(data: DataProto) -> str:
-    sources = data.non_tensor_batch.get("data_source")
-    return "" if sources is None else f"from {sorted(set(map(str, sources)))}"

@@ -17,7 +17,9 @@ passes; every other function is called per sample. The manager `batch` calls it 
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
 from inspect import Parameter
 from typing import Any
 
@@ -26,9 +28,9 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import scores_on_last_token
-from verl.workers.reward_manager.async_functions import is_async
-from verl.workers.reward_manager.batch import DEFAULT_BATCH_SECONDS
-from verl.workers.reward_manager.guarded_call import call_with_deadline
+from verl.workers.reward_manager.adapters import name_of
+from verl.workers.reward_manager.grader import is_async
+from verl.workers.reward_manager.managers import DEFAULT_BATCH_SECONDS
 
 _PER_SAMPLE = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _PER_SAMPLE_LISTS = {"data_sources", "solution_strs", "ground_truths", "extra_infos"}
@@ -135,8 +137,21 @@ class WholeBatchReward:
         return rewards.to(torch.float32)
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    return function.__qualname__ if inspect.isroutine(function) else type(function).__qualname__
+def call_with_deadline(call: Callable[[], Any], seconds: float, name: str) -> Any:
+    """What `call` returns or raises, on a thread of its own; `TimeoutError` if it takes longer."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"{name} took longer than {seconds} s")
+    return future.result(timeout=0)
 
 
 def _is_data_proto(annotation: Any) -> bool:

@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.reward import RewardFunction, compute_reward, load_reward_manager
 from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.reward_manager.grading import PerResponseManager
+from verl.workers.reward_manager.adapters import GradingManager, RewardManagerBase
 
 
 class RewardLoopWorker:
@@ -30,12 +30,14 @@ class RewardLoopWorker:
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         """`reward_score` and `reward_extra_info` of a batch of one response."""
-        if not isinstance(self.reward_manager, PerResponseManager):
+        manager = self.reward_manager
+        is_single = isinstance(manager, GradingManager) and manager.scope == "trajectory"
+        if not is_single and not isinstance(manager, RewardManagerBase):
             raise ValueError(
                 f"reward_manager.name={self.config.reward_manager.name} scores whole batches; a "
                 "reward loop asks for one response: use naive, dapo, prime, remote or rate_limited"
             )
-        return await self.reward_manager.run_single(data)
+        return await manager.run_single(data)
 
     async def compute_score_batch(self, data: DataProto) -> list[dict[str, Any]]:
         """The same for every row, at the same time."""

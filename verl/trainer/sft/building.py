@@ -12,8 +12,7 @@ from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
 from verl.models.lora import add_lora
-from verl.trainer.sft.batches import Row
-from verl.trainer.sft.ranks import Ranks
+from verl.trainer.sft.batches import Ranks, Row
 from verl.trainer.sft.settings import SFTSettings
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.prompts import set_chat_template

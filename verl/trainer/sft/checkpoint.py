@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.convert import to_dict
-from verl.trainer.sft.ranks import Ranks
+from verl.trainer.sft.batches import Ranks
 from verl.trainer.sft.settings import AnySFTConfig, SFTSettings
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     HF_FOLDER,

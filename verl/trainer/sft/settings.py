@@ -78,7 +78,7 @@ def _of_fsdp(config: SFTConfig) -> SFTSettings:
 
 def _of_engine(config: SFTEngineConfig) -> SFTSettings:
     data, engine, optim = config.data, config.engine, config.optim
-    assert isinstance(engine, FSDPEngineConfig)  # `refusals` has seen to it
+    assert isinstance(engine, FSDPEngineConfig)  # `launch.unsupported` has refused others
     assert isinstance(optim, FSDPOptimizerConfig)
     by_tokens = data.use_dynamic_bsz
     first, last = config.trainer.profile_interval

@@ -2,9 +2,18 @@
 
     loss = - sum of log p(trained token) / number of trained tokens in the global batch
 
-The count is taken over the whole batch, on all ranks, before it is cut, so the gradient depends
+The count is taken over the whole batch, on all ranks, before it is split, so the gradient depends
 neither on the size of micro-batches nor on the number of ranks. Every rank runs this same loop on
 its share of the rows; rank 0 also reports and writes checkpoints.
+
+`SFTWorker` is a rank that a controller drives, one call per step:
+
+    driver   start          advance   advance   ...   finish
+    rank 0   build, meet    step 1    step 2          the summary for the user
+    rank 1   build, meet    step 1    step 2
+
+Each call has the controller's deadline, so a rank that dies or hangs ends the run; inside a call
+ranks talk to each other as they do under `torchrun`.
 """
 
 import logging
@@ -19,19 +28,26 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.config.convert import to_dict
+from verl.config.load import load_config
+from verl.config.sft import SFTEngineConfig
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.progress import RunProgress
 from verl.trainer.ppo.seeds import seed_everything
 from verl.trainer.ppo.termination import Termination
-from verl.trainer.sft.batches import Row, load_rows, reads_in_order, rows_of_step
+from verl.trainer.sft.batches import Ranks, Row, RowReader, load_rows, reads_in_order, rows_of_step
 from verl.trainer.sft.building import build_datasets, build_engine, build_tokenizer
 from verl.trainer.sft.checkpoint import SFTCheckpoints
-from verl.trainer.sft.ranks import Ranks
-from verl.trainer.sft.reading import RowReader
+from verl.trainer.sft.launch import SILENT_RANK_SECONDS, ending
 from verl.trainer.sft.report import Metrics, RunSummary, StepCounts, step_metrics
 from verl.trainer.sft.settings import AnySFTConfig, SFTSettings, settings_of, steps_between
 from verl.utils.checkpoint.layout import CheckpointSaveError
 from verl.utils.dataset.tables import DataError
 from verl.utils.device import collecting_seldom
+from verl.utils.distributed import (
+    destroy_global_process_group,
+    initialize_global_process_group_ray,
+)
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.utils.profiler import DistProfiler
 from verl.utils.tracking import Tracking
@@ -213,3 +229,31 @@ def total_steps(settings: SFTSettings, per_epoch: int) -> int:
     if settings.trainer.total_training_steps is not None:
         return settings.trainer.total_training_steps
     return settings.trainer.total_epochs * per_epoch
+
+
+class SFTWorker(Worker):
+    """One rank; `config` is the plain dictionary of an `SFTEngineConfig`."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config: SFTEngineConfig = load_config(config, SFTEngineConfig).checked()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start(self) -> int:
+        """Meet the other ranks, load the model; the number of steps of the run."""
+        if self.world_size > 1:
+            initialize_global_process_group_ray(SILENT_RANK_SECONDS)
+        self.trainer = SFTTrainer(self.config)
+        self._steps = self.trainer.steps()
+        return self.trainer.total_steps
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def advance(self) -> int | None:
+        """Make a step and give its number; None after the last."""
+        return next(self._steps, None)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish(self) -> str:
+        """Leave the other ranks; a text on how the run went."""
+        destroy_global_process_group()
+        return ending(self.trainer)

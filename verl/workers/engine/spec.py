@@ -70,17 +70,13 @@ class EngineSpec:
         }
 
     def memory(self, *, whole_weights: bool) -> MemoryOptions:
-        """`whole_weights`: a rank holds all of every weight, which it may then offload itself."""
-        if whole_weights and self.engine.param_offload and self.is_shared:
-            raise ValueError(
-                "actor.fsdp_config.param_offload is on, but the rollout engine generates with "
-                "the actor's own weights, which must stay on the device; set "
-                "actor.fsdp_config.optimizer_offload=True, which frees more (12 of 14 bytes per "
-                "weight in 16-bit formats), or on several ranks actor.fsdp_config.sharding=full"
-            )
+        """`whole_weights`: a rank holds all of every weight, which it may then offload itself.
+
+        Weights that a rollout engine shares stay on the device.
+        """
         return MemoryOptions(
             optimizer_offload=self.engine.optimizer_offload,
-            param_offload=whole_weights and self.engine.param_offload,
+            param_offload=whole_weights and self.engine.param_offload and not self.is_shared,
             activation_offload=self.activation_offload,
             use_torch_compile=self.engine.use_torch_compile and not self.is_exact,
             probe_micro_batch=self.probe_micro_batch,

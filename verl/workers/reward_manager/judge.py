@@ -11,14 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from verl.protocol import DataProto
+from verl.protocol.trajectory import Abstain, Score, Trajectory
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.judge_client import JudgeClient, JudgeEndpoint
 from verl.workers.reward_manager.judge_prompt import DEFAULT_INSTRUCTIONS, NoVerdict, Question
-from verl.workers.reward_manager.limited import OPTIONS as LIMIT_OPTIONS
-from verl.workers.reward_manager.limited import RateLimitedRewardManager
-from verl.workers.reward_manager.response import Response
-from verl.workers.reward_manager.results import Abstain, Score
+from verl.workers.reward_manager.managers import LIMIT_OPTIONS, RateLimitedRewardManager
 
 ENDPOINT_OPTIONS = tuple(field.name for field in fields(JudgeEndpoint))
 
@@ -109,14 +106,10 @@ class JudgeRewardManager(RateLimitedRewardManager):
         judge = Judge(JudgeEndpoint(**endpoint), **options)
         super().__init__(tokenizer, num_examine, judge, reward_fn_key, **limits)
 
-    def responses(self, data: DataProto) -> list[Response]:
+    def extra_info(self, trajectory: Trajectory, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The judge sees the prompt too."""
-        found = super().responses(data)
-        prompts = data.non_tensor_batch.get("raw_prompt")
-        if prompts is not None:
-            for response, prompt in zip(found, prompts, strict=True):
-                response.extra_info["raw_prompt"] = prompt
-        return found
+        info = super().extra_info(trajectory, columns)
+        return {**info, "raw_prompt": columns["raw_prompt"]} if "raw_prompt" in columns else info
 
 
 def refuse_a_second_function(compute_score: Callable[..., Any] | None) -> None:

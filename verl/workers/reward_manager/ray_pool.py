@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.protocol.trajectory import Grade, InfraError
 from verl.utils.import_utils import require
-from verl.workers.reward_manager.results import Grade, InfraError
 from verl.workers.reward_manager.worker_pool import MAX_RETRIES
 from verl.workers.reward_manager.worker_process import grade_of
 

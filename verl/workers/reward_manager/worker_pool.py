@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+from verl.protocol.trajectory import Grade, InfraError
 from verl.single_controller.base.process_probe import is_stopped
 from verl.single_controller.local.payload import Payload
-from verl.workers.reward_manager.results import Grade, InfraError
 from verl.workers.reward_manager.worker_process import (
     NUMBER,
     START,

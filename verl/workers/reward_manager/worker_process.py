@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from verl.protocol.trajectory import Grade, InfraError
 from verl.single_controller.local.payload import Payload
-from verl.workers.reward_manager.async_functions import is_async
-from verl.workers.reward_manager.results import Grade, InfraError, safe_grade
+from verl.workers.reward_manager.grader import as_grade, infra_error_of, is_async
 
 NUMBER = struct.Struct("q")
 START = 0
@@ -110,8 +110,8 @@ def grade_of(
         if is_async(function):
             result = loop.run_until_complete(result)
     except BaseException as error:
-        return InfraError(f"the reward function raised {type(error).__name__}: {error}")
-    return safe_grade(result)
+        return infra_error_of(error, "the reward function")
+    return as_grade(result)
 
 
 def packed(grade: Grade) -> bytes | memoryview:
