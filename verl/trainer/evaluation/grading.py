@@ -2,7 +2,7 @@
 
     this thread, an event loop          workers
       num_workers coroutines: each        call the reward function; a process that takes too long
-      takes the next task and waits       is killed, one that dies is replaced (`worker_pool`)
+      takes the next task and waits       is killed, one that dies is replaced (`workers`)
 
 Tasks are read as they are needed, so the file's size does not matter. Grades arrive in the order in
 which they are finished. Workers are processes of this machine, or of a Ray cluster (`ray_workers`).
@@ -17,7 +17,7 @@ from typing import Any
 
 from verl.protocol.trajectory import Grade
 from verl.trainer.evaluation.responses import Task
-from verl.workers.reward_manager.worker_pool import WorkerPool
+from verl.workers.reward_manager.workers import WorkerPool
 
 RewardFunction = Callable[..., Any]
 

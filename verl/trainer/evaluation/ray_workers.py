@@ -11,7 +11,7 @@ from typing import Any
 from verl.protocol.trajectory import Grade, InfraError
 from verl.trainer.evaluation.grading import RewardFunction, Workers, isolated
 from verl.utils.import_utils import require
-from verl.workers.reward_manager.worker_pool import MAX_RETRIES
+from verl.workers.reward_manager.workers import MAX_RETRIES
 
 START_SECONDS = 600.0
 """For an actor to be placed and to import what it needs, when the cluster is busy."""
