@@ -14,8 +14,7 @@ from verl.trainer.evaluation.grading import LocalWorkers, RewardFunction, Worker
 from verl.trainer.evaluation.ray_workers import RayWorkers
 from verl.trainer.evaluation.responses import ResponseFile, Task, Unscored
 from verl.trainer.evaluation.summary import PromptScores, SourceSummary, summarise
-from verl.trainer.ppo.reward import get_custom_reward_fn
-from verl.trainer.ppo.reward_functions import name_of, takes_whole_batch
+from verl.trainer.ppo.reward import get_custom_reward_fn, name_of, takes_whole_batch
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.prime import one_per_core
 

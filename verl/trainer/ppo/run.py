@@ -30,17 +30,17 @@ from verl.trainer.ppo.datasets import (
     train_loader,
     validation_loader,
 )
-from verl.trainer.ppo.model_scores import (
-    add_model_scores,
-    is_asked_per_response,
-    validates_with_model,
-)
 from verl.trainer.ppo.placing import Placer
 from verl.trainer.ppo.progress import RunProgress
 from verl.trainer.ppo.recipe_members import RecipeMembers
 from verl.trainer.ppo.reporting import batch_metrics
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.run_state import RunState
+from verl.trainer.ppo.scoring import (
+    add_model_scores,
+    is_asked_per_response,
+    validates_with_model,
+)
 from verl.trainer.ppo.seeds import keyed_seed, seed_everything
 from verl.trainer.ppo.termination import Termination
 from verl.trainer.ppo.tripwires import NonFiniteValues, Tripwires, keep_for_replay
