@@ -16,7 +16,7 @@ from verl.config.ppo import PPOConfig
 from verl.single_controller.base.controller import Controller
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.controllers import controllers
-from verl.trainer.plan.placement import controller as controller_name
+from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.model_scores import asks_over_http
 from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError, Fault
+from verl.config.generation import EvaluationConfig
 from verl.protocol.trajectory import Grade, Score
 from verl.trainer.evaluation.grading import (
     LocalWorkers,

@@ -7,7 +7,6 @@ effect are looked at, so that the others are reported as unused at the end of a 
 
 from dataclasses import dataclass
 
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
@@ -22,6 +21,7 @@ from verl.config.sft import (
     SFTModelConfig,
     SFTTrainerConfig,
 )
+from verl.config.trainer import CheckpointConfig
 from verl.models.lora import LoraOptions, lora_options
 from verl.workers.engine.base import MicroBatching
 
