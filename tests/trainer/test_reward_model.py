@@ -33,9 +33,9 @@ def model_path(tmp_path_factory):
 class KeepsBatch(PPOTrainer):
     """Lets a test see the batch of the last step."""
 
-    def update(self, batch):
+    def update(self, batch, step):
         self.seen = batch
-        return super().update(batch)
+        return super().update(batch, step)
 
 
 def run(toy, output, model_path, *changes):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.workers.reward_model.models import TEMPLATE, character_tokenizer, reward_model, save
-from verl.models.value import load_reward_model
+from verl.models.loading import load_reward_model
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.reward_model.scores import RewardTemplate, cut, sequence_scores

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.reward import FSDPRewardModelConfig
-from verl.models.value import load_reward_model
+from verl.models.loading import load_reward_model
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import (
     Dispatch,

@@ -1,12 +1,9 @@
-"""Engines share the work, and the loss of one costs nobody an answer that has not begun."""
+"""A lost engine costs no client a response that has not begun."""
 
-import asyncio
 import json
 import os
 import signal
 import threading
-
-import pytest
 
 from tests.server.clients import call, chat, complete
 from tests.server.engines import (
@@ -18,75 +15,31 @@ from tests.server.engines import (
     saying,
 )
 from verl.server import ServerOptions, serve
-from verl.server.errors import ApiError
-from verl.server.metrics import ServerMetrics
-from verl.server.pool import EnginePool
-from verl.server.runs import Whole
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
 
 OPTIONS = ServerOptions(model=MODEL, max_model_len=2048, token=TOKEN)
 
 
-def a_request(prompt: int = 80, max_tokens: int = 5, length: int = 3) -> GenerationRequest:
-    params = SamplingParams(max_tokens=max_tokens)
-    return GenerationRequest(request_id="r", prompt_ids=(prompt,) * length, params=params)
+def test_a_response_as_a_whole_begins_anew_on_another_engine():
+    engines = [ScriptedRollout(saying("hello"), lose_after=3), ScriptedRollout(saying("hello"))]
+    with serve(engines, byte_tokenizer(), OPTIONS) as server:
+        status, answer = complete(server)
+        assert status == 200
+        assert answer["choices"][0]["text"] == "hello"
+        assert [len(engine.requests) for engine in engines] == [1, 1]
+        metrics = call(server, "/metrics")[2].decode()
+        assert 'verl_engine_lost_total{engine="0"} 1.0' in metrics
+        assert 'verl_engine_alive{engine="1"} 1.0' in metrics
+        assert 'verl_engine_outstanding_tokens{engine="1"} 0.0' in metrics
+        assert "verl_redispatched_total 1.0" in metrics
 
 
-async def run_all(pool: EnginePool, *requests: GenerationRequest, key: str | None = None) -> None:
-    await asyncio.gather(*(pool.run(request, Whole(), key) for request in requests))
-
-
-async def test_the_engine_with_the_fewest_tokens_to_come_is_chosen():
-    engines = [ScriptedRollout(saying("hello"), pause=0.01) for _ in range(3)]
-    pool = EnginePool(engines, ServerMetrics())
-    long, short = a_request(81, max_tokens=500), [a_request(90 + n) for n in range(8)]
-    await run_all(pool, long, *short)
-    assert [len(engine.requests) for engine in engines] == [1, 4, 4]
-    assert [member.outstanding for member in pool.members] == [0, 0, 0]
-
-
-async def test_equal_beginnings_stay_together_while_their_engine_is_about_as_free():
-    engines = [ScriptedRollout(saying("hello")) for _ in range(2)]
-    pool = EnginePool(engines, ServerMetrics())
-    for _ in range(4):
-        await run_all(pool, a_request(85))
-    assert sorted(len(engine.requests) for engine in engines) == [0, 4]
-    await run_all(pool, *(a_request(85, max_tokens=50) for _ in range(10)))
-    assert min(len(engine.requests) for engine in engines) == 5
-
-
-async def test_requests_with_one_key_stay_together():
-    engines = [ScriptedRollout(saying("hello")) for _ in range(4)]
-    pool = EnginePool(engines, ServerMetrics())
-    for prompt in range(80, 90):
-        await run_all(pool, a_request(prompt), key="talk")
-    assert sorted(len(engine.requests) for engine in engines) == [0, 0, 0, 10]
-
-
-async def test_an_answer_that_nobody_saw_begins_anew_elsewhere():
-    broken = ScriptedRollout(saying("hello"), lose_after=3)
-    sound = ScriptedRollout(saying("hello"))
-    pool = EnginePool([broken, sound], ServerMetrics())
-    whole = Whole()
-    await pool.run(a_request(), whole)
-    (delta,) = whole.deltas()
-    assert byte_tokenizer().decode(delta.token_ids) == "hello"
-    assert delta.stop_reason == "length"
-    assert [len(broken.requests), len(sound.requests)] == [1, 1]
-    assert not pool.members[0].is_alive()
-
-
-async def test_without_an_engine_requests_are_told_to_come_back():
-    pool = EnginePool([ScriptedRollout(saying("hello"), lose_after=0)], ServerMetrics())
-    with pytest.raises(ApiError) as error:
-        await pool.run(a_request(), Whole())
-    assert error.value.status == 503
-    assert "Retry-After" in error.value.headers
-
-
-def test_a_pool_needs_an_engine():
-    with pytest.raises(ValueError, match="at least one"):
-        EnginePool([], ServerMetrics())
+def test_without_an_engine_clients_are_told_to_come_back():
+    with serve([ScriptedRollout(saying("hello"), lose_after=0)], byte_tokenizer(), OPTIONS) as one:
+        for _ in range(2):
+            status, headers, _ = call(one, "/v1/completions", {"model": MODEL, "prompt": "x"})
+            assert status == 503
+            assert "retry-after" in {name.lower() for name in headers}
+        assert call(one, "/health")[0] == 503
 
 
 def test_a_stream_that_has_begun_ends_with_a_typed_error():
@@ -139,7 +92,7 @@ def test_an_engine_killed_under_load_costs_no_answer_and_comes_back(engine, mode
             for thread in threads:
                 thread.start()
             pause = threading.Event()
-            while not server.service.pool.members[1].outstanding:
+            while not server.service.fleet.outstanding[1]:
                 pause.wait(0.01)
             os.kill(victim.pid, signal.SIGKILL)
             for thread in threads:
@@ -154,6 +107,6 @@ def test_an_engine_killed_under_load_costs_no_answer_and_comes_back(engine, mode
                 pause.wait(0.1)
             assert json.loads(call(server, "/health")[2])["status"] == "ok"
             assert complete(server)[0] == 200
-            assert [member.outstanding for member in server.service.pool.members] == [0, 0]
+            assert server.service.fleet.outstanding == [0, 0]
     finally:
         victim.close()
