@@ -10,8 +10,12 @@ from verl.config.ppo import PPOConfig
 from verl.trainer.ppo.dataloader import PromptLoader
 from verl.trainer.ppo.seeds import DEFAULT_SEED
 from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
-from verl.utils.dataset.rl_dataset import get_dataset_class
-from verl.utils.dataset.sampler import AbstractSampler, RandomOrder, SequentialOrder
+from verl.utils.dataset.rl_dataset import (
+    AbstractSampler,
+    RandomOrder,
+    SequentialOrder,
+    get_dataset_class,
+)
 from verl.utils.import_utils import load_extern_object
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]

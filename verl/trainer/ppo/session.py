@@ -1,12 +1,13 @@
 """What surrounds the training loop: data, validation, checkpoints, tracking.
 
-`TrainingRun` knows nothing of algorithms. It makes the loaders, counts steps, and does what is due
-after one. Workers are started in `workers`; the loop and the stages of a step are in `trainer`.
+`TrainingRun` knows nothing of algorithms. It counts steps and does what is due after one. Workers
+are started in `workers`; the loop and the stages of a step are in `trainer`.
 """
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ import numpy as np
 from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
+from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
+from verl.agent_loop.manager import AgentLoopManager
+from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
 from verl.algos.kl import get_kl_controller
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol.padded import Padding
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
+from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.dataloader import EndOfData, PromptLoader
 from verl.trainer.ppo.datasets import (
     Collate,
@@ -30,17 +36,17 @@ from verl.trainer.ppo.datasets import (
     train_loader,
     validation_loader,
 )
-from verl.trainer.ppo.model_scores import (
-    add_model_scores,
-    is_asked_per_response,
-    validates_with_model,
-)
 from verl.trainer.ppo.placing import Placer
 from verl.trainer.ppo.progress import RunProgress
 from verl.trainer.ppo.recipe_members import RecipeMembers
 from verl.trainer.ppo.reporting import batch_metrics
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.run_state import RunState
+from verl.trainer.ppo.scoring import (
+    add_model_scores,
+    is_asked_per_response,
+    validates_with_model,
+)
 from verl.trainer.ppo.seeds import keyed_seed, seed_everything
 from verl.trainer.ppo.termination import Termination
 from verl.trainer.ppo.tripwires import NonFiniteValues, Tripwires, keep_for_replay
@@ -49,11 +55,9 @@ from verl.trainer.ppo.validation import validate
 from verl.trainer.ppo.workers import RunWorkers, controller_of
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 from verl.utils.checkpoint.layout import CheckpointSaveError, CheckpointUploadError
-from verl.utils.dataset.rl_dataset import LearnsFromBatches
-from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
 from verl.utils.device import collecting_seldom, resolve_device
 from verl.utils.metric import reduce_metrics
-from verl.utils.profiler import marked_timer
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 logger = logging.getLogger(__name__)
@@ -115,13 +119,17 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self.seed = run_seed(config.data)
         self.global_steps = 0
         self.max_steps_duration = 0.0
-        self.metrics: Metrics = {}
-        self.timing: dict[str, float] = {}
-        self.batch: DataProto | None = None
+        self.buffer = Buffer(buffer_policy(config))
+        rollout = config.actor_rollout_ref.rollout
+        self.padding = Padding(
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            pad_token_id=tokenizer.pad_token_id,
+        )
         self.tripwires = Tripwires()
         names = (config.trainer.project_name, config.trainer.experiment_name)
         self.validation_generations_logger = ValidationGenerationsLogger(*names)
-        self._num_prompts = 0
+        self.has_data_ended = False
         self.last_saved_step = 0
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
@@ -176,99 +184,113 @@ class TrainingRun(RunWorkers, RecipeMembers):
         ):
             yield
 
-    def prompt_batches(self) -> Iterator[DataProto]:
-        """The prompts of each step to come. Everything random in a step follows from its number."""
+    def steps(self) -> Iterator[StepContext]:
+        """The steps to come. Everything random in a step follows from its number."""
         assert self.total_training_steps is not None
+        if self.config.trainer.val_only:
+            return
         while self.global_steps < self.total_training_steps and not self._should_stop():
             self.global_steps += 1
-            self._num_prompts = 0
-            self.metrics, self.timing, self.batch = {}, {}, None
             seed_everything(keyed_seed(self.seed, "step", self.global_steps))
-            yield self.next_prompts()
+            yield StepContext(
+                step=self.global_steps,
+                config=self.config,
+                workers=self,
+                publisher=self.publisher,
+                run_seed=self.seed,
+            )
 
     def _should_stop(self) -> bool:
-        return self.is_stop_requested or self.termination.is_requested
+        return self.is_stop_requested or self.termination.is_requested or self.has_data_ended
 
-    def next_prompts(self) -> DataProto:
+    def draw_prompts(self, step: StepContext, num_prompts: int) -> DataProto:
         """The next rows of the data; each prompt gets a `uid` of its own, repeated rows too."""
-        rows = self.train_dataloader.next_batch()
-        prompts = as_prompts(rows)
-        places = range(self._num_prompts, self._num_prompts + len(prompts))
-        self._num_prompts += len(prompts)
-        uids = [f"{self.global_steps}-{place}" for place in places]
+        prompts = as_prompts(self.train_dataloader.next_batch())
+        assert len(prompts) == num_prompts, "the loader draws what the buffer demands"
+        first, step.num_prompts = step.num_prompts, step.num_prompts + num_prompts
+        uids = [f"{step.step}-{row}" for row in range(first, step.num_prompts)]
         prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
         return prompts
 
-    def timed(self, stage: str) -> AbstractContextManager[None]:
-        return marked_timer(stage, self.timing)
+    @cached_property
+    def rollouter(self) -> GroupSource:
+        """Where groups come from: our agent loops, or whatever takes their place."""
+        manager = self.async_rollout_manager
+        generate = AgentLoopManager.generate_sequences
+        is_own = (
+            isinstance(manager, AgentLoopManager)
+            and type(manager).generate_sequences is generate
+            and not self.config.actor_rollout_ref.rollout.skip_rollout
+        )
+        return manager.rollouter if is_own else BatchSource(manager, self._get_gen_batch)
 
-    def guarded_step(
-        self, train_step: Callable[[DataProto], Metrics], prompts: DataProto
-    ) -> Metrics:
-        """A step with values that are not finite is left out, counted, and its batch kept."""
-        is_profiled = self.global_steps in (self.config.global_profiler.steps or [])
+    def guarded(
+        self, train_step: Callable[[StepContext], DataProto], step: StepContext
+    ) -> DataProto | None:
+        """Make a step; None if its values are not finite (it is left out, counted, and its batch
+        kept), or if the data ends in it."""
+        is_profiled = step.step in (self.config.global_profiler.steps or [])
         self._start_profiling(is_profiled)
         try:
-            with self.timed("step"):
-                metrics = train_step(prompts)
+            with step.report.timed("step"):
+                batch = train_step(step)
+            metrics = step.report.metrics
             if metrics.get("actor/num_skipped_steps") and not metrics["actor/num_optimizer_steps"]:
-                assert self.batch is not None
-                raise NonFiniteValues(self.batch, ["loss or gradient"])
+                raise NonFiniteValues(batch, ["loss or gradient"])
         except NonFiniteValues as fault:
-            self.batch = None
             folder = Path(self.config.trainer.default_local_dir) / "left_out_batches"
-            keep_for_replay(fault.batch, folder, self.global_steps)
-            self.tripwires.bad_step(fault, self.global_steps)
-            return self.metrics
+            keep_for_replay(fault.batch, folder, step.step)
+            self.tripwires.bad_step(fault, step.step)
+            return None
+        except EndOfData as end:  # dynamic sampling may use up the data before the last step
+            self.buffer.drop(step.step)
+            self.has_data_ended = True
+            self.global_steps -= 1
+            logger.warning("%s; stopping after step %d", end, self.global_steps)
+            return None
         finally:
             self._stop_profiling(is_profiled)
         self.tripwires.good_step()
-        return metrics
+        return batch
 
-    def finish_step(self, metrics: Metrics) -> None:
+    def finish_step(self, batch: DataProto | None, step: StepContext) -> None:
         """Report a step, and validate and save where it is time to."""
-        trainer, step = self.config.trainer, self.global_steps
-        is_last = step >= (self.total_training_steps or 0)
-        self.max_steps_duration = max(self.max_steps_duration, self.timing["step"])
-        if self.batch is not None and trainer.rollout_data_dir:
-            self._log_rollout_data(self.batch, {}, self.timing, trainer.rollout_data_dir)
-        is_due = trainer.test_freq > 0 and (is_last or step % trainer.test_freq == 0)
-        validation = self._validate() if is_due else {}
-        warnings = self.tripwires.check(metrics, step)
-        self._tell_the_data()
-        self._heed_last_save(self.checkpoint_manager.check)
+        if self.has_data_ended:
+            return
+        trainer, report = self.config.trainer, step.report
+        is_last = step.step >= (self.total_training_steps or 0)
+        self.max_steps_duration = max(self.max_steps_duration, report.timing["step"])
+        if batch is not None and trainer.rollout_data_dir:
+            self._log_rollout_data(batch, {}, report.timing, trainer.rollout_data_dir)
+        is_due = trainer.test_freq > 0 and (is_last or step.step % trainer.test_freq == 0)
+        validation = self._validate(report) if is_due else {}
+        warnings = self.tripwires.check(report.metrics, step.step)
+        if batch is not None:
+            self._notify_data(batch)
+        self._check_last_save(self.checkpoint_manager.check)
         if self._should_save(is_last):  # what the lines above have counted and learned is saved too
-            self._save_if_possible(is_last)
-        metrics = {**metrics, **validation, **self._step_metrics(metrics), **warnings}
-        self.tracking.log(metrics, step)
-        self.progress.show(step)
+            with report.timed("save_checkpoint"):
+                self._save_if_possible(is_last)
+        place = {"training/global_step": step.step, "training/epoch": self.train_dataloader.epoch}
+        found = {} if batch is None else self._batch_metrics(batch, report)
+        self.tracking.log({**report.metrics, **validation, **place, **found, **warnings}, step.step)
+        self.progress.show(step.step)
 
-    def _step_metrics(self, metrics: Metrics) -> Metrics:
-        place = {
-            "training/global_step": self.global_steps,
-            "training/epoch": self.train_dataloader.epoch,
-        }
-        if self.batch is None:  # left out
-            return place
-        return place | batch_metrics(
-            self.batch,
-            self.timing,
+    def _batch_metrics(self, batch: DataProto, report: Report) -> Metrics:
+        return batch_metrics(
+            batch,
+            report.timing,
             use_critic=self.use_critic,
             num_devices=self.num_devices,
-            grad_norm=metrics.get("actor/grad_norm"),
+            grad_norm=report.metrics.get("actor/grad_norm"),
         )
 
-    def _tell_the_data(self) -> None:
+    def _notify_data(self, batch: DataProto) -> None:
         sampler = self.train_dataloader.sampler
-        if self.batch is not None and isinstance(sampler, AbstractCurriculumSampler):
-            sampler.update(batch=self.batch)
-        if self.batch is not None and isinstance(self.train_dataset, LearnsFromBatches):
-            self.train_dataset.on_batch_end(batch=self.batch)
-
-    def stop_early(self, end: EndOfData) -> None:
-        """The data is used up before the last step, as dynamic sampling may bring about."""
-        self.global_steps -= 1
-        logger.warning("%s; stopping after step %d", end, self.global_steps)
+        if isinstance(sampler, AbstractCurriculumSampler):
+            sampler.update(batch=batch)
+        if isinstance(self.train_dataset, LearnsFromBatches):
+            self.train_dataset.on_batch_end(batch=batch)
 
     def finish_run(self) -> None:
         """Save the step at which the run ends, if it ends before the last one."""
@@ -284,11 +306,11 @@ class TrainingRun(RunWorkers, RecipeMembers):
         if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
             self.tracking.log(self._validate(), self.global_steps)
 
-    def _validate(self) -> Metrics:
+    def _validate(self, report: Report | None = None) -> Metrics:
         """Answer the held-out prompts and grade the answers; empty where there are none."""
         if self.val_dataloader is None:
             return {}
-        with self.timed("testing"):
+        with (report or Report()).timed("testing"):
             samples = validate(self._validation_batches(), self.val_reward_fn, self.tokenizer)
         folder = self.config.trainer.validation_data_dir
         if folder:
@@ -304,8 +326,16 @@ class TrainingRun(RunWorkers, RecipeMembers):
             uids = [f"validation-{num_before + row}" for row in range(len(prompts))]
             prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
             num_before += len(prompts)
-            samples_per_prompt = self.config.actor_rollout_ref.rollout.val_kwargs.n
-            batch = self.generate(prompts, samples_per_prompt, validate=True)
+            groups = new_groups(
+                prompts,
+                self.config.actor_rollout_ref.rollout.val_kwargs.n,
+                step=self.global_steps,
+                seed_of=partial(keyed_seed, self.seed, "validation"),
+            )
+            options = RolloutOptions(step=self.global_steps, is_validation=True)
+            self.rollouter.generate(groups, options)
+            self.rollouter.take_report(groups)  # training reports its own
+            batch = StepBatch(groups, self.padding).data
             batch.meta_info = {}
             if self.use_rm and validates_with_model(self.config, batch):
                 batch, _ = self.with_model_scores(batch)
@@ -318,10 +348,6 @@ class TrainingRun(RunWorkers, RecipeMembers):
         metrics = reduce_metrics(found.meta_info.pop("metrics"))
         is_extra = is_asked_per_response(self.config, self.reward_fn)
         return add_model_scores(batch, found, as_extra_info=is_extra), metrics
-
-    def generate(self, prompts: DataProto, num_samples: int, **meta_info: Any) -> DataProto:
-        """Repeat each prompt and continue it; the trainer knows how."""
-        raise NotImplementedError
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -336,15 +362,14 @@ class TrainingRun(RunWorkers, RecipeMembers):
     def _save_if_possible(self, is_last: bool) -> None:
         """A disk that refuses does not end the run: the earlier checkpoints are as they were."""
         try:
-            with self.timed("save_checkpoint"):
-                self._heed_last_save(self.checkpoint_manager.finish)
-                self._save_checkpoint()
+            self._check_last_save(self.checkpoint_manager.finish)
+            self._save_checkpoint()
         except (CheckpointSaveError, CheckpointUploadError) as error:
             if is_last:
                 raise
             self.tripwires.count("checkpoint_not_saved", str(error))
 
-    def _heed_last_save(self, look: Callable[[], None]) -> None:
+    def _check_last_save(self, look: Callable[[], None]) -> None:
         """What a save in the background ran into is counted like what this thread runs into."""
         try:
             look()
@@ -359,6 +384,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 kl_coefficient=self.kl_ctrl_in_reward.value,
                 tripwires=self.tripwires.state_dict(),
                 max_steps_duration=self.max_steps_duration,
+                buffer=self.buffer.state_dict(),
             )
         )
         self.last_saved_step = self.global_steps
@@ -376,6 +402,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             self.kl_ctrl_in_reward.value = state.kl_coefficient
         self.tripwires.load_state_dict(state.tripwires)
         self.max_steps_duration = state.max_steps_duration
+        self.buffer.load_state_dict(state.buffer)
 
 
 def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:
@@ -388,3 +415,17 @@ def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:
 def as_prompts(rows: dict[str, Any]) -> DataProto:
     """A batch of rows, without the tensors that datasets still make and the rollout makes anew."""
     return DataProto.from_single_dict({k: v for k, v in rows.items() if k not in MADE_ANEW})
+
+
+def buffer_policy(config: PPOConfig) -> BufferPolicy:
+    """Which groups a step trains on."""
+    data, chosen = config.data, config.algorithm.filter_groups
+    if not chosen.enable:
+        return OnPolicy(data.train_batch_size)
+    assert chosen.metric is not None  # refused by validation
+    return DynamicSampling(
+        data.train_batch_size,
+        data.gen_batch_size,
+        chosen.metric,
+        chosen.max_num_gen_batches,
+    )

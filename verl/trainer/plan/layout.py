@@ -1,9 +1,28 @@
-"""What runs where: the controller, the ranks of each role, and the engines that generate."""
+"""The batch sizes of a step and the ranks that work on them.
 
+With P prompts per step, n responses each, mini-batches of M prompts and D data-parallel ranks:
+
+    sequences per step       = P * n
+    mini-batches per pass    = P / M
+    optimizer steps per step = P / M * epochs
+    sequences per mini-batch and rank = M * n / D
+    micro-batches per rank   = that / micro-batch size, rounded up (or as many as tokens require)
+
+`data.train_batch_size` and `ppo_mini_batch_size` count prompts; what is per GPU counts sequences.
+`placement` has the controller, the ranks of each role, and the engines that generate.
+"""
+
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
 from verl.config.engine import FSDPEngineConfig
+from verl.config.faults import Fault
 from verl.config.roles import (
     data_parallel_size,
     engine_of,
@@ -17,6 +36,130 @@ from verl.config.roles import (
     rollout_ranks,
     world_size,
 )
+
+
+@dataclass(frozen=True)
+class UpdateSizes:
+    """How one role's update is cut up."""
+
+    role: str
+    mini_batches: int
+    epochs: int
+    sequences_per_mini_batch: int
+    sequences_per_rank: int
+    micro_batch: str
+    micro_batches: str
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.mini_batches * self.epochs
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long the run is; None where the number of rows is not known."""
+
+    rows: int | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    warmup_steps: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class BatchTable:
+    """Every count that a training step involves."""
+
+    prompts: int
+    responses_per_prompt: int
+    longest: int
+    updates: list[UpdateSizes]
+    schedule: Schedule
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.responses_per_prompt
+
+
+def batch_table(config: Any) -> BatchTable:
+    updates = [update_sizes(config, "actor", config.actor_rollout_ref.actor)]
+    if needs_critic(config):
+        updates.append(update_sizes(config, "critic", config.critic))
+    return BatchTable(
+        prompts=config.data.train_batch_size,
+        responses_per_prompt=config.actor_rollout_ref.rollout.n,
+        longest=config.data.max_prompt_length + config.data.max_response_length,
+        updates=updates,
+        schedule=schedule(config),
+    )
+
+
+def update_sizes(config: Any, role: str, section: Any) -> UpdateSizes:
+    ranks = data_parallel_size(config, "critic" if role == "critic" else "actor_rollout_ref")
+    n, mini = config.actor_rollout_ref.rollout.n, section.ppo_mini_batch_size
+    per_rank = mini * n // ranks
+    if section.use_dynamic_bsz:
+        micro = f"by tokens, budget {section.ppo_max_token_len_per_gpu:,}"
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        most = math.ceil(per_rank * longest / section.ppo_max_token_len_per_gpu)
+        count = f"at most {most:,}"
+    else:
+        size = section.ppo_micro_batch_size_per_gpu
+        micro = f"{size:,} sequences"
+        count = f"{math.ceil(per_rank / size):,}"
+    return UpdateSizes(
+        role=role,
+        mini_batches=max(1, config.data.train_batch_size // mini),
+        epochs=section.ppo_epochs,
+        sequences_per_mini_batch=mini * n,
+        sequences_per_rank=per_rank,
+        micro_batch=micro,
+        micro_batches=count,
+    )
+
+
+def schedule(config: Any) -> Schedule:
+    """Steps and warm-up; the last, incomplete batch of an epoch is dropped."""
+    rows, note = row_count(config.data.train_files)
+    if rows is not None and config.data.train_max_samples > 0:
+        rows = min(rows, config.data.train_max_samples)
+    size = config.data.train_batch_size
+    per_epoch = rows // size if rows is not None and size else None
+    total = config.trainer.total_training_steps
+    if total is None and per_epoch is not None:
+        total = per_epoch * config.trainer.total_epochs
+    optim = config.actor_rollout_ref.actor.optim
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else None
+    if warmup is None and total is not None:
+        warmup = int(optim.lr_warmup_steps_ratio * total)
+    if rows is not None and config.data.filter_overlong_prompts:
+        note = "before overlong prompts are dropped"
+    return Schedule(rows, per_epoch, total, warmup, note)
+
+
+def row_faults(config: Any) -> Iterator[Fault]:
+    """Training files that cannot be read or have no row, as far as they can be counted here."""
+    files = config.data.train_files
+    try:
+        rows, _ = row_count(files)
+    except pa.ArrowInvalid as error:
+        yield Fault(f"data.train_files ({files}) cannot be read: {error}", ("data.train_files",))
+        return
+    if rows == 0:
+        yield Fault(f"data.train_files ({files}) has no rows", ("data.train_files",))
+
+
+def row_count(files: str | list[str]) -> tuple[int | None, str]:
+    """Rows of all parquet files, or None and the reason."""
+    rows = 0
+    for name in files if isinstance(files, list) else [files]:
+        path = Path(name).expanduser()
+        if path.suffix != ".parquet":
+            return None, f"rows are counted in parquet files only, not in {name}"
+        if not path.is_file():
+            return None, f"{name} is not here"
+        rows += parquet.ParquetFile(path).metadata.num_rows
+    return rows, ""
 
 
 @dataclass(frozen=True)
