@@ -9,14 +9,15 @@ import pytest
 from tests.agent_loop.fakes import FakeRollout, loop_config
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
-from verl.agent_loop.grading import GradedGeneration
+from verl.agent_loop.manager import GRADE_COLUMN
+from verl.agent_loop.rollouter import GradedGeneration
 from verl.protocol import DataProto
-from verl.protocol.padded import Padding
-from verl.protocol.trajectory import Trajectory
+from verl.protocol.trajectory import InfraError, Score, Trajectory
+from verl.trainer.ppo.reward import RewardError
 from verl.trainer.ppo.scoring import graded, score_batch
-from verl.workers.reward_manager.loop_style import RewardManagerBase
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.results import GRADE_COLUMN, InfraError
+from verl.workers.reward_manager.adapters import RewardManagerBase
+from verl.workers.reward_manager.managers import NaiveRewardManager
+from verl.workers.reward_manager.service import GradingService
 
 
 @register("noting_for_tests")
@@ -98,6 +99,10 @@ def answered(loops, rows):
     return rows.union(loops.generate_sequences(rows))
 
 
+def final_grades(batch, reward_fn):
+    return [trajectory.grade for trajectory in graded(batch, reward_fn)[0]]
+
+
 def test_a_response_is_graded_while_another_is_still_generated():
     is_graded = threading.Event()
 
@@ -108,7 +113,7 @@ def test_a_response_is_graded_while_another_is_still_generated():
     last = tiny_tokenizer()("c").input_ids[-1]
     made = agent_loops(WaitsForGrade(last, is_graded), naive(function))
     batch = made.generate_sequences(prompts("a", "b", "c"))
-    assert [result["reward_score"] for result in batch.non_tensor_batch[GRADE_COLUMN]] == [1.0] * 3
+    assert [grade.value for grade in batch.non_tensor_batch[GRADE_COLUMN]] == [1.0] * 3
     assert batch.meta_info["timing"]["reward_wait"] >= 0
 
 
@@ -141,10 +146,10 @@ def test_a_manager_is_given_the_same_during_generation_and_afterwards(manager):
     during = answered(agent_loops(reward_fn=reward_fn), prompts(*"abcd", agent_name=names))
     afterwards = answered(agent_loops(), prompts(*"abcd", agent_name=names))
     assert GRADE_COLUMN not in afterwards.non_tensor_batch
-    found, expected = graded(during, reward_fn), graded(afterwards, reward_fn)
+    found, expected = final_grades(during, reward_fn), final_grades(afterwards, reward_fn)
     assert found == expected
     if manager == "function":
-        assert found[0][1].extras == {
+        assert found[1].extras == {
             "truth": "b", "index": 1, "num_turns": 3, "turn_scores": [0.5], "note": "b",
         }  # fmt: skip
 
@@ -152,9 +157,11 @@ def test_a_manager_is_given_the_same_during_generation_and_afterwards(manager):
 class CountsBatches(NaiveRewardManager):
     """Notes how many responses it is given at a time."""
 
-    def responses(self, data):
-        self.sizes = [*getattr(self, "sizes", []), len(data)]
-        return super().responses(data)
+    def prepare(self, trajectories):
+        undecoded = [t for t in trajectories if t.text is None]
+        if undecoded:
+            self.sizes = [*getattr(self, "sizes", []), len(undecoded)]
+        super().prepare(trajectories)
 
 
 def test_responses_that_end_together_are_handed_over_as_one_batch():
@@ -162,46 +169,46 @@ def test_responses_that_end_together_are_handed_over_as_one_batch():
     batch = agent_loops(reward_fn=reward_fn).generate_sequences(prompts(*"dacb"))
     assert sum(reward_fn.sizes) == 4
     assert len(reward_fn.sizes) <= 2, "one batch, or two if the machine was busy"
-    scores = [result["reward_score"] for result in batch.non_tensor_batch[GRADE_COLUMN]]
+    scores = [grade.value for grade in batch.non_tensor_batch[GRADE_COLUMN]]
     assert scores == [100.0, 97.0, 99.0, 98.0]
 
 
-class NotesColumns(CountsBatches):
-    """Notes what stands in the column `note` of each batch."""
-
-    def responses(self, data):
-        self.notes = [*getattr(self, "notes", []), data.non_tensor_batch["note"].tolist()]
-        return super().responses(data)
-
-
 def test_a_row_keeps_its_own_column_beside_trajectories_that_bring_one():
-    reward_fn = NotesColumns(tiny_tokenizer(), 0, lambda **kw: 1.0)
+    class NotesColumns(RewardManagerBase):
+        async def run_single(self, data):
+            return {
+                "reward_score": 1.0,
+                "reward_extra_info": {"note": data[0].non_tensor_batch["note"]},
+            }
+
     names = np.array(["noting_for_tests", "silent_for_tests"] * 2, dtype=object)
     rows = prompts(*"abcd", agent_name=names, note=list("wxyz"))
-    agent_loops(reward_fn=reward_fn).generate_sequences(rows)
-    assert reward_fn.notes == [["a", "c"], ["x", "z"]]
+    reward_fn = NotesColumns(config=None, tokenizer=tiny_tokenizer())
+    batch = agent_loops(reward_fn=reward_fn).generate_sequences(rows)
+    notes = [grade.extras["note"] for grade in batch.non_tensor_batch[GRADE_COLUMN]]
+    assert notes == ["a", "x", "c", "z"]
 
 
 def test_a_generation_that_is_given_up_hands_nothing_over():
-    reward_fn = CountsBatches(tiny_tokenizer(), 0, lambda **kw: 1.0)
+    service = GradingService(naive(lambda **kw: pytest.fail("graded")))
 
     async def give_up():
-        grading = GradedGeneration(
-            reward_fn, Padding(prompt_length=1, response_length=1, pad_token_id=0)
-        )
+        grading = GradedGeneration(service)
         grading.add(Trajectory(uid="a", sample=0, row={}))
         grading.cancel()  # it was about to be handed over
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
 
     asyncio.run(give_up())
-    assert not hasattr(reward_fn, "sizes")
+    service.close()
 
 
-def test_a_manager_that_cannot_take_a_response_ends_the_generation():
+def test_a_manager_that_cannot_take_the_responses_stops_the_step():
     rows = prompts("a", "b")
     del rows.non_tensor_batch["data_source"]
-    with pytest.raises(ValueError, match="no column 'data_source'"):
-        agent_loops(reward_fn=naive(lambda **kw: 1.0)).generate_sequences(rows)
+    reward_fn = naive(lambda **kw: 1.0)
+    batch = answered(agent_loops(reward_fn=reward_fn), rows)
+    with pytest.raises(RewardError, match="no column 'data_source'"):
+        score_batch(batch, reward_fn)
 
 
 def test_a_fault_during_generation_is_tried_again_when_the_batch_is_scored():
@@ -215,7 +222,7 @@ def test_a_fault_during_generation_is_tried_again_when_the_batch_is_scored():
 
     reward_fn = naive(function)
     batch = answered(agent_loops(reward_fn=reward_fn), prompts("a", "b"))
-    assert "fault" in batch.non_tensor_batch[GRADE_COLUMN][1]
+    assert isinstance(batch.non_tensor_batch[GRADE_COLUMN][1], InfraError)
     scored = score_batch(batch, reward_fn)
     assert sorted(calls) == ["a", "b", "b"]
     assert scored.batch.batch["token_level_scores"].sum(1).tolist() == [1.0, 1.0]
@@ -226,7 +233,7 @@ def test_a_fault_during_generation_is_tried_again_when_the_batch_is_scored():
 def test_validation_is_graded_by_its_own_manager():
     made = agent_loops(reward_fn=naive(lambda **kw: 1.0), val_reward_fn=naive(lambda **kw: 2.0))
     batch = made.generate_sequences(prompts("a", meta_info={"validate": True}))
-    assert batch.non_tensor_batch[GRADE_COLUMN][0]["reward_score"] == 2.0
+    assert batch.non_tensor_batch[GRADE_COLUMN][0] == Score(2.0, {"acc": 2.0})
 
 
 def test_trajectories_that_have_a_score_are_not_graded():
@@ -255,7 +262,6 @@ def test_grades_survive_the_way_through_the_batch():
     reward_fn = naive(function)
     during = answered(agent_loops(reward_fn=reward_fn), prompts("a", "b", "c"))
     afterwards = answered(agent_loops(), prompts("a", "b", "c"))
-    found, _ = graded(during, reward_fn)
-    expected, _ = graded(afterwards, reward_fn)
-    assert found == expected
+    found = final_grades(during, reward_fn)
+    assert found == final_grades(afterwards, reward_fn)
     assert isinstance(found[2], InfraError)

@@ -1,5 +1,7 @@
 """What only local groups have: objects by reference, packing, interruption, child processes."""
 
+import functools
+import inspect
 import os
 import signal
 import subprocess
@@ -17,10 +19,9 @@ from verl import DataProto
 from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerTimeout
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.controllers import controllers
-from verl.single_controller.local import LocalWorkerGroup
+from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.single_controller.local.in_process import RankEnvironment
-from verl.single_controller.local.interrupt import RanTooLong, run_with_deadline
-from verl.single_controller.local.parcel import Parcel
+from verl.single_controller.local.payload import Payload
 
 
 @pytest.fixture
@@ -108,21 +109,63 @@ def test_an_interrupted_call_leaves_no_trace(alone):
     assert alone.add(1) == [1]
 
 
-def test_nested_deadlines_each_end_their_own_function():
+class Runner(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def run(self, function):
+        return function()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=("x",))
+    def callers(self, batch):
+        names = [frame.function for frame in inspect.stack(0)]
+        return DataProto(non_tensor_batch={"name": np.array(names, dtype=object)})
+
+
+@pytest.fixture
+def runner():
+    group = LocalWorkerGroup(None, ClassWithInitArgs(Runner))
+    yield group
+    group.shutdown()
+
+
+@pytest.mark.parametrize("colocate", [create_colocated_worker_cls, None])
+def test_two_frames_lie_between_a_caller_and_the_method_of_a_single_rank(colocate):
+    specs = {"role": ClassWithInitArgs(Runner)}
+    group = LocalWorkerGroup(None, colocate(specs) if colocate else specs["role"])
+    called = group.spawn(specs)["role"] if colocate else group
+    names = called.callers(DataProto.from_dict({"x": torch.zeros(1)})).non_tensor_batch["name"]
+    here = "test_two_frames_lie_between_a_caller_and_the_method_of_a_single_rank"
+    assert list(names[:4]) == ["callers", "run_here", "call", here]
+    group.shutdown()
+
+
+def test_a_method_that_is_decorated_again_or_replaced_is_called_as_it_is(runner, monkeypatch):
+    registered = Runner.run
+
+    @functools.wraps(registered)
+    def decorated(self, function):
+        return "decorated", registered(self, function)
+
+    monkeypatch.setattr(Runner, "run", decorated)
+    assert runner.run(lambda: 1) == [("decorated", 1)]
+    monkeypatch.setattr(runner.workers[0], "run", lambda function: "replaced", raising=False)
+    assert runner.run(lambda: 1) == ["replaced"]
+
+
+def test_nested_deadlines_each_end_their_own_function(runner):
     start = time.monotonic()
 
     def inner():
-        with pytest.raises(RanTooLong):
-            run_with_deadline(lambda: time.sleep(5), 0.1)
+        with pytest.raises(WorkerTimeout):
+            runner.with_deadline(0.1).run(lambda: time.sleep(5))
         return "inner was cut, outer was not"
 
-    assert run_with_deadline(inner, 2) == "inner was cut, outer was not"
-    with pytest.raises(RanTooLong, match="in test_nested"):
-        run_with_deadline(lambda: run_with_deadline(lambda: time.sleep(5), 3), 0.1)
+    assert runner.with_deadline(2).run(inner) == ["inner was cut, outer was not"]
+    with pytest.raises(WorkerTimeout, match="in test_nested"):
+        runner.with_deadline(0.1).run(lambda: runner.with_deadline(3).run(lambda: time.sleep(5)))
     assert time.monotonic() - start < 1
 
 
-def test_a_handler_for_everything_does_not_swallow_the_deadline():
+def test_a_handler_for_everything_does_not_swallow_the_deadline(runner):
     swallowed = []
 
     def stubborn():
@@ -131,8 +174,8 @@ def test_a_handler_for_everything_does_not_swallow_the_deadline():
         except Exception as error:
             swallowed.append(error)
 
-    with pytest.raises(RanTooLong):
-        run_with_deadline(stubborn, 0.1)
+    with pytest.raises(WorkerTimeout):
+        runner.with_deadline(0.1).run(stubborn)
     assert swallowed == []
 
 
@@ -165,7 +208,7 @@ def test_controllers_are_found_by_name():
         controllers["slurm"]
 
 
-# ---- parcels -------------------------------------------------------------------------------------
+# ---- payloads ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,7 +228,7 @@ def test_controllers_are_found_by_name():
     ids=str,
 )
 def test_tensors_travel_by_value(tensor):
-    copy = Parcel.of(tensor, "a tensor").open()
+    copy = Payload.of(tensor, "a tensor").open()
     assert type(copy) is type(tensor)
     assert (copy.dtype, copy.shape, copy.requires_grad) == (
         tensor.dtype,
@@ -198,8 +241,8 @@ def test_tensors_travel_by_value(tensor):
 
 def test_an_opened_tensor_can_be_written_to_and_is_nobodys_but_ours():
     tensor = torch.zeros(2)
-    parcel = Parcel.of(tensor, "a tensor")
-    first, second = parcel.open(), parcel.open()
+    payload = Payload.of(tensor, "a tensor")
+    first, second = payload.open(), payload.open()
     first += 1
     assert (tensor.sum(), first.sum(), second.sum()) == (0, 2, 0)
 
@@ -208,7 +251,7 @@ def test_a_batch_survives_packing():
     batch = DataProto.from_dict(
         {"x": torch.arange(2)}, {"label": ["a", "b"]}, {"metrics": {"n": [1]}}
     )
-    copy = Parcel.of(batch, "a batch").open()
+    copy = Payload.of(batch, "a batch").open()
     assert copy.batch["x"].tolist() == [0, 1]
     assert copy.non_tensor_batch["label"].tolist() == ["a", "b"]
     assert copy.meta_info == {"metrics": {"n": [1]}}
@@ -216,7 +259,7 @@ def test_a_batch_survives_packing():
 
 def test_what_cannot_be_packed_is_named_with_the_rule():
     with pytest.raises(ValueError, match=r"an argument of f cannot be sent .* top level"):
-        Parcel.of(lambda: None, "an argument of f")
+        Payload.of(lambda: None, "an argument of f")
 
 
 def test_a_class_that_processes_cannot_import_is_refused_before_any_starts():
@@ -263,7 +306,7 @@ def test_no_process_outlives_a_killed_driver():
         import threading, time
         from tests.single_controller.workers import Calculator
         from verl.single_controller import ClassWithInitArgs, ResourcePool
-        from verl.single_controller.local import LocalWorkerGroup
+        from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 
         groups = {}
         def start(name):
@@ -293,7 +336,7 @@ def test_a_driver_that_just_ends_takes_its_workers_along():
     driver, pids = run_driver("""
         from tests.single_controller.workers import Calculator
         from verl.single_controller import ClassWithInitArgs, ResourcePool
-        from verl.single_controller.local import LocalWorkerGroup
+        from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 
         spec = ClassWithInitArgs(Calculator)
         group = LocalWorkerGroup(ResourcePool([1]), spec, in_process=False)
@@ -311,7 +354,7 @@ def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path):
         textwrap.dedent("""
             from tests.single_controller.workers import Actor
             from verl.single_controller import ClassWithInitArgs, ResourcePool
-            from verl.single_controller.local import LocalWorkerGroup
+            from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 
             LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Actor), in_process=False)
         """)
@@ -332,7 +375,7 @@ def test_running_out_of_file_descriptors_is_an_error_not_a_hang():
         import os, resource
         from tests.single_controller.workers import Calculator
         from verl.single_controller import ClassWithInitArgs, ResourcePool
-        from verl.single_controller.local import LocalWorkerGroup
+        from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 
         in_use = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 1, in_use + 1))

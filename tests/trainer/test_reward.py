@@ -7,6 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.tiny_tokenizer import tiny_tokenizer
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import (
     RewardError,
@@ -14,8 +15,8 @@ from verl.trainer.ppo.reward import (
     compute_reward_async,
     get_custom_reward_fn,
     load_reward_manager,
+    takes_whole_batch,
 )
-from verl.trainer.ppo.reward_functions import takes_whole_batch
 from verl.workers.reward_manager import AbstractRewardManager, register
 
 FUNCTIONS = """
@@ -182,8 +183,8 @@ def test_the_signature_decides_how_a_function_is_called(function, is_whole_batch
 def test_an_argument_that_the_configuration_gives_is_not_the_batch(file):
     file.write_text("def ask(url, **kwargs):\n    return float(len(url))\n")
     run = config(file, "ask", manager="naive", reward_kwargs={"url": "http"})
-    manager = load_reward_manager(run, None, num_examine=0)
-    assert asyncio.run(manager._call({})).value == 4.0
+    manager = load_reward_manager(run, tiny_tokenizer(), num_examine=0)
+    assert manager(batch()).sum(1).tolist() == [4.0, 4.0]
     assert takes_whole_batch(one_argument, given=["data"])[0] is False
 
 
@@ -323,9 +324,12 @@ def test_a_served_reward_model_is_passed_to_the_function_of_any_manager(file):
         "def ask(reward_router_address, **kw):\n    return len(reward_router_address)\n"
     )
     manager = load_reward_manager(
-        config(file, "ask", manager="naive"), None, num_examine=0, reward_router_address="here:1"
+        config(file, "ask", manager="naive"),
+        tiny_tokenizer(),
+        num_examine=0,
+        reward_router_address="here:1",
     )
-    assert asyncio.run(manager._call({})).value == 6.0
+    assert manager(batch()).sum(1).tolist() == [6.0, 6.0]
 
 
 def test_a_whole_batch_function_that_hangs_stops_the_step_at_its_deadline(file, caplog):

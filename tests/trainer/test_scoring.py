@@ -4,30 +4,30 @@ import numpy as np
 import pytest
 import torch
 
+from verl.agent_loop.manager import GRADE_COLUMN
 from verl.protocol import DataProto
-from verl.trainer.ppo.reward import RewardError
-from verl.trainer.ppo.reward_functions import WholeBatchReward
-from verl.trainer.ppo.scoring import reported_metrics, score_batch, settle_groups
-from verl.workers.reward_manager.results import (
-    GRADE_COLUMN,
-    Abstain,
-    InfraError,
-    Score,
-    as_result,
-)
+from verl.protocol.trajectory import Abstain, InfraError, Score
+from verl.trainer.ppo.reward import RewardError, WholeBatchReward
+from verl.trainer.ppo.scoring import reported_metrics, score_batch
+from verl.workers.reward_manager.grader import Grader
 
 FAULT, UNSURE = InfraError("timed out"), Abstain("cannot tell")
 
 
-class Grades:
+class Grades(Grader):
     """Gives the grades it was made with, a list per call."""
+
+    scope = "step"
 
     def __init__(self, *calls):
         self.calls = list(calls)
         self.graded = []
 
-    def grade(self, data):
-        self.graded.append(data.non_tensor_batch["row"].tolist())
+    async def grade(self, trajectory):
+        raise NotImplementedError
+
+    async def grade_many(self, trajectories):
+        self.graded.append([trajectory.row["row"] for trajectory in trajectories])
         return self.calls.pop(0)
 
 
@@ -51,7 +51,7 @@ def test_scores_stand_on_the_last_tokens_and_reports_become_columns():
     assert scored.batch.batch["token_level_scores"].tolist() == [[0, 1], [0, 0], [0, 0], [0, 1]]
     assert scored.batch.non_tensor_batch["acc"].tolist() == [True, False, False, True]
     assert scored.batch.meta_info["reward_extra_keys"] == ["acc"]
-    assert scored.set_aside == {}
+    assert scored.dropped == {}
     assert scored.metrics["reward/num_errors"] == 0
 
 
@@ -65,11 +65,11 @@ def test_a_group_with_a_fault_is_graded_again_as_a_whole(caplog):
     assert "timed out; trying again" in caplog.text
 
 
-def test_a_group_that_fails_twice_is_set_aside_whole_and_counted():
+def test_a_group_that_fails_twice_is_dropped_whole_and_counted():
     grader = Grades([*scores(1, 0), *scores(1), FAULT], [*scores(1), FAULT])
     scored = score_batch(batch("aabb"), grader)
     assert scored.batch.non_tensor_batch["uid"].tolist() == ["a", "a"]
-    assert scored.set_aside == {"b": "timed out"}
+    assert scored.dropped == {"b": "timed out"}
     assert scored.metrics == {
         "reward/num_errors": 2.0,
         "reward/num_abstained": 0.0,
@@ -78,21 +78,24 @@ def test_a_group_that_fails_twice_is_set_aside_whole_and_counted():
 
 
 def test_an_abstention_removes_the_response_and_two_are_needed_to_compare():
-    keep, gone = settle_groups(
-        "aaabbccc", [*scores(1, 0), UNSURE, *scores(1), UNSURE, *scores(1, 0, 1)]
-    )
-    assert keep == [True, True, False, False, False, True, True, True]
-    assert gone == {"b": "cannot tell"}
+    grades = [*scores(1, 0), UNSURE, *scores(1), UNSURE, *scores(1, 0, 1)]
+    scored = score_batch(batch("aaabbccc"), Grades(grades))
+    assert scored.batch.non_tensor_batch["row"].tolist() == [0, 1, 5, 6, 7]
+    assert scored.dropped == {"b": "cannot tell"}
 
 
-def test_a_lone_response_is_kept_when_scored_and_set_aside_when_not():
-    assert settle_groups("ab", [*scores(1), UNSURE]) == ([True, False], {"b": "cannot tell"})
+def test_a_lone_response_is_kept_when_scored_and_dropped_when_not():
+    scored = score_batch(batch("ab"), Grades([*scores(1), UNSURE]))
+    assert scored.batch.non_tensor_batch["row"].tolist() == [0]
+    assert scored.dropped == {"b": "cannot tell"}
 
 
 def test_rows_of_a_group_need_not_stand_together():
-    keep, gone = settle_groups("abab", [*scores(1), FAULT, *scores(1, 1)])
-    assert keep == [True, False, True, False]
-    assert gone == {"b": "timed out"}
+    grader = Grades([*scores(1, 1), FAULT, *scores(1)], [FAULT, *scores(1)])
+    scored = score_batch(batch("abab"), grader)
+    assert grader.graded == [[0, 2, 1, 3], [1, 3]]
+    assert scored.batch.non_tensor_batch["row"].tolist() == [0, 2]
+    assert scored.dropped == {"b": "timed out"}
 
 
 def test_a_step_in_which_nothing_could_be_graded_stops_with_the_reason():
@@ -102,7 +105,7 @@ def test_a_step_in_which_nothing_could_be_graded_stops_with_the_reason():
 
 def test_a_wrong_number_of_grades_stops_before_an_update():
     with pytest.raises(RewardError, match="3 grades for 2 responses"):
-        score_batch(batch("aa"), Grades(scores(1, 1, 1)))
+        score_batch(batch("aa"), Grades(scores(1, 1, 1), scores(1, 1, 1)))
 
 
 def test_a_function_of_the_whole_batch_is_used_as_it_is():
@@ -115,11 +118,7 @@ def test_scores_of_agent_loops_are_used_as_they_are():
     data = batch("aa")
     data.batch["rm_scores"] = torch.tensor([[0.0, 2.0], [0.0, 3.0]])
 
-    class Manager(Grades):
-        def __call__(self, data, return_dict=False):
-            return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": {}}
-
-    grader = Manager()
+    grader = Grades()
     assert score_batch(data, grader).batch.batch["token_level_scores"].sum(1).tolist() == [2, 3]
     assert grader.graded == []
 
@@ -128,7 +127,7 @@ def test_grades_that_came_with_the_batch_are_used_once_and_only_faults_are_tried
     data = batch("aabb")
     grades = [*scores(1, 0, 1), FAULT]
     column = np.empty(4, dtype=object)
-    column[:] = [as_result(grade) for grade in grades]
+    column[:] = grades
     data.non_tensor_batch[GRADE_COLUMN] = column
     grader = Grades(scores(0, 1))
     scored = score_batch(data, grader)
@@ -137,12 +136,12 @@ def test_grades_that_came_with_the_batch_are_used_once_and_only_faults_are_tried
     assert GRADE_COLUMN not in scored.batch.non_tensor_batch
 
 
-def test_what_was_tried_again_already_is_set_aside_without_another_round():
+def test_what_was_tried_again_already_is_dropped_without_another_try():
     died = InfraError("4 processes died", is_final=True)
     grader = Grades([*scores(1, 0), *scores(1), died])
     scored = score_batch(batch("aabb"), grader)
     assert grader.graded == [[0, 1, 2, 3]]
-    assert scored.set_aside == {"b": "4 processes died"}
+    assert scored.dropped == {"b": "4 processes died"}
     assert scored.metrics["reward/num_errors"] == 1.0
 
 
@@ -155,3 +154,33 @@ def test_the_mean_of_every_reported_number_is_a_metric():
     assert reported_metrics(scored.batch) == {
         "reward/acc/mean": 0.5, "reward/steps/mean": 3.5, "reward/some/mean": 0.5,
     }  # fmt: skip
+
+
+def test_rewards_of_a_manager_keep_their_tokens_and_one_call_sees_the_whole_batch():
+    calls = []
+
+    def manager(data, return_dict):
+        calls.append(data)
+        data.batch["seen"] = torch.ones(len(data))
+        rewards = torch.tensor([[0.5, 1.0], [0.0, 2.0], [1.0, 0.0]])
+        return {"reward_tensor": rewards, "reward_extra_info": {"acc": [1, None, 0]}}
+
+    data = batch("aab")
+    scored = score_batch(data, manager)
+    assert calls == [data], "the batch itself, so that a manager can add columns to it"
+    expected = [[0.5, 1.0], [0.0, 2.0], [1.0, 0.0]]
+    assert scored.batch.batch["token_level_scores"].tolist() == expected
+    assert scored.batch.non_tensor_batch["acc"].tolist() == [1, None, 0]
+    assert "seen" in scored.batch.batch.keys()  # noqa: SIM118
+
+
+def test_a_manager_that_raises_is_called_once_and_stops_the_step():
+    calls = []
+
+    def manager(data):
+        calls.append(len(data))
+        raise KeyError("no such answer")
+
+    with pytest.raises(RewardError, match=r"none of 2 .*manager failed on a batch of 2 .*KeyError"):
+        score_batch(batch("aa"), manager)
+    assert calls == [2]

@@ -6,9 +6,10 @@ import torch
 
 from tests.toy import ROLLOUT, toy_run, weights
 from verl.protocol import DataProto
+from verl.protocol.trajectory import Abstain, InfraError, Score
 from verl.trainer.ppo.recipe_members import sample_table
 from verl.trainer.ppo.validation import results_of, texts_of, validate
-from verl.workers.reward_manager.results import Abstain, InfraError, Score
+from verl.workers.reward_manager.grader import Grader
 
 SAMPLING = [
     f"{ROLLOUT}.val_kwargs.{setting}" for setting in ("do_sample=true", "temperature=1.0", "n=4")
@@ -27,12 +28,12 @@ class Words:
         return [" ".join(map(str, row)) for row in rows]
 
 
-class Grades:
+class Grades(Grader):
     def __init__(self, grades):
         self.grades = grades
 
-    def grade(self, data):
-        return [self.grades[row] for row in data.non_tensor_batch["row"]]
+    async def grade(self, trajectory):
+        return self.grades[trajectory.row["row"]]
 
 
 def batch(uids) -> DataProto:

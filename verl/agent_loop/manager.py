@@ -11,9 +11,8 @@ from verl.agent_loop.rollouter import Rollouter, RolloutOptions, rows_of
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.protocol import DataProto
 from verl.protocol.padded import padded_batch
-from verl.protocol.trajectory import Group, Trajectory, trajectory_timing
+from verl.protocol.trajectory import Group, Trajectory
 from verl.utils.rollout_trace import RolloutTraceConfig
-from verl.workers.reward_manager.results import GRADE_COLUMN, as_result
 from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.factory import has_own_process
 from verl.workers.rollout.fleet import Recover
@@ -21,6 +20,9 @@ from verl.workers.rollout.replica import engines_of
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
 logger = logging.getLogger(__name__)
+
+GRADE_COLUMN = "__grade__"
+"""Column of a batch whose responses were graded while they were generated."""
 
 
 class AgentLoopManager:
@@ -66,7 +68,7 @@ class AgentLoopManager:
 
     def grade_with(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """From now on grade each response as soon as it ends, with a manager that can."""
-        self.rollouter.reward_fn, self.rollouter.val_reward_fn = reward_fn, val_reward_fn
+        self.rollouter.grade_with(reward_fn, val_reward_fn)
 
     def recover_with(self, recover: Recover) -> None:
         """From now on `recover` restarts a lost engine, with the current weights."""
@@ -113,13 +115,8 @@ class AgentLoopManager:
         batch = padded_batch(trajectories, self.rollouter.padding, with_rows=False)
         if all(t.grade is not None for t in trajectories):
             batch.non_tensor_batch[GRADE_COLUMN] = grade_column(trajectories)
-        metrics, seconds = self.rollouter.take_report()
-        num_cut = sum(t.stop_reason == "length" for t in trajectories)
-        batch.meta_info["timing"] = {**trajectory_timing(trajectories), **seconds}
-        batch.meta_info["metrics"] = {
-            "rollout/truncated_ratio": num_cut / len(trajectories),
-            **metrics,
-        }
+        metrics, seconds = self.rollouter.take_report(groups)
+        batch.meta_info |= {"metrics": metrics, "timing": seconds}
         versions = {group.version for group in groups}
         if len(versions) == 1 and None not in versions:
             (batch.meta_info["policy_version"],) = versions
@@ -129,7 +126,7 @@ class AgentLoopManager:
 def grade_column(trajectories: Sequence[Trajectory]) -> np.ndarray:
     """The grades as they travel with a batch until it is scored."""
     column = np.empty(len(trajectories), dtype=object)
-    column[:] = [as_result(t.grade) for t in trajectories if t.grade is not None]
+    column[:] = [t.grade for t in trajectories]
     return column
 
 

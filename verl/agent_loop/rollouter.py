@@ -33,15 +33,21 @@ from verl.agent_loop.base import (
     agent_loops,
 )
 from verl.agent_loop.buffer import Buffer
-from verl.agent_loop.grading import GradedGeneration
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.protocol import DataProto
-from verl.protocol.padded import Padding, trajectories_of
-from verl.protocol.trajectory import Group, Segment, Trajectory, response_segments
+from verl.protocol.padded import Padding, padded_batch, trajectories_of
+from verl.protocol.trajectory import (
+    Group,
+    Segment,
+    Trajectory,
+    response_segments,
+    trajectory_timing,
+)
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig
-from verl.workers.reward_manager.grading import PerResponseManager
+from verl.workers.reward_manager.adapters import as_grader
+from verl.workers.reward_manager.service import GradingService
 from verl.workers.rollout.base import EngineLostError, TokenOutput
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
@@ -109,8 +115,9 @@ class GroupSource(ABC):
         """Begin to generate; `put` is called with each group when it has ended."""
 
     @abstractmethod
-    def take_report(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Metrics and seconds since the last time, beside those of trajectories."""
+    def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
+        """Metrics and seconds to report of groups that have ended, and of engines since the last
+        time."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +153,10 @@ class Rollouter(GroupSource):
             response_length=rollout.response_length,
             pad_token_id=tokenizer.pad_token_id,
         )
-        self.reward_fn: Any = None
-        """A manager that judges single responses grades trajectories as they end."""
+        self.grading: GradingService | None = None
+        """Grades trajectories as they end; None where that is done afterwards."""
 
-        self.val_reward_fn: Any = None
+        self.val_grading: GradingService | None = None
         self._wake_up = wake_up
         self._default_loop: str = rollout.agent.default_agent_loop
         self._listed_loops = listed_loops(rollout.agent.agent_loop_config_path)
@@ -157,6 +164,17 @@ class Rollouter(GroupSource):
         self._dataset_cls = get_dataset_class(config.data)
         self._seconds: dict[str, float] = {}
         self._num_restarts = self._num_redispatched = 0
+
+    def grade_with(self, reward_fn: Any, val_reward_fn: Any) -> None:
+        """From now on grade each trajectory as soon as it ends, with a grader of that scope."""
+        self.grading = self._grading_of(reward_fn)
+        self.val_grading = self._grading_of(val_reward_fn)
+
+    def _grading_of(self, reward_fn: Any) -> GradingService | None:
+        if reward_fn is None:
+            return None
+        grader = as_grader(reward_fn, functools.partial(padded_batch, padding=self.padding))
+        return GradingService(grader) if grader.scope == "trajectory" else None
 
     def start(
         self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
@@ -167,25 +185,25 @@ class Rollouter(GroupSource):
             self._generate(groups, options, put), rollout_loop(os.getpid())
         )
 
-    def take_report(self) -> tuple[dict[str, float], dict[str, float]]:
-        seconds, self._seconds = self._seconds, {}
-        if self._wake_up is None:
-            return {}, seconds
-        before = self._num_restarts, self._num_redispatched
-        self._num_restarts = sum(engine.num_restarts for engine in self.servers.server_handles)
-        self._num_redispatched = self.servers.num_redispatched
-        return {
-            "rollout/engine_restarts": self._num_restarts - before[0],
-            "rollout/redispatched": self._num_redispatched - before[1],
-        }, seconds
+    def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
+        trajectories = [t for group in groups for t in group.trajectories]
+        num_cut = sum(t.stop_reason == "length" for t in trajectories)
+        metrics = {"rollout/truncated_ratio": num_cut / len(trajectories)}
+        seconds = {**trajectory_timing(trajectories), **self._seconds}
+        self._seconds = {}
+        if self._wake_up is not None:
+            before = self._num_restarts, self._num_redispatched
+            self._num_restarts = sum(engine.num_restarts for engine in self.servers.server_handles)
+            self._num_redispatched = self.servers.num_redispatched
+            metrics["rollout/engine_restarts"] = self._num_restarts - before[0]
+            metrics["rollout/redispatched"] = self._num_redispatched - before[1]
+        return metrics, seconds
 
     async def _generate(
         self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
     ) -> None:
-        manager = self.val_reward_fn if options.is_validation else self.reward_fn
-        grading = None
-        if isinstance(manager, PerResponseManager):
-            grading = GradedGeneration(manager, self.padding)
+        service = self.val_grading if options.is_validation else self.grading
+        grading = None if service is None else GradedGeneration(service)
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
         versions = self._policy_versions()
         traces = trace_infos(groups, options)
@@ -217,12 +235,13 @@ class Rollouter(GroupSource):
         group: Group,
         params: Mapping[str, Any],
         traces: Sequence[Mapping[str, Any] | None],
-        grading: GradedGeneration | None,
+        grading: "GradedGeneration | None",
     ) -> None:
         def end(
             trajectory: Trajectory, output: AgentLoopOutput, turns: Sequence[TokenOutput]
         ) -> None:
-            fill_trajectory(trajectory, output, turns)
+            limit = self.padding.response_length
+            fill_trajectory(trajectory, output, turns, max_response_tokens=limit)
             if grading is not None and trajectory.reward_score is None:
                 grading.add(trajectory)
 
@@ -268,6 +287,34 @@ class Rollouter(GroupSource):
             return set()
 
 
+class GradedGeneration:
+    """Hands the trajectories of one generation to a grading service as they end."""
+
+    def __init__(self, service: GradingService) -> None:
+        self._service = service
+        self._added: list[Trajectory] = []
+        self._num_submitted = 0
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Grade a trajectory, together with all that end in this turn of the event loop."""
+        self._added.append(trajectory)
+        if len(self._added) == self._num_submitted + 1:
+            asyncio.get_running_loop().call_soon(self._submit)
+
+    def _submit(self) -> None:
+        ended = self._added[self._num_submitted :]
+        self._num_submitted = len(self._added)
+        self._service.submit(ended)
+
+    async def finish(self) -> None:
+        """Wait for the last grades; groups with an infra error are retried when scored."""
+        await asyncio.wrap_future(self._service.grade_once(self._added))
+
+    def cancel(self) -> None:
+        self._num_submitted = len(self._added)  # they may not have been handed over yet
+        self._service.cancel()
+
+
 class BatchSource(GroupSource):
     """Groups from an object with `generate_sequences`: a user's manager, or a dump of rollouts."""
 
@@ -307,22 +354,30 @@ class BatchSource(GroupSource):
         work.set_result(None)
         return work
 
-    def take_report(self) -> tuple[dict[str, float], dict[str, float]]:
+    def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
         report = self._metrics, self._seconds
         self._metrics, self._seconds = {}, {}
         return report
 
 
 def fill_trajectory(
-    trajectory: Trajectory, output: AgentLoopOutput, turns: Sequence[TokenOutput]
+    trajectory: Trajectory,
+    output: AgentLoopOutput,
+    turns: Sequence[TokenOutput],
+    *,
+    max_response_tokens: int,
 ) -> None:
-    """Take in what a loop returned; `turns` are what engines sampled for it."""
+    """Take in what a loop returned, up to the limit; `turns` are what engines sampled for it."""
+    ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
+    if len(ids) > max_response_tokens:
+        ids, mask = ids[:max_response_tokens], mask[:max_response_tokens]
+        log_probs = None if log_probs is None else log_probs[:max_response_tokens]
     trajectory.segments = [
         Segment(author="template", token_ids=output.prompt_ids),
         *response_segments(
-            output.response_ids,
-            output.response_mask,
-            output.response_logprobs,
+            ids,
+            mask,
+            log_probs,
             [(turn.token_ids, turn.policy_versions) for turn in turns],
         ),
     ]

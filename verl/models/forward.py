@@ -15,9 +15,16 @@ from verl.models.shared_prompts import SharedPrompts, UnfoldedLayout
 
 
 def hidden_states(
-    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: AttentionLayout,
+    **extra: Tensor,
 ) -> Tensor:
-    """The last hidden state of each token; (N, hidden) for ids and positions (N,)."""
+    """The last hidden state of each token; (N, hidden) for ids (N,).
+
+    Positions are (N,), or (3, N) with M-RoPE; `extra` are further arguments of the model.
+    """
     attention = model.config._attn_implementation
     if attention != ATTENTION:
         raise ValueError(
@@ -26,8 +33,10 @@ def hidden_states(
         )
     num_tokens = len(input_ids)
     padding = (0, 0 if exact_capacity(model) is None else -num_tokens % ROWS)
-    ids, positions = (F.pad(x, padding)[None] for x in (input_ids, position_ids))
-    output = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)
+    ids, positions = (F.pad(x, padding).unsqueeze(-2) for x in (input_ids, position_ids))
+    output = model.base_model(
+        input_ids=ids, position_ids=positions, use_cache=False, layout=layout, **extra
+    )
     hidden = output.last_hidden_state.squeeze(0)
     if hidden.shape[0] != ids.shape[1]:
         raise ValueError(

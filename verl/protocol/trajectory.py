@@ -25,7 +25,7 @@ class Score:
 
     value: float
     extras: dict[str, Any] = field(default_factory=dict)
-    token_values: np.ndarray | None = field(default=None, compare=False)
+    token_values: np.ndarray | None = field(default=None, compare=False, repr=False)
     """Rewards of single response tokens, where the grader gives them; `value` is their sum."""
 
 

@@ -14,8 +14,8 @@ from tests.workers.reward_manager.batches import batch
 from verl.trainer.ppo.reward import RewardError
 from verl.trainer.ppo.scoring import score_batch
 from verl.workers.reward_manager import get_reward_manager_cls
-from verl.workers.reward_manager.loop_style import RewardManagerBase
-from verl.workers.reward_manager.results import Abstain, InfraError, Score
+from verl.workers.reward_manager.adapters import RewardManagerBase, grades_of
+from verl.workers.reward_manager.grader import Abstain, InfraError, Score
 
 LIMIT_SECONDS = 0.6
 SLACK_SECONDS = 5.0  # on a busy machine; what hangs does so for much longer
@@ -68,6 +68,8 @@ BAD = {
     "unreadable": (lambda **kw: Unreadable(), InfraError),
     "coroutine": (gives_a_coroutine, InfraError),
     "huge": (lambda **kw: 10**9, 1e9),
+    "beyond_float32": (lambda **kw: 1e39, InfraError),
+    "beyond_float64": (lambda **kw: 10**400, InfraError),
     "bool": (lambda **kw: True, 1.0),
     "changes_its_inputs": (changes_its_inputs, 1.0),
 }
@@ -122,7 +124,7 @@ def test_one_response_is_hit_and_the_others_are_graded(manager, name):
     bad, expected = BAD[name]
     data = batch("5", "6", "7", reward_model=[{"ground_truth": {"answer": 7}}] * 3)
     start = time.perf_counter()
-    five, six, seven = made(manager, on_six(bad)).grade(data)
+    five, six, seven = grades_of(data, made(manager, on_six(bad)))
     assert time.perf_counter() - start < LIMIT_SECONDS + SLACK_SECONDS
     assert same(six, expected), six
     assert (five, seven) == (Score(1.0, {"acc": 1.0}), Score(1.0, {"acc": 1.0}))
@@ -143,7 +145,7 @@ def test_one_entry_of_a_list_is_bad_and_the_others_count(name):
         return [on_six(bad)(**dict(zip(names, row, strict=True))) for row in rows]
 
     data = batch("5", "6", "7", reward_model=[{"ground_truth": {"answer": 7}}] * 3)
-    five, six, seven = made("batch", function).grade(data)
+    five, six, seven = grades_of(data, made("batch", function))
     assert same(six, expected), six
     assert five.value == seven.value == 1.0
     assert data.non_tensor_batch["extra_info"].tolist() == [{"index": i} for i in range(3)]
@@ -168,7 +170,7 @@ def test_an_async_function_hits_one_response_and_the_others_are_graded(manager, 
         return await bad() if solution_str == "6" else 1.0
 
     start = time.perf_counter()
-    five, six, seven = made(manager, function).grade(batch("5", "6", "7"))
+    five, six, seven = grades_of(batch("5", "6", "7"), made(manager, function))
     assert time.perf_counter() - start < LIMIT_SECONDS + SLACK_SECONDS
     assert isinstance(six, InfraError)
     assert five.value == seven.value == 1.0
@@ -192,7 +194,7 @@ OF_A_BATCH = {
 @pytest.mark.parametrize("name", OF_A_BATCH)
 def test_a_batch_function_that_fails_gives_no_scores_at_all(name):
     start = time.perf_counter()
-    grades = made("batch", OF_A_BATCH[name]).grade(batch("5", "6", "7"))
+    grades = grades_of(batch("5", "6", "7"), made("batch", OF_A_BATCH[name]))
     assert time.perf_counter() - start < LIMIT_SECONDS + SLACK_SECONDS
     assert [type(grade) for grade in grades] == [InfraError] * 3
 
@@ -200,7 +202,7 @@ def test_a_batch_function_that_fails_gives_no_scores_at_all(name):
 @pytest.mark.parametrize("name", [n for n in BAD if n not in ("exits", "changes_its_inputs")])
 def test_a_users_own_run_single_is_guarded_the_same_way(name):
     bad, expected = BAD[name]
-    five, six, seven = ByRunSingle(on_six(bad)).grade(batch("5", "6", "7"))
+    five, six, seven = grades_of(batch("5", "6", "7"), ByRunSingle(on_six(bad)))
     assert same(six, expected), six
     assert five.value == seven.value == 1.0
 
@@ -220,7 +222,7 @@ def test_a_function_that_kills_its_process_is_tried_four_times_and_no_more(manag
             log.write("x")
         os._exit(9)
 
-    five, six, seven = made(manager, on_six(dies)).grade(batch("5", "6", "7"))
+    five, six, seven = grades_of(batch("5", "6", "7"), made(manager, on_six(dies)))
     assert isinstance(six, InfraError)
     assert six.is_final
     assert "4 processes died" in six.reason

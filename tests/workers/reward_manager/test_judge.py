@@ -23,11 +23,18 @@ from verl.config.reward import FSDPRewardModelConfig
 from verl.protocol import DataProto
 from verl.utils.environment import temp_env_var
 from verl.utils.reward_score import default_compute_score
-from verl.workers.reward_manager.judge import Judge, JudgeRewardManager
-from verl.workers.reward_manager.judge_client import JudgeClient, JudgeEndpoint, JudgeUnavailable
-from verl.workers.reward_manager.judge_prompt import NoVerdict, Question
+from verl.workers.reward_manager.adapters import grades_of
+from verl.workers.reward_manager.grader import Abstain, InfraError, Score
+from verl.workers.reward_manager.judge import (
+    Judge,
+    JudgeClient,
+    JudgeEndpoint,
+    JudgeRewardManager,
+    JudgeUnavailable,
+    NoVerdict,
+    Question,
+)
 from verl.workers.reward_manager.registry import get_reward_manager_cls
-from verl.workers.reward_manager.results import Abstain, InfraError, Score
 
 KEY = "TEST_JUDGE_KEY"
 FAST = {"api_key_env": KEY, "first_pause_seconds": 0.02, "request_timeout_seconds": 5.0}
@@ -314,7 +321,7 @@ def test_every_response_gets_its_own_verdict_in_its_place():
         return verdict(request, number / 4)
 
     with judge_server(answer) as server:
-        grades = manager(server).grade(batch("7", "77", "777", "7777"))
+        grades = grades_of(batch("7", "77", "777", "7777"), manager(server))
     assert [grade.value for grade in grades] == [0.0, 0.25, 0.5, 0.75]
     assert all(isinstance(grade, Score) for grade in grades)
 
@@ -325,7 +332,7 @@ def test_no_more_questions_are_open_than_allowed():
         return verdict(request, 1)
 
     with judge_server(answer) as server:
-        manager(server, max_concurrent=2).grade(batch(*["7"] * 6))
+        grades_of(batch(*["7"] * 6), manager(server, max_concurrent=2))
     assert server.most_open == 2
 
 
@@ -337,7 +344,7 @@ def test_an_outage_is_a_fault_and_a_shrug_is_an_abstention_never_a_score():
         return "who knows" if content == "question 1" else verdict(request, 1)
 
     with judge_server(answer) as server:
-        grades = manager(server, max_attempts=2).grade(batch("1", "2", "3"))
+        grades = grades_of(batch("1", "2", "3"), manager(server, max_attempts=2))
     assert [type(grade) for grade in grades] == [InfraError, Abstain, Score]
     assert "status 500" in grades[0].reason
 

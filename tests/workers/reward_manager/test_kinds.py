@@ -16,11 +16,11 @@ from verl.workers.reward_manager import (
     PrimeRewardManager,
     RateLimitedRewardManager,
 )
-from verl.workers.reward_manager.grading import UngradedResponses
-from verl.workers.reward_manager.limited import AsyncTokenBucket, per_minute
-from verl.workers.reward_manager.prime import parallel_compute_score_async
-from verl.workers.reward_manager.remote import RemoteRewardManager
-from verl.workers.reward_manager.results import Score
+from verl.workers.reward_manager.abstract import UngradedResponses
+from verl.workers.reward_manager.adapters import grades_of
+from verl.workers.reward_manager.grader import Score
+from verl.workers.reward_manager.managers import AsyncTokenBucket
+from verl.workers.reward_manager.prime import RemoteRewardManager, parallel_compute_score_async
 
 # ---- batch ---------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ def test_a_batch_function_may_return_any_row_of_numbers_and_may_be_async(make):
         return make([float(text) for text in solution_strs])
 
     manager = BatchRewardManager(tiny_tokenizer(), 0, function)
-    assert [grade.value for grade in manager.grade(batch("5", "6"))] == [5.0, 6.0]
+    assert [grade.value for grade in grades_of(batch("5", "6"), manager)] == [5.0, 6.0]
 
 
 # ---- prime and remote ----------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_remote_takes_its_number_of_processes_from_the_configuration():
     options = RemoteRewardManager.options_of(config)
     manager = RemoteRewardManager(tiny_tokenizer(), 0, lambda **kw: 1.0, **options)
     assert manager.max_concurrent == 3
-    assert manager.grade(batch("7")) == [Score(1.0, {"acc": 1.0})]
+    assert grades_of(batch("7"), manager) == [Score(1.0, {"acc": 1.0})]
 
 
 def test_scores_of_many_completions_in_their_order_with_none_where_there_is_none():
@@ -134,9 +134,15 @@ def test_a_bucket_never_holds_more_than_its_capacity():
 
 
 def test_a_limit_per_minute_lets_one_request_start_at_once():
-    assert per_minute(None) is None
-    assert (per_minute(6).rate_limit, per_minute(6).max_tokens) == (0.1, 1.0)
-    assert (per_minute(600).rate_limit, per_minute(600).max_tokens) == (10.0, 10.0)
+    assert AsyncTokenBucket.per_minute(None) is None
+    assert (
+        AsyncTokenBucket.per_minute(6).rate_limit,
+        AsyncTokenBucket.per_minute(6).max_tokens,
+    ) == (0.1, 1.0)
+    assert (
+        AsyncTokenBucket.per_minute(600).rate_limit,
+        AsyncTokenBucket.per_minute(600).max_tokens,
+    ) == (10.0, 10.0)
 
 
 def limited(function, **options):
@@ -150,11 +156,11 @@ def test_requests_per_minute_and_tokens_per_minute_are_kept():
         starts.append(time.perf_counter())
         return 1.0
 
-    limited(function, max_concurrent=8, max_rpm=1200).grade(batch(*"1" * 24))  # 20 a second
+    grades_of(batch(*"1" * 24), limited(function, max_concurrent=8, max_rpm=1200))  # 20 a second
     assert starts[-1] - starts[0] >= 0.19  # 20 at once, then one every 50 ms
     starts.clear()
     options = {"max_tpm": 120_000, "estimated_tokens_per_request": 500}  # 4 a second
-    limited(function, max_concurrent=8, **options).grade(batch(*"1" * 5))
+    grades_of(batch(*"1" * 5), limited(function, max_concurrent=8, **options))
     assert starts[-1] - starts[0] >= 0.24
 
 
@@ -195,7 +201,7 @@ def test_waiting_for_a_turn_is_not_a_time_out():
         await asyncio.sleep(0.1)
         return 1.0
 
-    grades = limited(function, max_concurrent=1, timeout=0.25).grade(batch(*"12345"))
+    grades = grades_of(batch(*"12345"), limited(function, max_concurrent=1, timeout=0.25))
     assert [grade.value for grade in grades] == [1.0] * 5
 
 

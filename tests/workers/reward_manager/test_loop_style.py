@@ -16,15 +16,16 @@ from verl.experimental.reward_loop.reward_manager import (
     register,
 )
 from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
-from verl.workers.reward_manager.batch import BatchRewardManager
-from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
-from verl.workers.reward_manager.results import (
+from verl.workers.reward_manager.adapters import grades_of
+from verl.workers.reward_manager.grader import (
     Abstain,
     InfraError,
     Score,
     as_result,
     from_result,
 )
+from verl.workers.reward_manager.managers import BatchRewardManager
+from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
 
 
 def config(**reward_model):
@@ -68,7 +69,7 @@ def test_there_is_one_registry_and_a_class_is_given_in_the_style_of_the_caller()
 def test_built_in_managers_are_made_from_the_configuration(cls):
     manager = cls(config(num_workers=1), tiny_tokenizer(), lambda solution_str, **kw: 0.5)
     assert single(manager) == {"reward_score": 0.5, "reward_extra_info": {"acc": 0.5}}
-    assert [grade.value for grade in manager.grade(batch("5", "6"))] == [0.5, 0.5]
+    assert [grade.value for grade in grades_of(batch("5", "6"), manager)] == [0.5, 0.5]
 
 
 def test_options_come_from_the_sections_that_are_there():

@@ -14,11 +14,11 @@ import torch
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.batches import batch
 from verl.workers.reward_manager import get_reward_manager_cls
-from verl.workers.reward_manager.dapo import DAPORewardManager
-from verl.workers.reward_manager.grading import UngradedResponses
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.results import Abstain, InfraError, Score, as_grade
-from verl.workers.reward_manager.rounds import GradingRound
+from verl.workers.reward_manager.abstract import UngradedResponses
+from verl.workers.reward_manager.adapters import grades_of
+from verl.workers.reward_manager.grader import Abstain, InfraError, Score, as_grade
+from verl.workers.reward_manager.managers import DAPORewardManager, NaiveRewardManager
+from verl.workers.reward_manager.service import GradingService
 
 
 def manager(function, **options) -> NaiveRewardManager:
@@ -27,7 +27,7 @@ def manager(function, **options) -> NaiveRewardManager:
 
 
 def grade(function, *texts, **options):
-    return manager(function, **options).grade(batch(*(texts or ["7"])))
+    return grades_of(batch(*(texts or ["7"])), manager(function, **options))
 
 
 # ---- what a function is given --------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_a_function_sees_the_text_and_where_it_belongs():
         return 1.0
 
     made = manager(function)
-    made.grade(batch("78", __num_turns__=np.array([2])))
+    grades_of(batch("78", __num_turns__=np.array([2])), made)
     assert calls == [
         {
             "data_source": "sums",
@@ -60,7 +60,7 @@ def test_a_function_cannot_change_the_batch():
         return 1.0
 
     data = batch("7", extra_info=[{"index": 0, "deep": []}], reward_model=[{"ground_truth": []}])
-    manager(function).grade(data)
+    grades_of(data, manager(function))
     assert data.non_tensor_batch["extra_info"][0] == {"index": 0, "deep": []}
     assert data.non_tensor_batch["reward_model"][0] == {"ground_truth": []}
 
@@ -193,7 +193,7 @@ def test_when_nothing_answers_the_rest_is_not_waited_for():
         time.sleep(30)
 
     found = grade(function, *"0123456789", timeout_seconds=0.2)
-    assert len(calls) == GradingRound.MAX_TIMEOUTS_IN_A_ROW
+    assert len(calls) == GradingService.MAX_TIMEOUTS_IN_A_ROW
     assert all(isinstance(g, InfraError) for g in found)
     assert "not tried after 3 time-outs in a row" in found[-1].reason
 
@@ -276,7 +276,7 @@ def test_without_a_function_the_data_source_decides():
     data = batch("####7", "7")
     data.non_tensor_batch["data_source"][:] = "gsm8k"
     made = NaiveRewardManager(tiny_tokenizer(), 0)
-    found = made.grade(data)
+    found = grades_of(data, made)
     assert [type(g) for g in found] == [Score, Score]
 
 
@@ -305,14 +305,14 @@ def dapo(buffer, max_resp_len=6):
 def test_the_penalty_grows_over_the_last_tokens_before_the_limit():
     made = dapo(BUFFER)
     assert [made.penalty(n) for n in (1, 2, 3, 4, 6)] == [0.0, 0.0, -0.25, -0.5, -1.0]
-    found = made.grade(batch("12", "1234"))
+    found = grades_of(batch("12", "1234"), made)
     assert [g.value for g in found] == [1.0, 0.5]
     assert found[1].extras == {"acc": 1.0, "overlong_reward": -0.5, "overlong": True}
 
 
 @pytest.mark.parametrize("buffer", [None, {"enable": False}])
 def test_without_a_buffer_there_is_no_penalty(buffer):
-    assert [g.value for g in dapo(buffer).grade(batch("123456"))] == [1.0]
+    assert [g.value for g in grades_of(batch("123456"), dapo(buffer))] == [1.0]
 
 
 def test_a_buffer_that_does_not_fit_is_refused():

@@ -7,9 +7,10 @@ from omegaconf import OmegaConf
 
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.batches import batch
-from verl.workers.reward_manager.ray_pool import RayWorkerPool, is_attached
-from verl.workers.reward_manager.remote import RemoteRewardManager
-from verl.workers.reward_manager.results import InfraError
+from verl.workers.reward_manager.adapters import grades_of
+from verl.workers.reward_manager.grader import InfraError
+from verl.workers.reward_manager.prime import RemoteRewardManager
+from verl.workers.reward_manager.workers import RayWorkerPool, is_attached
 
 CONFIG = OmegaConf.create({"reward_model": {"num_workers": 2}})
 
@@ -36,7 +37,7 @@ def test_with_a_cluster_they_are_its_actors(tmp_path, ray_cluster):
     options = RemoteRewardManager.options_of(CONFIG)
     assert options["make_pool"] is RayWorkerPool
     made = RemoteRewardManager(tiny_tokenizer(), 0, function, timeout_seconds=5.0, **options)
-    five, six, seven, eight = made.grade(batch("5", "6", "7", "8"))
+    five, six, seven, eight = grades_of(batch("5", "6", "7", "8"), made)
     assert isinstance(five, InfraError)
     assert "4 actors died" in five.reason
     assert (tmp_path / "5").read_text() == "xxxx"

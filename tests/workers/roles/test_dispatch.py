@@ -17,6 +17,7 @@ from verl.workers.roles.dispatch import (
     planned_passes,
     row_column,
     update_plan,
+    with_prompt_index,
 )
 from verl.workers.schedule import MicroBatching
 
@@ -154,7 +155,7 @@ def test_only_the_columns_that_a_method_reads_travel():
     workers = group(2)
     workers.measure(batch(*LENGTHS))
     part = workers.workers[0].seen[0]
-    assert set(part.batch.keys()) == {*COLUMNS, "row_of_batch"}
+    assert set(part.batch.keys()) == {*COLUMNS, "row_of_batch", "prompt_index"}
     assert part.non_tensor_batch == {}
     assert part.meta_info["temperature"] == 0.5
 
@@ -203,3 +204,20 @@ def test_responses_to_one_prompt_go_to_one_rank_where_there_are_enough_prompts()
     assert rows in ([{0, 2}, {1, 3}], [{1, 3}, {0, 2}])
     workers.measure(batch(5, 5, 6, 6, prompts=[7, 7, 7, 7]))
     assert [len(worker.seen[-1]) for worker in workers.workers] == [2, 2], "nobody is idle"
+
+
+def test_rows_of_one_uid_are_dispatched_as_one_prompt_and_the_callers_batch_stays_as_it_was():
+    batch = DataProto.from_dict(
+        {
+            "input_ids": torch.tensor([[3, 4]] * 4),
+            "attention_mask": torch.ones(4, 2, dtype=torch.long),
+            "responses": torch.tensor([[4]] * 4),
+        },
+        non_tensors={"uid": np.array(["b", "a", "b", "a"], dtype=object)},
+    )
+    indexed = with_prompt_index(batch)
+    assert indexed.batch["prompt_index"].tolist() == [0, 1, 0, 1]
+    assert "prompt_index" not in batch.batch.keys()  # noqa: SIM118
+    assert indexed.non_tensor_batch == {}
+    alone = batch.select(non_tensor_batch_keys=[])
+    assert with_prompt_index(alone).batch["prompt_index"].tolist() == [0] * 4, "the same tokens"

@@ -9,33 +9,34 @@ another without visiting the driver.
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
+from types import MethodType
 from typing import Any, TypeVar
 
 from verl.protocol import DataProtoFuture
 from verl.protocol.future import DEFAULT_TIMEOUT_SECONDS
 from verl.single_controller.base.dispatch import (
+    MAGIC_ATTR,
+    Dispatch,
+    Execute,
     collect_all_to_all,
     collect_dp_compute,
     collect_dp_compute_data_proto,
+    collect_lazy_compute_data_proto,
+    collect_nd_compute,
+    collect_nd_compute_dataproto,
     direct_rollout_call,
     dispatch_all_to_all,
     dispatch_dp_compute,
     dispatch_dp_compute_data_proto,
     dispatch_dp_compute_data_proto_with_func,
-    dispatch_one_to_all,
-    map_arguments,
-)
-from verl.single_controller.base.futures import put_together
-from verl.single_controller.base.mesh_dispatch import (
-    collect_lazy_compute_data_proto,
-    collect_nd_compute,
-    collect_nd_compute_dataproto,
     dispatch_lazy_compute_data_proto,
     dispatch_nd_compute,
     dispatch_nd_compute_dataproto,
+    dispatch_one_to_all,
     make_nd_compute_dataproto_dispatch_fn,
+    map_arguments,
 )
-from verl.single_controller.base.modes import MAGIC_ATTR, Dispatch, Execute
+from verl.single_controller.base.futures import put_together
 
 __all__ = [
     "DISPATCH_MODE_FN_REGISTRY",
@@ -64,6 +65,9 @@ __all__ = [
     "registered_methods",
     "update_dispatch_mode",
 ]
+
+PLAIN_METHOD = "plain_method"
+"""The attribute of a decorated method that holds the decorated and the plain one."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 ModeFunctions = dict[str, Callable[..., Any]]
@@ -148,9 +152,21 @@ def _resolving(method: Callable[..., Any]) -> Callable[..., Any]:
         return await method(*args, **kwargs)
 
     wrapper: Any = call_async if inspect.iscoroutinefunction(method) else call
+    vars(wrapper)[PLAIN_METHOD] = wrapper, method
     del wrapper.__wrapped__  # Ray would look through it, at a signature that refuses parts
     wrapper.__signature__ = _with_any_keyword(inspect.signature(method))
     return wrapper
+
+
+def plain_method(bound: Callable[..., Any]) -> Callable[..., Any]:
+    """The method that `register` decorated, for a call without futures among its arguments.
+
+    A method that is decorated once more, or replaced, is given back as it is.
+    """
+    if not isinstance(bound, MethodType) or PLAIN_METHOD not in vars(bound.__func__):
+        return bound
+    wrapper, method = vars(bound.__func__)[PLAIN_METHOD]
+    return MethodType(method, bound.__self__) if wrapper is bound.__func__ else bound
 
 
 def _with_any_keyword(signature: inspect.Signature) -> inspect.Signature:

@@ -1,40 +1,44 @@
-"""Scores for a batch of responses, and what happens to those that have none.
+"""Scores for a batch of responses, from the grades of its groups and from a reward model.
 
-Grades come with the batch, if its responses were graded while they were generated, or from the
-reward manager now. A group (the responses to one prompt) in which grading fails is graded again as
-a whole. If that fails too the group is set aside: a prompt is compared with all of its responses or
-not at all. A response on which the grader abstains leaves its group, which needs at least two
-others to be compared with. A fault never becomes a reward.
+Grades come with the batch, if its responses were graded while they were generated, or are waited
+for now. `GradingService` decides which groups are dropped; here the others become a batch with
+`token_level_scores`. Where a reward model is enabled, its scores enter the batch first:
+
+    reward_model.enable alone       the model's score is the reward (`rm_scores`)
+    with a function per response    the function decides; it finds the model's score in
+                                    `extra_info["rm_score"]`
+    with a function over the batch, or a manager of one's own
+                                    it decides; `rm_scores` is in the batch it is given
 """
 
-import logging
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
+from verl.agent_loop.manager import GRADE_COLUMN
+from verl.config.ppo import PPOConfig
+from verl.config.reward import FSDPRewardModelConfig
 from verl.protocol import DataProto
-from verl.trainer.ppo.reward import RewardError, compute_reward
-from verl.workers.reward_manager.abstract import precomputed_rewards
-from verl.workers.reward_manager.grading import graded_rewards
-from verl.workers.reward_manager.results import (
-    GRADE_COLUMN,
-    Abstain,
-    Grade,
-    InfraError,
-    Score,
-    from_result,
+from verl.protocol.trajectory import Abstain, Grade, Group, Score, Trajectory
+from verl.trainer.ppo.reward import WholeBatchReward, get_custom_reward_fn, takes_whole_batch
+from verl.workers.reward_manager.abstract import graded_rewards, precomputed_rewards
+from verl.workers.reward_manager.adapters import (
+    BatchGrader,
+    as_grader,
+    groups_of,
+    row_trajectories,
+    rows_as_batch,
 )
+from verl.workers.reward_manager.grader import RewardError
+from verl.workers.reward_manager.service import GradingService
 
-logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Grader(Protocol):
-    """A reward manager that says of each response whether it could be graded."""
-
-    def grade(self, data: DataProto) -> list[Grade]: ...
+NATIVE_ENGINES = ("native", "hf")
+MANAGERS_THAT_ASK_A_FUNCTION = (
+    "batch", "dapo", "judge", "limited", "prime", "rate_limited", "remote",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -44,74 +48,81 @@ class Scored:
     batch: DataProto
     extras: dict[str, list[Any]]
     metrics: dict[str, float]
-    set_aside: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
     """uid -> reason, for each prompt that takes no part in this step."""
 
 
 def score_batch(batch: DataProto, reward_fn: Callable[..., Any]) -> Scored:
     """Add `token_level_scores`, and each thing the grader reported as a column of its own."""
-    if precomputed_rewards(batch) is not None or not isinstance(reward_fn, Grader):
-        rewards, extras = compute_reward(batch, reward_fn)
-        return _with_scores(batch, rewards, extras, Scored(batch=batch, extras={}, metrics={}))
     return settled(batch, *graded(batch, reward_fn))
 
 
-def settled(batch: DataProto, grades: Sequence[Grade], num_faults: int) -> Scored:
-    """The scores that grades amount to; `num_faults` calls failed on the way."""
-    keep, set_aside = settle_groups(batch.non_tensor_batch["uid"], grades)
-    if not any(keep):
-        reason = next(iter(set_aside.values()))
+def graded(
+    batch: DataProto, reward_fn: Callable[..., Any]
+) -> tuple[list[Trajectory], list[Group], int]:
+    """The rows of a batch with their final grades, their groups, and how many calls failed."""
+    early = batch.non_tensor_batch.pop(GRADE_COLUMN, None)
+    trajectories = row_trajectories(batch)
+    grader = as_grader(reward_fn, rows_as_batch(batch))
+    if early is None and not isinstance(grader, BatchGrader):
+        early = precomputed_grades(batch)
+    for trajectory, grade in zip(trajectories, [] if early is None else early, strict=False):
+        trajectory.grade = grade
+    groups = groups_of(trajectories)
+    service = GradingService(grader)
+    try:
+        num_errors = service.wait(groups)
+    finally:
+        service.close()
+    return trajectories, groups, num_errors
+
+
+def precomputed_grades(batch: DataProto) -> list[Grade] | None:
+    """The grades of a batch that carries `rm_scores`."""
+    result = precomputed_rewards(batch)
+    if result is None:
+        return None
+    extras, rewards = result["reward_extra_info"], result["reward_tensor"]
+    token_values = rewards.cpu().numpy()
+    return [
+        Score(value, {name: values[row] for name, values in extras.items()}, token_values[row])
+        for row, value in enumerate(rewards.sum(-1).tolist())
+    ]
+
+
+def settled(
+    batch: DataProto,
+    trajectories: Sequence[Trajectory],
+    groups: Sequence[Group],
+    num_errors: int,
+) -> Scored:
+    """The scores of `batch`, whose rows are `trajectories`, without those of dropped groups."""
+    dropped = {group.uid: group.fault for group in groups if group.fault is not None}
+    rows = [
+        row
+        for row, trajectory in enumerate(trajectories)
+        if trajectory.uid not in dropped and isinstance(trajectory.grade, Score)
+    ]
+    if not rows:
+        reason = next(iter(dropped.values()))
         raise RewardError(f"none of {len(batch)} responses could be scored: {reason}")
-    kept_grades = [grade for grade, is_kept in zip(grades, keep, strict=True) if is_kept]
-    kept = batch if all(keep) else batch.select_idxs(np.flatnonzero(keep))
-    result = graded_rewards(kept, kept_grades)
+    num_abstained = sum(isinstance(trajectory.grade, Abstain) for trajectory in trajectories)
+    if len(rows) < len(batch):
+        batch = batch.select_idxs(rows)
+    result = graded_rewards(batch, [trajectories[row].grade for row in rows])
+    extras = result["reward_extra_info"]
+    batch.batch["token_level_scores"] = result["reward_tensor"]
+    for name, values in extras.items():
+        column = np.empty(len(batch), dtype=object)
+        column[:] = values
+        batch.non_tensor_batch[name] = column
+    batch.meta_info["reward_extra_keys"] = list(extras)
     metrics = {
-        "reward/num_errors": float(num_faults),
-        "reward/num_abstained": float(sum(isinstance(grade, Abstain) for grade in grades)),
-        "reward/num_groups_set_aside": float(len(set_aside)),
+        "reward/num_errors": float(num_errors),
+        "reward/num_abstained": float(num_abstained),
+        "reward/num_groups_set_aside": float(len(dropped)),
     }
-    scored = Scored(batch=kept, extras={}, metrics=metrics, set_aside=set_aside)
-    return _with_scores(kept, result["reward_tensor"], result["reward_extra_info"], scored)
-
-
-def graded(batch: DataProto, grader: Grader) -> tuple[list[Grade], int]:
-    """Grades of all responses, groups with a fault tried twice; and how many calls failed."""
-    uids = batch.non_tensor_batch["uid"]
-    grades = _grades_of_generation(batch) or grader.grade(batch)
-    _check_count(grades, batch)
-    faults = [grade for grade in grades if isinstance(grade, InfraError)]
-    faulty = {uid for uid, grade in zip(uids, grades, strict=True) if _may_be_tried_again(grade)}
-    if not faulty:
-        return grades, len(faults)
-    logger.warning("grading failed %d times, e.g. %s; trying again", len(faults), faults[0].reason)
-    rows = [row for row, uid in enumerate(uids) if uid in faulty]
-    again = grader.grade(batch.select_idxs(rows))
-    _check_count(again, rows)
-    for row, grade in zip(rows, again, strict=True):
-        grades[row] = grade
-    return grades, len(faults) + sum(isinstance(grade, InfraError) for grade in again)
-
-
-def settle_groups(
-    uids: Sequence[str] | np.ndarray, grades: Sequence[Grade]
-) -> tuple[list[bool], dict[str, str]]:
-    """Which rows stay, and the reason for each prompt that goes."""
-    rows_of: dict[str, list[int]] = {}
-    for row, uid in enumerate(uids):
-        rows_of.setdefault(uid, []).append(row)
-    keep = [True] * len(grades)
-    set_aside: dict[str, str] = {}
-    for uid, rows in rows_of.items():
-        scored = [row for row in rows if isinstance(grades[row], Score)]
-        faults = [grade for row in rows if isinstance(grade := grades[row], InfraError)]
-        abstained = [grade for row in rows if isinstance(grade := grades[row], Abstain)]
-        if faults:
-            set_aside[uid], scored = faults[0].reason, []
-        elif abstained and len(scored) < 2:
-            set_aside[uid], scored = abstained[0].reason, []
-        for row in set(rows) - set(scored):
-            keep[row] = False
-    return keep, set_aside
+    return Scored(batch=batch, extras=extras, metrics=metrics, dropped=dropped)
 
 
 def reported_metrics(batch: DataProto) -> dict[str, float]:
@@ -128,30 +139,81 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | np.bool_ | np.number)
 
 
-def _grades_of_generation(batch: DataProto) -> list[Grade] | None:
-    """What the agent loops have found out already; taken from the batch, for it serves once."""
-    results = batch.non_tensor_batch.pop(GRADE_COLUMN, None)
-    return None if results is None else [from_result(result) for result in results]
+def add_model_scores(batch: DataProto, scored: DataProto, *, as_extra_info: bool) -> DataProto:
+    """The batch with the reward model's scores, which are in `scored`."""
+    if not as_extra_info:
+        return batch.union(scored)
+    scores = scored.batch["rm_scores"].sum(-1).tolist()
+    infos = batch.non_tensor_batch.get("extra_info", [None] * len(batch))
+    extras = np.empty(len(batch), dtype=object)
+    extras[:] = [
+        {**(info or {}), "rm_score": score} for info, score in zip(infos, scores, strict=True)
+    ]
+    batch.non_tensor_batch["extra_info"] = extras
+    return batch
 
 
-def _may_be_tried_again(grade: Grade) -> bool:
-    return isinstance(grade, InfraError) and not grade.is_final
+def is_asked_per_response(config: PPOConfig, reward_fn: Any) -> bool:
+    """Whether a function of the user's looks at each response, and at the model's score of it."""
+    return config.custom_reward_function.path is not None and not isinstance(
+        reward_fn, WholeBatchReward
+    )
 
 
-def _with_scores(batch: DataProto, rewards: Any, extras: dict[str, Any], scored: Scored) -> Scored:
-    batch.batch["token_level_scores"] = rewards
-    for name, values in extras.items():
-        column = np.empty(len(batch), dtype=object)
-        column[:] = values
-        batch.non_tensor_batch[name] = column
-    batch.meta_info["reward_extra_keys"] = list(extras)
-    scored.extras = {name: list(values) for name, values in extras.items()}
-    return scored
+def asks_over_http(config: PPOConfig) -> bool:
+    """Whether a function of the user's takes the address of a served reward model."""
+    function = get_custom_reward_fn(config) if config.reward_model.enable else None
+    if function is None or takes_whole_batch(function)[0]:
+        return False
+    parameters = inspect.signature(function).parameters
+    return "reward_router_address" in parameters
 
 
-def _check_count(grades: Sequence[Grade], rows: Any) -> None:
-    if len(grades) != len(rows):
-        raise RewardError(
-            f"the reward manager gave {len(grades)} grades for {len(rows)} responses; each of them "
-            "needs its own"
+def validates_with_model(config: PPOConfig, batch: DataProto) -> bool:
+    """Whether held-out responses go to the model too.
+
+    Where the user's code decides, it is given what training gives it. Otherwise rows with an answer
+    are graded by rule, and the model scores those whose `reward_model.style` is `model`.
+    """
+    manager = config.reward_manager
+    is_users_own = manager.source == "importlib" or manager.name != "naive"
+    if is_users_own or config.custom_reward_function.path is not None:
+        return True
+    rows = batch.non_tensor_batch.get("reward_model", [])
+    return any(row.get("style") == "model" for row in rows)
+
+
+def refuse_unsuited_reward_model(config: PPOConfig) -> None:
+    """Settings of `reward_model` that are valid and that one process cannot honour."""
+    model = config.reward_model
+    if not isinstance(model, FSDPRewardModelConfig):
+        raise ValueError(
+            f"reward_model.strategy is {model.strategy!r}; the reward model runs on the built-in "
+            "engine: set reward_model.strategy=fsdp"
+        )
+    if model.enable_resource_pool and asks_over_http(config):
+        raise ValueError(
+            "reward_model.enable_resource_pool is True and custom_reward_function asks the model "
+            "through reward_router_address; the model is served from the trainer's process only: "
+            "set reward_model.enable_resource_pool=False"
+        )
+    if model.rollout.name not in NATIVE_ENGINES:
+        raise ValueError(
+            f"reward_model.rollout.name is {model.rollout.name!r}; the reward model runs in this "
+            "process: set reward_model.rollout.name=native, or ask a served one from a "
+            "custom_reward_function"
+        )
+    manager = config.reward_manager
+    if manager.name == "model" and config.custom_reward_function.path is not None:
+        raise ValueError(
+            "reward_manager.name is 'model' and custom_reward_function.path is set; that manager "
+            "asks no function: remove one of the two"
+        )
+    is_built_in = manager.source == "register" and manager.name in MANAGERS_THAT_ASK_A_FUNCTION
+    if is_built_in and config.custom_reward_function.path is None:
+        raise ValueError(
+            f"reward_manager.name is {manager.name!r} and reward_model.enable is True; without a "
+            "custom_reward_function the model's score is the reward and that manager would do "
+            "nothing: set reward_manager.name=naive, or give it a function, which finds the "
+            'model\'s score in extra_info["rm_score"]'
         )

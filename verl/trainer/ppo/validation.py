@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.reward import compute_reward
+from verl.protocol.trajectory import Score
 from verl.trainer.ppo.rollout_dump import dump_generations
-from verl.trainer.ppo.scoring import Grader, graded
+from verl.trainer.ppo.scoring import graded
 from verl.trainer.ppo.validation_metrics import (
     collect_reward_extras,
     name_validation_metrics,
     process_validation_metrics,
 )
 from verl.utils.torch_functional import kept_tokens
-from verl.workers.reward_manager.abstract import precomputed_rewards
-from verl.workers.reward_manager.results import Score
 
 Extras = dict[str, Any]
 
@@ -93,14 +91,9 @@ def validate(
 
 def results_of(batch: DataProto, reward_fn: Any) -> list[tuple[float | None, Extras]]:
     """Score and further reports of each response; a score of None where there is no verdict."""
-    if isinstance(reward_fn, Grader) and precomputed_rewards(batch) is None:
-        grades, _ = graded(batch, reward_fn)
-        return [(g.value, g.extras) if isinstance(g, Score) else (None, {}) for g in grades]
-    rewards, extras = compute_reward(batch, reward_fn)  # pyright: ignore[reportArgumentType]
-    return [
-        (score, {name: values[row] for name, values in extras.items()})
-        for row, score in enumerate(rewards.sum(-1).tolist())
-    ]
+    trajectories, *_ = graded(batch, reward_fn)
+    grades = [trajectory.grade for trajectory in trajectories]
+    return [(g.value, g.extras) if isinstance(g, Score) else (None, {}) for g in grades]
 
 
 def texts_of(batch: DataProto, tokenizer: Any) -> tuple[list[str], list[str]]:

@@ -14,13 +14,11 @@ from transformers import PreTrainedModel
 
 from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, picked_rows, sum_squared_probs, token_log_probs
+from verl.models.loading import score_head
 from verl.models.ulysses import SequenceShare, UlyssesLayout
-from verl.models.value import score_head
 from verl.utils.device import without_waiting
 from verl.workers.engine.base import Columns
-from verl.workers.engine.inputs import pack_rows, pack_shared_rows
-
-ROW_COLUMNS = ("input_ids", "attention_mask", "position_ids", "responses")
+from verl.workers.engine.inputs import HOST_COLUMNS, ModelInputs
 
 
 def forward_rows(
@@ -38,23 +36,21 @@ def forward_rows(
 
     `sequence_group` has the ranks that split the tokens of these rows.
     """
-    ids, mask, positions, responses = (rows[name] for name in ROW_COLUMNS)
-    pack = pack_shared_rows if prefix_sharing else pack_rows
-    packed = pack(ids, mask, positions, responses.shape[1]).to(device)
-    layout = packed_layout(module, packed.parts)
+    inputs = ModelInputs.of(rows, prefix_sharing=prefix_sharing).to(device)
+    layout = packed_layout(module, inputs.parts)
     if sequence_group is not None:
-        share = SequenceShare(len(packed.input_ids), packed.sources, sequence_group)
-        packed, layout = packed.part(share), UlyssesLayout(layout, share)
-    hidden = hidden_states(module, packed.input_ids, packed.position_ids, layout)
-    sources = picked_rows(hidden, packed.sources)
+        share = SequenceShare(len(inputs.input_ids), inputs.sources, sequence_group)
+        inputs, layout = inputs.shard(share), UlyssesLayout(layout, share)
+    hidden = hidden_states(module, inputs.input_ids, inputs.position_ids, layout, **inputs.extra)
+    sources = picked_rows(hidden, inputs.sources)
     if is_value_model:
-        return {"values": packed.unpack(score_head(module)(sources).squeeze(-1).float())}
+        return {"values": inputs.unpack(score_head(module)(sources).squeeze(-1).float())}
     head = OutputHead.of(module)
-    log_probs, entropy = token_log_probs(sources, head, packed.targets, temperature=temperature)
+    log_probs, entropy = token_log_probs(sources, head, inputs.targets, temperature=temperature)
     columns = {"log_probs": log_probs, "entropy": entropy}
     if with_sum_pi_squared:
         columns["sum_pi_squared"] = sum_squared_probs(sources, head, temperature=temperature)
-    return {name: packed.unpack(values) for name, values in columns.items()}
+    return {name: inputs.unpack(values) for name, values in columns.items()}
 
 
 def rows_on_host(data: TensorDict) -> TensorDict:
@@ -63,7 +59,7 @@ def rows_on_host(data: TensorDict) -> TensorDict:
     On a device every micro-batch would wait for the one before it, only to read its row lengths. A
     batch with a device of its own would move them back.
     """
-    on_host: Any = {name: data[name].cpu() for name in ROW_COLUMNS}
+    on_host: Any = {name: data[name].cpu() for name in HOST_COLUMNS if name in data.keys()}  # noqa: SIM118
     return data.copy().clear_device_().update(on_host)
 
 

@@ -1,17 +1,19 @@
-"""From the padded rows of a batch to packed tokens, and back.
+"""`ModelInputs`: the padded rows of a micro-batch as the packed tokens that a model takes.
 
-A row is [padding, prompt, response, padding]; the model sees the real tokens of all rows end to
-end. The log-probability (or value) of a response token is read at the token before it. Results
-come back as (B, T), zero where a response has no token.
+    rows      [pad A a1 pad] [pad A a2 pad] [pad B b1 pad]
+    whole     A a1 A a2 B b1                  every row end to end
+    shared    A B a1 a2 b1                    each prompt once, prompts first
 
-Packed rows in which samples of one prompt share it: prompts first, then all responses.
+The log-probability (or value) of a response token is read at the token before it. Outputs return to
+(B, T), zero where a response has no token, so they do not show how the rows were packed.
 
-Rows have the same prompt when its tokens and positions are the same, whoever made them. Responses
-keep their places in the batch, so what comes out of a pass does not show how it was packed.
+Which rows share a prompt is known from the batch (`prompt_index`, from `uid`), or found by the
+identity of their prompts: tokens, and the hash of the media among them. Prompts are numbered by
+their first appearance, so a pass depends on its rows alone.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from tensordict import TensorDict
@@ -21,18 +23,27 @@ from verl.models.shared_prompts import SharedPrompts
 from verl.models.ulysses import SequenceShare
 from verl.utils.device import without_waiting
 
-PACKED_COLUMNS = ("input_ids", "position_ids", "sources", "targets", "places")
+PROMPT_INDEX = "prompt_index"
+"""(B,) the same number for rows with the same prompt; a column that need not be there."""
+
+MEDIA_HASH = "media_hash"
+"""(B,) a hash of the images and videos of a row's prompt; a column that need not be there."""
+
+HOST_COLUMNS = (
+    "input_ids", "attention_mask", "position_ids", "responses", PROMPT_INDEX, MEDIA_HASH,
+)  # fmt: skip
+"""Columns that packing reads, so they must be in CPU memory."""
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """The tokens of some rows end to end, and where their responses are: R tokens in all."""
+class ModelInputs:
+    """Packed tokens and all else that a forward pass takes; R response tokens in N tokens."""
 
     input_ids: Tensor
     """(N,) tokens."""
 
     position_ids: Tensor
-    """(N,) position of each token in its own sequence."""
+    """(N,) position of each token in its own sequence; (3, N) with M-RoPE."""
 
     parts: list[int] | SharedPrompts
     """Tokens of each sequence, or how prompts are shared."""
@@ -43,148 +54,184 @@ class PackedRows:
     targets: Tensor
     """(R,) the response tokens."""
 
-    places: Tensor
+    index: Tensor
     """(R,) where each belongs in the flattened (B, T) response block."""
 
     shape: tuple[int, int]
     """(B, T)."""
 
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further arguments of the model's forward pass, by name."""
+
     gather: Callable[[Tensor], Tensor] | None = None
-    """Where ranks divide the tokens: from this rank's values to all (R,) of them."""
+    """Where ranks split the tokens: from this rank's values to all (R,) of them."""
+
+    @classmethod
+    def of(cls, rows: TensorDict, *, prefix_sharing: bool) -> "ModelInputs":
+        """Pack the rows; with `prefix_sharing` each prompt once, where some rows share one."""
+        real = rows["attention_mask"].bool()
+        num_prompt_columns = real.shape[1] - rows["responses"].shape[1]
+        if prefix_sharing:
+            owners = prompt_owners(rows, num_prompt_columns)
+            is_shared = len(set(owners)) < len(owners)
+            if is_shared and bool(real[:, :num_prompt_columns].any(1).all()):
+                return pack_shared(rows, real, num_prompt_columns, torch.tensor(owners))
+        return pack_whole(rows, real, num_prompt_columns)
 
     def unpack(self, values: Tensor) -> Tensor:
-        """(R,) values to their places in (B, T), zeros elsewhere; differentiable."""
+        """(R,) values to their positions in (B, T), zeros elsewhere; differentiable."""
         if self.gather is not None:
             values = self.gather(values)
         blank = values.new_zeros(self.shape[0] * self.shape[1])
-        return blank.index_copy(0, self.places, values).view(self.shape)
+        return blank.index_copy(0, self.index, values).view(self.shape)
 
-    def to(self, device: torch.device) -> "PackedRows":
+    def to(self, device: torch.device) -> "ModelInputs":
         """On the device, without waiting for it."""
-        columns = {name: without_waiting(getattr(self, name), device) for name in PACKED_COLUMNS}
-        return replace(self, **columns)
+        return replace(
+            self,
+            input_ids=without_waiting(self.input_ids, device),
+            position_ids=without_waiting(self.position_ids, device),
+            sources=without_waiting(self.sources, device),
+            targets=without_waiting(self.targets, device),
+            index=without_waiting(self.index, device),
+            extra={name: without_waiting(value, device) for name, value in self.extra.items()},
+        )
 
-    def part(self, share: SequenceShare) -> "PackedRows":
-        """The tokens, sources and targets of one of the ranks that divide them."""
+    def shard(self, share: SequenceShare) -> "ModelInputs":
+        """The tokens, sources and targets of one of the ranks that split them."""
+        positions = share.cut(self.position_ids.movedim(-1, 0)).movedim(0, -1)
         return replace(
             self,
             input_ids=share.cut(self.input_ids),
-            position_ids=share.cut(self.position_ids),
+            position_ids=positions,
             sources=share.sources,
             targets=self.targets[share.rows],
             gather=share.gather,
         )
 
 
-def pack_rows(
-    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, num_response_columns: int
-) -> PackedRows:
-    """Drop the padding of (B, L) rows; the last `num_response_columns` columns are the response."""
-    real = attention_mask.bool()
-    lengths = real.sum(1)
+def prompt_groups(data: TensorDict) -> list[int]:
+    """A number for each row, the same for rows with one prompt, which stay in one micro-batch."""
+    if PROMPT_INDEX in data.keys():  # noqa: SIM118 (a TensorDict)
+        return data[PROMPT_INDEX].tolist()
+    return same_prompts(data, data["input_ids"].shape[1] - data["responses"].shape[1])
+
+
+def first_appearance(keys: Iterable[Hashable]) -> list[int]:
+    """A number for each key, counted up as new ones appear."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def prompt_owners(rows: TensorDict, num_prompt_columns: int) -> list[int]:
+    """The prompt that each row may share, numbered by first appearance.
+
+    A loop may give the samples of one `uid` different prompts. Then tokens decide.
+    """
+    if PROMPT_INDEX in rows.keys():  # noqa: SIM118 (a TensorDict)
+        owners = first_appearance(rows[PROMPT_INDEX].tolist())
+        first_rows: dict[int, int] = {}
+        first = torch.tensor([first_rows.setdefault(o, row) for row, o in enumerate(owners)])
+        if all(torch.equal(part, part[first]) for part in prompt_parts(rows, num_prompt_columns)):
+            return owners
+    return same_prompts(rows, num_prompt_columns)
+
+
+def same_prompts(rows: TensorDict, num_prompt_columns: int) -> list[int]:
+    """The same number for rows whose prompts have the same tokens, positions and media."""
+    parts = [part.numpy() for part in prompt_parts(rows, num_prompt_columns)]
+    keys = (tuple(part[row].tobytes() for part in parts) for row in range(len(rows)))
+    return first_appearance(keys)
+
+
+def prompt_parts(rows: TensorDict, num_prompt_columns: int) -> list[Tensor]:
+    """What identifies a prompt: tensors in CPU memory with a row for each row of the batch."""
+    mask = rows["attention_mask"][:, :num_prompt_columns].cpu().bool()
+    ids = rows["input_ids"][:, :num_prompt_columns].cpu()
+    parts = [torch.where(mask, ids, -1)]
+    if "position_ids" in rows.keys():  # noqa: SIM118 (a TensorDict)
+        positions = rows["position_ids"][..., :num_prompt_columns].cpu()
+        parts.append(torch.where(mask if positions.dim() == 2 else mask[:, None], positions, -1))
+    if MEDIA_HASH in rows.keys():  # noqa: SIM118 (a TensorDict)
+        parts.append(rows[MEDIA_HASH].cpu())
+    return parts
+
+
+def pack_whole(rows: TensorDict, real: Tensor, num_prompt_columns: int) -> ModelInputs:
+    """Every row end to end; `real` (B, L) is False for padding."""
     is_response = real.clone()
-    is_response[:, : real.shape[1] - num_response_columns] = False
-    first = is_response.int().argmax(1) if num_response_columns else lengths
-    starts_with_response = is_response.any(1) & ~(real & (arange_like(real) < first[:, None])).any(
-        1
+    is_response[:, :num_prompt_columns] = False
+    refuse_missing_prompts(real, is_response)
+    token_index = real.flatten().cumsum(0).view_as(real) - 1
+    return ModelInputs(
+        input_ids=rows["input_ids"][real],
+        position_ids=tokens_of(rows["position_ids"], real),
+        parts=real.sum(1).tolist(),
+        sources=token_index[is_response] - 1,
+        targets=rows["input_ids"][is_response],
+        index=is_response[:, num_prompt_columns:].flatten().nonzero().squeeze(1),
+        shape=(real.shape[0], real.shape[1] - num_prompt_columns),
     )
+
+
+def pack_shared(
+    rows: TensorDict, real: Tensor, num_prompt_columns: int, owners: Tensor
+) -> ModelInputs:
+    """Each prompt once, then all responses, those of a prompt together; `owners` (B,) are the
+    prompts of the rows, numbered by first appearance."""
+    num_rows, num_response_columns = real.shape[0], real.shape[1] - num_prompt_columns
+    order = owners.argsort(stable=True)
+    owners = owners[order]
+    first = order[torch.searchsorted(owners, torch.arange(int(owners[-1]) + 1))]
+    is_prompt, is_response = (
+        real[first][:, :num_prompt_columns],
+        real[order][:, num_prompt_columns:],
+    )
+    prompt_lengths = is_prompt.sum(1)
+    ids, positions = (
+        torch.cat(
+            [
+                tokens_of(column[first][..., :num_prompt_columns], is_prompt),
+                tokens_of(column[order][..., num_prompt_columns:], is_response),
+            ],
+            dim=-1,
+        )
+        for column in (rows["input_ids"], rows["position_ids"])
+    )
+    shared = SharedPrompts(prompt_lengths.tolist(), owners.tolist(), is_response.sum(1).tolist())
+    index = order[:, None] * num_response_columns + torch.arange(num_response_columns)
+    return ModelInputs(
+        input_ids=ids,
+        position_ids=positions,
+        parts=shared,
+        sources=response_sources(is_response, prompt_lengths, owners),
+        targets=ids[shared.num_prompt_tokens :],
+        index=index[is_response],
+        shape=(num_rows, num_response_columns),
+    )
+
+
+def tokens_of(column: Tensor, is_chosen: Tensor) -> Tensor:
+    """(B, L) to the chosen (n,) tokens; (B, 3, L) to (3, n)."""
+    return column.movedim(-1, 1)[is_chosen].movedim(0, -1)
+
+
+def response_sources(is_response: Tensor, prompt_lengths: Tensor, owners: Tensor) -> Tensor:
+    """The token that predicts each response token: the one before it, or the prompt's last."""
+    ends = prompt_lengths.cumsum(0)
+    index = is_response.flatten().cumsum(0).view_as(is_response) - 1 + ends[-1]
+    is_first = is_response & (is_response.cumsum(1) == 1)
+    return torch.where(is_first, (ends - 1)[owners][:, None], index - 1)[is_response]
+
+
+def refuse_missing_prompts(real: Tensor, is_response: Tensor) -> None:
+    """A response token without a token before it has nothing to be predicted from."""
+    first = is_response.int().argmax(1)
+    is_before = torch.arange(real.shape[1], device=real.device)[None, :] < first[:, None]
+    starts_with_response = is_response.any(1) & ~(real & is_before).any(1)
     if starts_with_response.any():
         row = int(starts_with_response.nonzero()[0])
         raise ValueError(
             f"row {row} has a response but no prompt token; the first response token has nothing "
             "to be predicted from: give every prompt at least one token (a BOS token will do)"
         )
-    packed_index = real.flatten().cumsum(0).view_as(real) - 1
-    return PackedRows(
-        input_ids=input_ids[real],
-        position_ids=position_ids[real],
-        parts=lengths.tolist(),
-        sources=packed_index[is_response] - 1,
-        targets=input_ids[is_response],
-        places=is_response[:, real.shape[1] - num_response_columns :]
-        .flatten()
-        .nonzero()
-        .squeeze(1),
-        shape=(real.shape[0], num_response_columns),
-    )
-
-
-def arange_like(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1], device=x.device)[None, :]
-
-
-FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
-"""An odd number; its powers give each column another weight."""
-
-
-def pack_shared_rows(
-    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, num_response_columns: int
-) -> PackedRows:
-    """As `pack_rows`, but each prompt once; as `pack_rows` where all prompts differ."""
-    num_rows, width = attention_mask.shape
-    prompt, response = (
-        slice(0, width - num_response_columns),
-        slice(width - num_response_columns, None),
-    )
-    real = attention_mask.bool()
-    owner = same_rows(
-        torch.where(real, input_ids, -1)[:, prompt], torch.where(real, position_ids, -1)[:, prompt]
-    )
-    num_prompts = int(owner.max()) + 1 if num_rows else 0
-    if num_prompts == num_rows or not bool(real[:, prompt].any(1).all()):
-        return pack_rows(input_ids, attention_mask, position_ids, num_response_columns)
-    order = owner.argsort(stable=True)
-    owner = owner[order]
-    first = order[torch.searchsorted(owner, torch.arange(num_prompts, device=owner.device))]
-    is_prompt, is_response = real[first][:, prompt], real[order][:, response]
-    prompt_lengths, sample_lengths = is_prompt.sum(1), is_response.sum(1)
-    sources = response_sources(is_response, prompt_lengths, owner)
-    places = order[:, None] * num_response_columns + torch.arange(
-        num_response_columns, device=order.device
-    )
-    ids, positions = (
-        torch.cat([x[first][:, prompt][is_prompt], x[order][:, response][is_response]])
-        for x in (input_ids, position_ids)
-    )
-    counts = torch.cat([prompt_lengths, owner, sample_lengths]).tolist()  # one wait for the device
-    shared = SharedPrompts(counts[:num_prompts], counts[num_prompts:-num_rows], counts[-num_rows:])
-    return PackedRows(
-        input_ids=ids,
-        position_ids=positions,
-        parts=shared,
-        sources=sources,
-        targets=ids[shared.num_prompt_tokens :],
-        places=places[is_response],
-        shape=(num_rows, num_response_columns),
-    )
-
-
-def prompt_groups(data: TensorDict) -> list[int]:
-    """A label for each row, the same for responses to one prompt: passes keep them together."""
-    num_columns = data["input_ids"].shape[1] - data["responses"].shape[1]
-    ids, mask = (data[name][:, :num_columns] for name in ("input_ids", "attention_mask"))
-    return same_rows(torch.where(mask.bool(), ids, -1)).tolist()
-
-
-def same_rows(*columns: Tensor) -> Tensor:
-    """A number for each row, (B,), the same for rows that are equal in all of the (B, n) columns.
-
-    Rows are compared by a hash and then, where that says equal, by their elements.
-    """
-    whole = torch.cat(columns, 1)
-    powers = torch.full((whole.shape[1],), FACTOR, device=whole.device).cumprod(0)  # wraps around
-    _, number = ((whole + 1) * powers).sum(1).unique(return_inverse=True)
-    order = number.argsort(stable=True)
-    is_new = torch.ones_like(number, dtype=torch.bool)
-    is_new[1:] = (whole[order[1:]] != whole[order[:-1]]).any(1)
-    found = torch.empty_like(number)
-    found[order] = is_new.cumsum(0) - 1
-    return found
-
-
-def response_sources(is_response: Tensor, prompt_lengths: Tensor, owner: Tensor) -> Tensor:
-    """The token that predicts each response token: the one before it, or the prompt's last."""
-    ends = prompt_lengths.cumsum(0)
-    index = is_response.flatten().cumsum(0).view_as(is_response) - 1 + ends[-1]
-    is_first = is_response & (is_response.cumsum(1) == 1)
-    return torch.where(is_first, (ends - 1)[owner][:, None], index - 1)[is_response]

@@ -2,10 +2,12 @@
 back on the tokens. `@register("name")` adds one for `reward_manager.name=name`."""
 
 from verl.workers.reward_manager.abstract import AbstractRewardManager
-from verl.workers.reward_manager.batch import BatchRewardManager
-from verl.workers.reward_manager.dapo import DAPORewardManager
-from verl.workers.reward_manager.limited import RateLimitedRewardManager
-from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.managers import (
+    BatchRewardManager,
+    DAPORewardManager,
+    NaiveRewardManager,
+    RateLimitedRewardManager,
+)
 from verl.workers.reward_manager.prime import PrimeRewardManager
 from verl.workers.reward_manager.registry import (
     REWARD_MANAGER_REGISTRY,

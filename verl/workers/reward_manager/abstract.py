@@ -6,13 +6,15 @@ again.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.protocol.trajectory import Grade, Score
 
 
 class AbstractRewardManager(ABC):
@@ -64,3 +66,41 @@ def scores_on_last_token(scores: Tensor, data: DataProto) -> Tensor:
     rows = torch.nonzero(lengths > 0).squeeze(-1)
     rewards[rows, lengths[rows] - 1] = scores[rows].to(torch.float32)
     return rewards
+
+
+class UngradedResponses(RuntimeError):
+    """Some responses have no score, and a tensor of rewards has no place for that."""
+
+
+def required_rewards(data: DataProto, grades: Sequence[Grade | None]) -> dict[str, Any]:
+    """`graded_rewards`, where every response must have a score."""
+    ungraded = {row: grade for row, grade in enumerate(grades) if not isinstance(grade, Score)}
+    if ungraded:
+        row, first = next(iter(ungraded.items()))
+        raise UngradedResponses(
+            f"{len(ungraded)} of {len(grades)} responses have no score; row {row}: {first}"
+        )
+    return graded_rewards(data, grades)
+
+
+def graded_rewards(data: DataProto, grades: Sequence[Grade | None]) -> dict[str, Any]:
+    """`reward_tensor` (B, T), 0 where there is no score, and what graders reported besides."""
+    per_token = [g.token_values for g in grades if isinstance(g, Score)]
+    if len(per_token) == len(grades) and all(values is not None for values in per_token):
+        rewards = torch.from_numpy(np.stack(per_token))  # pyright: ignore[reportArgumentType]
+    else:
+        values = torch.tensor([g.value if isinstance(g, Score) else 0.0 for g in grades])
+        rewards = scores_on_last_token(values, data)
+    extras = [g.extras if isinstance(g, Score) else {} for g in grades]
+    names = dict.fromkeys(name for entry in extras for name in entry)
+    return {
+        "reward_tensor": rewards,
+        "reward_extra_info": {name: [entry.get(name) for entry in extras] for name in names},
+    }
+
+
+def with_accuracy(data: DataProto, result: Tensor | dict[str, Any]) -> Tensor | dict[str, Any]:
+    """The result of calling a manager; the scores also become the batch's column `acc`, (B,)."""
+    rewards = result["reward_tensor"] if isinstance(result, dict) else result
+    data.batch["acc"] = rewards.sum(-1)
+    return result

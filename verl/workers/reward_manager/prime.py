@@ -1,9 +1,10 @@
-"""`PrimeRewardManager`: like `naive`, with the reward function in processes that can be killed.
+"""The managers `prime` and `remote`: the reward function in processes that can be killed.
 
 For functions that use much processor time, may hang inside C code, or crash. The processes see the
-program as it was when the manager was made. See `worker_pool` for what happens to one that dies.
+program as it was when the manager was made. See `workers` for what happens to one that dies.
 """
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.workers.reward_manager.grading import with_accuracy
-from verl.workers.reward_manager.guarded_call import GuardedCall
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.results import Score
-from verl.workers.reward_manager.rounds import GradingRound
+from verl.protocol.trajectory import Grade, Score, Trajectory
+from verl.workers.reward_manager.abstract import with_accuracy
+from verl.workers.reward_manager.grader import Grader
+from verl.workers.reward_manager.managers import NaiveRewardManager
+from verl.workers.reward_manager.service import GradingService
+from verl.workers.reward_manager.workers import RayWorkerPool, WorkerPool, is_attached
 
 DEFAULT_ITEM_SECONDS = 300.0
 MAX_PROCESSES = 64
@@ -50,8 +52,47 @@ class PrimeRewardManager(NaiveRewardManager):
         return with_accuracy(data, super().__call__(data, return_dict))
 
 
+class RemoteRewardManager(PrimeRewardManager):
+    """`prime` with `reward_model.num_workers` processes beside the trainer on its machine.
+
+    Where the program is attached to a Ray cluster, they are actors of the cluster. An async
+    function gets an event loop in each.
+    """
+
+    @classmethod
+    def options_of(cls, config: Any) -> dict[str, Any]:
+        section = config["reward_model"]
+        options: dict[str, Any] = {"make_pool": RayWorkerPool} if is_attached() else {}
+        if "num_workers" in section:
+            options["num_workers"] = section["num_workers"]
+        return options
+
+
 def one_per_core() -> int:
     return min(MAX_PROCESSES, os.cpu_count() or 1)
+
+
+class PositionalCalls(Grader):
+    """Calls `function(*row["arguments"])` for each trajectory, in `num_processes` processes."""
+
+    name = "the reward function"
+    is_blocking = True
+    has_own_deadline = True
+
+    def __init__(
+        self, function: Callable[..., Any], *, timeout_seconds: float, num_processes: int
+    ) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.max_concurrent = num_processes
+        self._pool = WorkerPool(
+            lambda arguments: function(*arguments), timeout_seconds=timeout_seconds
+        )
+
+    async def grade(self, trajectory: Trajectory) -> Grade:
+        return self._pool.call({"arguments": trajectory.row["arguments"]})
+
+    def close(self) -> None:
+        self._pool.close()
 
 
 async def parallel_compute_score_async(
@@ -67,22 +108,18 @@ async def parallel_compute_score_async(
     The scores stand in the order of the completions. One that could not be scored (an error, more
     than 300 seconds, a process that died again and again) has None: it is not a score of 0.
     """
-
-    def call(*, arguments: Sequence[Any]) -> Any:
-        return evaluation_func(*arguments)
-
     infos = [None] * len(completions) if extra_info is None else extra_info
-    guarded = GuardedCall(
-        call, timeout_seconds=DEFAULT_ITEM_SECONDS, num_workers=num_processes, isolate=True
+    calls = enumerate(zip(tasks, completions, references, infos, strict=True))
+    trajectories = [
+        Trajectory(uid=str(row), sample=0, row={"arguments": arguments}) for row, arguments in calls
+    ]
+    grader = PositionalCalls(
+        evaluation_func, timeout_seconds=DEFAULT_ITEM_SECONDS, num_processes=num_processes
     )
-    grading = GradingRound(
-        lambda arguments: guarded({"arguments": arguments}),
-        timeout_seconds=DEFAULT_ITEM_SECONDS,
-        max_concurrent=num_processes,
-    )
-    grading.add_all(enumerate(zip(tasks, completions, references, infos, strict=True)))
+    service = GradingService(grader)
     try:
-        grades = grading.grades()
+        await asyncio.wrap_future(service.grade_once(trajectories))
     finally:
-        guarded.close()
-    return [grade.value if isinstance(grade, Score) else None for grade in grades]
+        service.close()
+        grader.close()
+    return [t.grade.value if isinstance(t.grade, Score) else None for t in trajectories]

@@ -13,14 +13,14 @@ Manager = TypeVar("Manager", bound=type)
 
 REWARD_MANAGER_REGISTRY = Registry[type[Any]](
     "reward manager",
-    naive="verl.workers.reward_manager.naive:NaiveRewardManager",
-    batch="verl.workers.reward_manager.batch:BatchRewardManager",
-    dapo="verl.workers.reward_manager.dapo:DAPORewardManager",
+    naive="verl.workers.reward_manager.managers:NaiveRewardManager",
+    batch="verl.workers.reward_manager.managers:BatchRewardManager",
+    dapo="verl.workers.reward_manager.managers:DAPORewardManager",
     prime="verl.workers.reward_manager.prime:PrimeRewardManager",
-    rate_limited="verl.workers.reward_manager.limited:RateLimitedRewardManager",
-    limited="verl.workers.reward_manager.limited:RateLimitedRewardManager",
-    remote="verl.workers.reward_manager.remote:RemoteRewardManager",
-    model="verl.workers.reward_manager.model:ModelRewardManager",
+    rate_limited="verl.workers.reward_manager.managers:RateLimitedRewardManager",
+    limited="verl.workers.reward_manager.managers:RateLimitedRewardManager",
+    remote="verl.workers.reward_manager.prime:RemoteRewardManager",
+    model="verl.workers.reward_manager.managers:ModelRewardManager",
     judge="verl.workers.reward_manager.judge:JudgeRewardManager",
 )
 

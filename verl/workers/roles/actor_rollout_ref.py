@@ -37,6 +37,7 @@ from verl.workers.roles.dispatch import (
     UpdateSettings,
     dispatch_inference,
     dispatch_update,
+    model_rows,
     planned_passes,
     row_column,
     update_plan,
@@ -278,7 +279,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         """
         temperature, start = self.config.rollout.temperature, time.perf_counter()
         columns = self.policy.compute_log_prob(
-            data.batch,
+            model_rows(data),
             micro_batching=planned_passes(data) or self.inference_settings("actor"),
             temperature=temperature,
         )
@@ -299,7 +300,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` of the responses under the reference, at the rollout temperature."""
         log_probs = self.reference.compute_log_prob(
-            data.batch,
+            model_rows(data),
             micro_batching=planned_passes(data) or self.inference_settings("ref"),
             temperature=self.config.rollout.temperature,
         )
@@ -314,7 +315,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         """
         config, start = self.config, time.perf_counter()
         metrics = self.policy.update_policy(
-            data.batch,
+            model_rows(data),
             rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
             temperature=config.rollout.temperature,
             old_policy_version=data.meta_info.get("old_policy_version"),

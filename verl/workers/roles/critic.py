@@ -16,6 +16,7 @@ from verl.workers.roles.dispatch import (
     UpdateSettings,
     dispatch_inference,
     dispatch_update,
+    model_rows,
     planned_passes,
     row_column,
     update_plan,
@@ -104,7 +105,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
     @register(dispatch_mode=dispatch_inference(MESH, "critic"), columns=INFERENCE_COLUMNS)
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` of the response tokens."""
-        values = self.critic.compute_values(data.batch, passes=planned_passes(data))
+        values = self.critic.compute_values(model_rows(data), passes=planned_passes(data))
         return DataProto.from_dict(tensors={"values": values.cpu(), **row_column(data)})
 
     @register(dispatch_mode=dispatch_update(MESH))
@@ -112,7 +113,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
         start = time.perf_counter()
         metrics = self.critic.update_critic(
-            data.batch,
+            model_rows(data),
             rows_per_step=self.update_settings().rows_per_step,
             plan=update_plan(data),
         )

@@ -16,18 +16,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from verl.protocol import DataProto, DataProtoFuture
 from verl.protocol.future import DEFAULT_TIMEOUT_SECONDS
-from verl.single_controller.base.dispatch import Arguments
-from verl.single_controller.base.mesh_dispatch import (
+from verl.single_controller.base.dispatch import (
+    Arguments,
     collect_lazy_compute_data_proto,
     dispatch_nd_compute,
     dispatch_nd_compute_dataproto,
 )
 from verl.single_controller.base.worker_group import WorkerGroup
-from verl.workers.engine.inputs import prompt_groups
+from verl.workers.engine.inputs import PROMPT_INDEX, first_appearance, prompt_groups
 from verl.workers.schedule import (
     MicroBatching,
     Passes,
@@ -41,7 +42,9 @@ ROW_COLUMN = "row_of_batch"
 """Which row of the caller's batch an entry is; -1 for one that only fills a chunk up."""
 
 PASSES, UPDATE_PLAN = "passes", "update_plan"
-INFERENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+INFERENCE_COLUMNS = (
+    "input_ids", "attention_mask", "position_ids", "responses", "response_mask", "uid",
+)  # fmt: skip
 
 ModeFunctions = dict[str, Callable[..., Any]]
 
@@ -82,6 +85,7 @@ def split_for_inference(
     num_ranks = max(dp_ranks) + 1
     if num_ranks == 1:
         return dispatch_nd_compute_dataproto(dp_ranks, 1, worker_group, batch)
+    batch = with_prompt_index(batch)
     plan = plan_inference(
         token_counts(batch, "attention_mask"),
         micro_batching=worker_group.execute_rank_zero_sync("inference_settings", model),
@@ -101,6 +105,7 @@ def split_for_update(
     num_ranks = max(dp_ranks) + 1
     if num_ranks == 1:
         return dispatch_nd_compute_dataproto(dp_ranks, 1, worker_group, batch)
+    batch = with_prompt_index(batch)
     settings: UpdateSettings = worker_group.execute_rank_zero_sync("update_settings")
     plan = plan_update(
         token_counts(batch, "attention_mask"),
@@ -112,10 +117,28 @@ def split_for_update(
         shuffle_seed=settings.shuffle_seed,
         groups=prompts_to_keep_together(batch, settings.rows_per_step, num_ranks),
     )
-    parts = planned_chunks(batch.select(non_tensor_batch_keys=[]), plan)
+    parts = planned_chunks(batch, plan)
     for part in parts:
         part.meta_info[UPDATE_PLAN] = plan.to_dict()
     return dispatch_nd_compute(dp_ranks, num_ranks, worker_group, parts)
+
+
+def with_prompt_index(batch: DataProto) -> DataProto:
+    """The tensors of a batch, with the number of each row's prompt: by `uid` where there is one,
+    else by its tokens."""
+    rows = model_rows(batch).copy()
+    rows[PROMPT_INDEX] = torch.tensor(prompt_groups(rows))
+    return DataProto(batch=rows, meta_info=batch.meta_info)
+
+
+def model_rows(data: DataProto) -> TensorDict:
+    """The tensors of a batch as an engine takes them: `uid`, if there is one, becomes a column."""
+    uids = data.non_tensor_batch.get("uid")
+    if uids is None or PROMPT_INDEX in data.batch.keys():  # noqa: SIM118 (a TensorDict)
+        return data.batch
+    rows = data.batch.copy()
+    rows[PROMPT_INDEX] = torch.tensor(first_appearance(uids))
+    return rows
 
 
 def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) -> DataProto:

@@ -1,5 +1,5 @@
 """Older import path of `RewardManagerBase`."""
 
-from verl.workers.reward_manager.loop_style import RewardManagerBase
+from verl.workers.reward_manager.adapters import RewardManagerBase
 
 __all__ = ["RewardManagerBase"]

@@ -1,8 +1,0 @@
-"""The manager `dapo`, made from the configuration."""
-
-from verl.workers.reward_manager import dapo
-from verl.workers.reward_manager.loop_style import loop_style
-
-__all__ = ["DAPORewardManager"]
-
-DAPORewardManager = loop_style(dapo.DAPORewardManager)

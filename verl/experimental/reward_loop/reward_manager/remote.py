@@ -1,8 +1,0 @@
-"""The manager `remote`, made from the configuration."""
-
-from verl.workers.reward_manager import remote
-from verl.workers.reward_manager.loop_style import loop_style
-
-__all__ = ["RemoteRewardManager"]
-
-RemoteRewardManager = loop_style(remote.RemoteRewardManager)

@@ -1,0 +1,468 @@
+"""`GradingService`: the only schedule of grading, and its only fault boundary.
+
+    any thread                         lanes: worker threads, or tasks on the grading event loop
+      submit(trajectories)  -------->    take the next call, make it, set `trajectory.grade`
+      ...                                ...
+      wait(groups)          <--------    the last grade is in; groups with an infra error once more
+
+                                       watchdog thread
+                                         abandons a lane whose call is past its deadline, or an
+                                         event loop that a grader blocks, and starts another
+
+Trajectories are submitted as they end, while others are still generated. Those of one hand-over are
+prepared together. Graders of a wider scope are called by `wait`, when their scope is complete. The
+event loop outlives the services of a process, because clients of async reward functions are bound
+to it; it is never the loop that generates, whose steps would count as time of the graders.
+
+A group in which grading fails is graded again as a whole, once. If that fails too it is dropped: a
+prompt is compared with all of its responses or not at all. A response on which the grader abstains
+leaves its group, which needs at least two others. An infra error never becomes a reward.
+"""
+
+import asyncio
+import concurrent.futures
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
+from verl.workers.reward_manager.grader import (
+    Grader,
+    RewardError,
+    checked,
+    completed,
+    contained,
+    infra_error_of,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_WATCH_SECONDS = 0.25
+MAX_WAIT_SECONDS = 86400.0
+"""Calls have deadlines; this one is for a queue behind a rate limit."""
+
+IDLE_SECONDS = 600.0
+"""A worker thread without calls ends after that."""
+
+Call = list[Trajectory]
+
+
+class GradingService:
+    """Has `grader` grade trajectories; whatever it does, each of them gets a grade."""
+
+    MAX_TIMEOUTS_IN_A_ROW = 3
+    """After that the rest of a wait is not tried: what the grader waits for is not there."""
+
+    def __init__(self, grader: Grader) -> None:
+        self.grader = grader
+        self._lock = threading.RLock()
+        self._has_work = threading.Condition(self._lock)
+        self._has_changed = threading.Condition(self._lock)
+        self._arrived: list[Call] = []
+        self._queue: deque[Call] = deque()
+        self._in_flight: dict[int, Trajectory] = {}
+        self._waits: dict[int, _Wait] = {}
+        self._lanes: set[_Lane] = set()
+        self._event_loop: GradingLoop | None = None
+        self._watchdog: threading.Thread | None = None
+        self._timeouts_in_a_row = 0
+        self._last_error: BaseException | None = None
+        self._is_closed = False
+
+    def submit(self, trajectories: Sequence[Trajectory]) -> None:
+        """Start to grade trajectories that have ended, unless they have a grade already."""
+        if self.grader.scope == "trajectory":
+            with self._lock:
+                self._enqueue([[t] for t in trajectories if self._is_new(t)])
+
+    def settle(self, groups: Sequence[Group]) -> "concurrent.futures.Future[int]":
+        """Resolves when all groups have their final grades, to the number of calls that failed.
+
+        `group.fault` is then the reason for each group that is dropped.
+        """
+        wait = _Wait(groups)
+        self._begin_pass(wait, groups)
+        return wait.future
+
+    def grade_once(self, trajectories: Sequence[Trajectory]) -> "concurrent.futures.Future[int]":
+        """`settle` for trajectories whose groups do not matter: nothing is graded again."""
+        group = Group(index=0, uid="", drawn_at=0, trajectories=list(trajectories))
+        wait = _Wait([group], may_retry=False)
+        self._begin_pass(wait, [group])
+        return wait.future
+
+    def wait(self, groups: Sequence[Group]) -> int:
+        """`settle`, waited for."""
+        return self.settle(groups).result(timeout=MAX_WAIT_SECONDS)
+
+    def cancel(self) -> None:
+        """Forget all that has no grade yet; who waits for it gets a `CancelledError`."""
+        with self._lock:
+            waits = set(self._waits.values())
+            self._arrived = []
+            self._queue.clear()
+            self._in_flight.clear()
+            self._waits.clear()
+            for lane in [lane for lane in self._lanes if not lane.is_idle]:
+                self._abandon(lane)
+            for wait in waits:
+                wait.future.cancel()
+
+    def close(self) -> None:
+        """Cancel, and end the worker threads."""
+        self.cancel()
+        with self._lock:
+            self._is_closed = True
+            self._has_work.notify_all()
+            self._has_changed.notify_all()
+
+    # ---- passes over groups ----------------------------------------------------------------------
+
+    def _begin_pass(self, wait: "_Wait", groups: Sequence[Group]) -> None:
+        trajectories = [t for group in groups for t in group.trajectories]
+        with self._lock:
+            ungraded = [t for t in trajectories if t.grade is None]
+            wait.trajectories, wait.num_pending = trajectories, len(ungraded)
+            self._waits |= {id(t): wait for t in ungraded}
+            if self.grader.scope == "trajectory":
+                calls = [[t] for t in ungraded if self._is_new(t)]
+            elif self.grader.scope == "group":
+                calls = [[t for t in group.trajectories if t.grade is None] for group in groups]
+            else:
+                calls = [ungraded]
+            calls = [call for call in calls if call]
+            is_inline = math.isinf(self.grader.timeout_seconds)
+            if not is_inline:
+                self._enqueue(calls)
+        if not ungraded:
+            self._end_pass(wait)
+        elif is_inline:  # without a deadline there is no reason to leave the caller's thread
+            for call in calls:
+                if self._prepare([call]):
+                    self._record(call, self._grades(call))
+
+    def _end_pass(self, wait: "_Wait") -> None:
+        errors = [t.grade for t in wait.trajectories if isinstance(t.grade, InfraError)]
+        wait.num_errors += len(errors)
+        again = [group for group in wait.groups if any(map(self._may_retry, group.trajectories))]
+        again = again if wait.may_retry else []
+        with self._lock:
+            self._timeouts_in_a_row = 0
+            cause, self._last_error = self._last_error, None
+        if errors:
+            what_now = "trying again" if again else "not trying again"
+            text = "grading failed %d times, e.g. %s; %s"
+            logger.warning(text, len(errors), errors[0].reason, what_now, exc_info=cause)
+        if again:
+            wait.may_retry = False
+            for group in again:
+                for trajectory in group.trajectories:
+                    trajectory.grade = None
+            self._begin_pass(wait, again)
+            return
+        for group in wait.groups:
+            group.fault = drop_reason([t.grade for t in group.trajectories])
+        with self._lock:
+            if not wait.future.cancelled():
+                wait.future.set_result(wait.num_errors)
+
+    def _may_retry(self, trajectory: Trajectory) -> bool:
+        grade = trajectory.grade
+        return isinstance(grade, InfraError) and not grade.is_final and self.grader.is_retryable
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def _is_new(self, trajectory: Trajectory) -> bool:
+        return trajectory.grade is None and id(trajectory) not in self._in_flight
+
+    def _enqueue(self, calls: list[Call]) -> None:
+        """One hand-over; the lock is held."""
+        assert not self._is_closed, "this grading service is closed"
+        if not calls:
+            return
+        self._in_flight |= {id(t): t for call in calls for t in call}
+        self._arrived += calls
+        self._start_lanes()
+        if self._watchdog is None:
+            name = "grading-watchdog"
+            self._watchdog = threading.Thread(target=self._watch, daemon=True, name=name)
+            self._watchdog.start()
+
+    def _start_lanes(self) -> None:
+        """Wake or start a lane per call, up to the limit; the lock is held."""
+        num_calls = len(self._queue) + bool(self._arrived)
+        self._has_work.notify(num_calls)
+        num_idle = sum(lane.is_idle for lane in self._lanes)
+        num_free = self.grader.max_concurrent - len(self._lanes)
+        for _ in range(min(num_free, num_calls - num_idle)):
+            lane = _Lane()
+            self._lanes.add(lane)
+            if self.grader.is_blocking:
+                run = lambda lane=lane: self._run_on_thread(lane)  # noqa: E731
+                threading.Thread(target=run, daemon=True, name="grading").start()
+            else:
+                self._event_loop = GradingLoop.current()
+                lane.start_on(self._event_loop, self._run_on_loop)
+
+    def _run_on_thread(self, lane: "_Lane") -> None:
+        while self._has_calls(lane):
+            self._prepare_arrived()
+            call = self._take(lane)
+            if call is not None:
+                self._finish(lane, call, self._grades(call))
+
+    def _has_calls(self, lane: "_Lane") -> bool:
+        """Wait for calls; False if the thread is to end."""
+        with self._lock:
+            lane.is_idle = True
+            while not (self._queue or self._arrived or self._is_closed or lane.is_abandoned):
+                if not self._has_work.wait(IDLE_SECONDS):
+                    self._lanes.discard(lane)
+                    return False
+            lane.is_idle = False
+            return not (self._is_closed or lane.is_abandoned)
+
+    async def _run_on_loop(self, lane: "_Lane") -> None:
+        while True:
+            if self._arrived:  # decoding would keep the event loop from other calls
+                await asyncio.get_running_loop().run_in_executor(None, self._prepare_arrived)
+            call = self._take(lane)
+            if call is None:
+                return
+            try:
+                grades = self._checked(call, await contained(self._graded(call)))
+            except asyncio.CancelledError as error:
+                if lane.is_abandoned:
+                    raise
+                grades = self._failed(call, error)
+            except Exception as error:
+                grades = self._failed(call, error)
+            self._finish(lane, call, grades)
+
+    def _prepare_arrived(self) -> None:
+        """Take in what has been handed over since the last time."""
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+        if arrived and self._prepare(arrived):
+            with self._lock:
+                self._queue += [call for call in arrived if id(call[0]) in self._in_flight]
+                self._start_lanes()
+
+    def _take(self, lane: "_Lane") -> Call | None:
+        """The next call, whose clock starts now."""
+        skipped: list[Call] = []
+        with self._lock:
+            if self._timeouts_in_a_row >= self.MAX_TIMEOUTS_IN_A_ROW:
+                skipped = list(self._queue)
+                self._queue.clear()
+            if self._queue and not lane.is_abandoned:
+                seconds = self.grader.timeout_seconds
+                seconds = math.inf if self.grader.has_own_deadline else seconds
+                lane.call, lane.deadline = self._queue.popleft(), time.monotonic() + seconds
+            elif not self.grader.is_blocking:
+                self._lanes.discard(lane)  # tasks are cheap; a thread waits for more
+                self._start_lanes()  # for what was handed over just now
+            call = lane.call
+        reason = f"not tried after {self.MAX_TIMEOUTS_IN_A_ROW} time-outs in a row"
+        for late in skipped:
+            self._record(late, [InfraError(reason)] * len(late), was_tried=False)
+        return call
+
+    def _finish(self, lane: "_Lane", call: Call, grades: list[Grade]) -> None:
+        with self._lock:
+            lane.call, lane.deadline = None, math.inf
+            if lane.is_abandoned:  # too late: the call has its grade
+                return
+        self._record(call, grades)
+
+    def _record(self, call: Call, grades: list[Grade], *, was_tried: bool = True) -> None:
+        """Set the grades, and end the passes that waited for nothing else."""
+        complete: list[_Wait] = []
+        with self._lock:
+            is_timeout = any(isinstance(g, InfraError) and g.is_timeout for g in grades)
+            if was_tried:
+                self._timeouts_in_a_row = self._timeouts_in_a_row + 1 if is_timeout else 0
+            for trajectory, grade in zip(call, grades, strict=True):
+                trajectory.grade = grade
+                self._in_flight.pop(id(trajectory), None)
+                wait = self._waits.pop(id(trajectory), None)
+                if wait is not None:
+                    wait.num_pending -= 1
+                    complete += [wait] if wait.num_pending == 0 else []
+        for wait in complete:
+            self._end_pass(wait)
+
+    # ---- the boundary ----------------------------------------------------------------------------
+
+    def _prepare(self, calls: list[Call]) -> bool:
+        """Whether the grader could prepare a hand-over; if not, its trajectories have failed."""
+        try:
+            self.grader.prepare([trajectory for call in calls for trajectory in call])
+        except BaseException as error:
+            for call in calls:
+                self._record(call, self._failed(call, error))
+            return False
+        return True
+
+    def _grades(self, call: Call) -> list[Grade]:
+        """Make a call on this thread; whatever the grader does, grades come back."""
+        try:
+            return self._checked(call, completed(self._graded(call)))
+        except BaseException as error:  # SystemExit ends a call, not the run
+            if isinstance(error, KeyboardInterrupt):  # Ctrl-C, for only the main thread gets it
+                raise
+            return self._failed(call, error)
+
+    async def _graded(self, call: Call) -> list[Grade]:
+        if self.grader.scope == "trajectory":
+            return [await self.grader.grade(call[0])]
+        return await self.grader.grade_many(call)
+
+    def _failed(self, call: Call, error: BaseException) -> list[Grade]:
+        with self._lock:
+            self._last_error = error
+        seconds = self.grader.timeout_seconds
+        return [infra_error_of(error, self.grader.name, seconds)] * len(call)
+
+    def _checked(self, call: Call, grades: list[Grade]) -> list[Grade]:
+        if len(grades) != len(call):
+            name, num = self.grader.name, len(grades)
+            raise RewardError(f"{name} gave {num} grades for {len(call)} responses")
+        return [checked(grade) for grade in grades]
+
+    # ---- the watchdog ----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Runs while there are calls; no grader can keep it from its work."""
+        pause = min(MAX_WATCH_SECONDS, self.grader.timeout_seconds / 8)
+        while True:
+            with self._lock:
+                self._has_changed.wait(pause)
+                if self._is_closed or not self._in_flight:
+                    self._watchdog = None
+                    return
+                overdue = self._overdue_calls()
+            seconds = self.grader.timeout_seconds
+            text = f"{self.grader.name} took longer than {seconds} s"
+            for call in overdue:
+                self._record(call, [InfraError(text, is_timeout=True)] * len(call))
+            with self._lock:
+                self._start_lanes()
+
+    def _overdue_calls(self) -> list[Call]:
+        """The calls of lanes that are abandoned now; the lock is held."""
+        late = [lane for lane in self._lanes if lane.deadline < time.monotonic()]
+        loop = self._event_loop
+        if loop is not None and loop.is_blocked(self.grader.timeout_seconds):
+            loop.abandon()
+            self._event_loop = None
+            late = list(self._lanes)
+        calls = [lane.call for lane in late if lane.call is not None]
+        for lane in late:
+            self._abandon(lane)
+        return calls
+
+    def _abandon(self, lane: "_Lane") -> None:
+        """The lock is held. A thread cannot be killed: it ends when its call does."""
+        lane.is_abandoned = True
+        self._lanes.discard(lane)
+        self._has_work.notify_all()
+        lane.cancel()
+
+
+def drop_reason(grades: Sequence[Grade | None]) -> str | None:
+    """Why a group with these grades cannot be trained on; None if it can."""
+    errors = [grade for grade in grades if isinstance(grade, InfraError)]
+    abstained = [grade for grade in grades if isinstance(grade, Abstain)]
+    num_scores = sum(isinstance(grade, Score) for grade in grades)
+    if errors:
+        return errors[0].reason
+    return abstained[0].reason if abstained and num_scores < 2 else None
+
+
+@dataclass(eq=False)
+class _Wait:
+    """Groups that somebody waits for; `trajectories` are those of the current pass."""
+
+    groups: Sequence[Group]
+    trajectories: list[Trajectory] = field(default_factory=list)
+    num_pending: int = 0
+    num_errors: int = 0
+    may_retry: bool = True
+    future: "concurrent.futures.Future[int]" = field(default_factory=concurrent.futures.Future)
+
+
+class _Lane:
+    """Makes one call at a time, on a thread or as a task of the event loop."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.deadline = math.inf
+        self.is_idle = False
+        self.is_abandoned = False
+        self._loop: GradingLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start_on(
+        self, loop: "GradingLoop", run: Callable[["_Lane"], Coroutine[Any, Any, None]]
+    ) -> None:
+        def start() -> None:
+            self._task = asyncio.get_running_loop().create_task(run(self))
+
+        self._loop = loop
+        loop.call(start)
+
+    def cancel(self) -> None:
+        if self._loop is not None:
+            self._loop.call(lambda: self._task and self._task.cancel())
+
+
+class GradingLoop:
+    """An event loop on a daemon thread, shared by all services of this process."""
+
+    _current: "GradingLoop | None" = None
+    _choosing = threading.Lock()
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._probed_at: float | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="grading-loop")
+        self._thread.start()
+
+    @classmethod
+    def current(cls) -> "GradingLoop":
+        """Started on first use; in a forked process the thread is gone, so there anew."""
+        with cls._choosing:
+            if cls._current is None or not cls._current._thread.is_alive():
+                cls._current = cls()
+            return cls._current
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Have it called on the loop; does not wait."""
+        self._loop.call_soon_threadsafe(function)
+
+    def is_blocked(self, seconds: float) -> bool:
+        """Whether a probe has gone unanswered for that long; sends the next one if not."""
+        probed_at = self._probed_at
+        if probed_at is None:
+            probed_at = self._probed_at = time.monotonic()
+            self.call(self._answer)
+        return time.monotonic() - probed_at > seconds
+
+    def abandon(self) -> None:
+        """It is blocked for good: whoever asks next gets another one."""
+        with self._choosing:
+            if GradingLoop._current is self:
+                GradingLoop._current = None
+
+    def _answer(self) -> None:
+        self._probed_at = None
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
