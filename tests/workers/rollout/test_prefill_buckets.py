@@ -14,7 +14,6 @@ from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.attention import PrefillSequence
 from verl.workers.rollout.native.cache import CacheShape, KVCache
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
-from verl.workers.rollout.native.graphs import StepGraphs
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.sessions import KnownTokens
 
@@ -190,6 +189,8 @@ def test_the_next_prefill_is_started_before_the_first_tokens_of_the_last_are_rea
 
 @pytest.mark.gpu
 def test_replays_of_sizes_in_turn_give_the_bits_of_work_done_at_once():
+    from verl.workers.rollout.native.graphs import StepGraphs
+
     runner, graphs = ModelRunner(tiny_model("gemma2").cuda()), StepGraphs()
     caches = [empty_cache(runner), empty_cache(runner)]
     replayed = make_buckets(runner, caches[0], graphs.replay)
@@ -234,6 +235,8 @@ def test_graphs_of_all_sizes_take_little_more_memory_than_the_largest_pass():
     )  # fmt: skip
     with torch.device("cuda"):
         runner = ModelRunner(random_causal_lm(config, dtype=torch.bfloat16))
+    from verl.workers.rollout.native.graphs import StepGraphs
+
     graphs, largest = StepGraphs(), 8192
     cache = empty_cache(runner, max_prompt_tokens=largest)
     eager = make_buckets(runner, cache, max_tokens=largest)
