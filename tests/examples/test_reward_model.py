@@ -9,7 +9,7 @@ import pytest
 from examples.reward_model.train_reward_model import parse, train
 from tests.tiny_tokenizer import CHARACTERS
 from tests.toy import make_toy, toy_run
-from verl.models.value import load_reward_model
+from verl.models.loading import load_reward_model
 from verl.trainer.ppo.trainer import PPOTrainer
 
 OTHERS = [letter for letter in CHARACTERS if letter != "7"]

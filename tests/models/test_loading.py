@@ -6,8 +6,7 @@ from safetensors import safe_open
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import save_tiny_model
 from verl.config.faults import ConfigError
-from verl.models.loading import CACHE_LINE, load_causal_lm, read_config
-from verl.models.value import load_value_model
+from verl.models.loading import CACHE_LINE, load_causal_lm, load_value_model, read_config
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])

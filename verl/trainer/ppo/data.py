@@ -18,16 +18,16 @@ from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.trainer.common import DEFAULT_SEED
 from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
-from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
-from verl.utils.dataset.rl_dataset import get_dataset_class
-from verl.utils.dataset.sampler import (
+from verl.utils.dataset.rl_dataset import (
     AbstractCurriculumSampler,
     AbstractSampler,
     EpochSampler,
     RandomOrder,
     SequentialOrder,
     Stateful,
+    get_dataset_class,
 )
+from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.import_utils import load_extern_object
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.padded import Padding
 from verl.single_controller.base.colocation import ClassWithInitArgs
-from verl.single_controller.base.controller import Controller
+from verl.single_controller.controllers import Controller
 from verl.trainer.common import RunProgress, Termination, keyed_seed, seed_everything
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
@@ -40,22 +40,21 @@ from verl.trainer.ppo.data import (
     validation_loader,
 )
 from verl.trainer.ppo.metric_utils import batch_metrics
-from verl.trainer.ppo.model_scores import (
+from verl.trainer.ppo.placing import Placer
+from verl.trainer.ppo.recipe_members import RecipeMembers
+from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.scoring import (
     add_model_scores,
     is_asked_per_response,
     validates_with_model,
 )
-from verl.trainer.ppo.placing import Placer
-from verl.trainer.ppo.recipe_members import RecipeMembers
-from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.tripwires import NonFiniteValues, Tripwires, keep_for_replay
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import validate
 from verl.trainer.ppo.workers import RunWorkers, controller_of
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 from verl.utils.checkpoint.layout import CheckpointSaveError, CheckpointUploadError
-from verl.utils.dataset.rl_dataset import LearnsFromBatches
-from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
 from verl.utils.device import collecting_seldom, resolve_device
 from verl.utils.metric import reduce_metrics
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger

@@ -11,9 +11,8 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import BaseModelConfig, HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.fuse import fuse_model
-from verl.models.loading import empty_causal_lm, load_causal_lm
+from verl.models.loading import empty_causal_lm, empty_value_model, load_causal_lm, load_value_model
 from verl.models.lora import LoraOptions, add_lora, lora_options
-from verl.models.value import empty_value_model, load_value_model
 from verl.utils.device import check_cpu_bf16
 from verl.utils.fs import copy_to_local
 from verl.utils.torch_dtypes import PrecisionType
