@@ -149,18 +149,6 @@ def mapped(rows: Any, make_row: MakeRow, split: str) -> Any:
         except (ValueError, TypeError) as error:
             raise Refusal(f"{split} row {index + 1}: {error}") from error
 
-    return with_images_as_stored(rows).map(
+    return rows.map(
         make, with_indices=True, remove_columns=rows.column_names, load_from_cache_file=False
     )
-
-
-def with_images_as_stored(rows: Any) -> Any:
-    """Images stay the bytes that the file has; they are not decoded and encoded again."""
-    datasets = require("datasets", extra="data")
-    stored = datasets.Image(decode=False)
-    for name, feature in rows.features.items():
-        if isinstance(feature, datasets.Image):
-            rows = rows.cast_column(name, stored)
-        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-            rows = rows.cast_column(name, datasets.List(stored))
-    return rows

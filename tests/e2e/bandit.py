@@ -19,8 +19,8 @@ from verl.algos.rollout_correction import (
     compute_rollout_correction_and_add_to_batch,
 )
 from verl.config.actor import FSDPActorConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.config.rollout_correction import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.engine.base import MicroBatching

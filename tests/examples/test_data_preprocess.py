@@ -122,35 +122,6 @@ def test_every_answer_of_gsm8k_is_right_by_its_own_measure(run):
         assert gsm8k.compute_score(answer, truth, method="flexible") == 1.0, row
 
 
-def test_gsm8k_with_a_tool_gives_the_tool_the_answer_of_the_row(run, tmp_path):
-    raw = raw_folder(tmp_path, train=[PROBLEM, EXPENSIVE])
-    row = run("gsm8k_multiturn_w_tool", "--local_dataset_path", raw)["train"][1]
-    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-    assert row["extra_info"]["need_tools_kwargs"] is True
-    assert row["extra_info"]["tools_kwargs"] == {
-        "calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1234567"}}
-    }
-    assert "agent_name" not in row
-    item = dataset_of(tmp_path / "out" / "train.parquet", tmp_path)[1]
-    assert item["tools_kwargs"] == row["extra_info"]["tools_kwargs"]
-
-
-def test_gsm8k_for_the_tool_agent_loop_names_the_loop(run, tmp_path):
-    raw = raw_folder(tmp_path, train=[PROBLEM])
-    row = run("gsm8k_tool_agent_loop", "--local_dataset_path", raw)["train"][0]
-    assert row["agent_name"] == "tool_agent"
-    assert "calc_gsm8k_reward" in row["extra_info"]["tools_kwargs"]
-
-
-def test_gsm8k_with_an_interaction_names_it_and_hands_it_the_question(run, tmp_path):
-    raw = raw_folder(tmp_path, train=[PROBLEM])
-    run("gsm8k_multiturn_w_interaction", "--local_dataset_path", raw)
-    item = dataset_of(tmp_path / "out" / "train.parquet", tmp_path)[0]
-    question = PROBLEM["question"]
-    expected = {"name": "gsm8k", "query": question, "ground_truth": "72"}
-    assert item["interaction_kwargs"] == expected
-
-
 def test_gsm8k_for_fine_tuning_is_a_conversation_that_ends_with_the_solution(run, tmp_path):
     raw = raw_folder(tmp_path, train=[PROBLEM], test=[EXPENSIVE])
     rows = run("gsm8k_multiturn_sft", "--local_dataset_path", raw)
@@ -179,81 +150,6 @@ def test_math_takes_the_last_box_of_the_solution_as_the_answer(run, tmp_path):
     assert row["reward_model"] == {"style": "rule", "ground_truth": "\\frac{1}{2}"}
     assert row["prompt"][0]["content"].startswith("What is half of one? Let's think step by step")
     assert len(dataset_of(tmp_path / "out" / "test.parquet", tmp_path)) == 1
-
-
-def test_dapo_keeps_its_rows_and_adds_the_tool(run, tmp_path):
-    problem = {
-        "data_source": "math_dapo",
-        "prompt": [{"content": "Solve: 1 + 1. Answer: $Answer", "role": "user"}],
-        "ability": "MATH",
-        "reward_model": {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
-        "extra_info": {"index": "9a9b6eb4"},
-    }
-    raw = raw_folder(tmp_path, train=[problem])
-    (row,) = run("dapo_multiturn_w_tool", "--local_dataset_path", raw)["train"]
-    tools = row["extra_info"].pop("tools_kwargs")
-    assert tools == {"code_interpreter": {"create_kwargs": {"ground_truth": "2"}}}
-    assert row["extra_info"].pop("need_tools_kwargs") is True
-    assert row == problem
-
-
-def test_aime_answers_are_text_and_the_tool_knows_them(run, tmp_path):
-    problem = {"ID": "2024-II-4", "Problem": "Find m+n.", "Solution": "...", "Answer": 33}
-    raw = raw_folder(tmp_path, train=[problem])
-    (row,) = run("aime2024_multiturn_w_tool", "--local_dataset_path", raw)["train"]
-    assert row["data_source"] == "aime2024"
-    assert row["reward_model"]["ground_truth"] == "33"
-    assert row["extra_info"]["index"] == "2024-II-4"
-    create_kwargs = row["extra_info"]["tools_kwargs"]["code_interpreter"]["create_kwargs"]
-    assert create_kwargs == {"ground_truth": "33"}
-
-
-# ---- images --------------------------------------------------------------------------------------
-
-
-def image_file(tmp_path, rows):
-    """A folder with one parquet file whose `images` are stored as the hub stores them."""
-    images = datasets.List(datasets.Image())
-    table = datasets.Dataset.from_list(rows)
-    (tmp_path / "raw").mkdir()
-    table.cast_column("images", images).to_parquet(str(tmp_path / "raw" / "train.parquet"))
-    return tmp_path / "raw"
-
-
-DRAWING = {"bytes": b"not decoded, so it need not be a picture", "path": None}
-
-
-def test_geo3k_keeps_the_bytes_of_the_drawing(run, tmp_path):
-    raw = image_file(tmp_path, [{"images": [DRAWING], "problem": "<image>Find x.", "answer": "3"}])
-    (row,) = run("geo3k", "--local_dataset_path", raw)["train"]
-    assert row["images"] == [DRAWING]
-    assert row["prompt"][0]["content"].startswith("<image>Find x. First think")
-    assert row["reward_model"]["ground_truth"] == "3"
-
-
-def test_geo3k_with_a_tool_gives_the_tool_the_answer_of_the_row(run, tmp_path):
-    raw = image_file(tmp_path, [{"images": [DRAWING], "problem": "<image>Find x.", "answer": "3"}])
-    (row,) = run("geo3k_multiturn_w_tool", "--local_dataset_path", raw)["train"]
-    create_kwargs = row["extra_info"]["tools_kwargs"]["calc_geo3k_reward"]["create_kwargs"]
-    assert create_kwargs == {"ground_truth": "3"}
-    assert row["images"] == [DRAWING]
-
-
-def test_a_drawing_without_a_place_in_the_text_is_refused(run, tmp_path):
-    raw = image_file(tmp_path, [{"images": [DRAWING], "problem": "Find x.", "answer": "3"}])
-    with pytest.raises(SystemExit, match="train row 1: the problem has 0 places for 1 images"):
-        run("geo3k", "--local_dataset_path", raw)
-
-
-def test_pokemon_turns_become_messages(run, tmp_path):
-    turns = [{"from": "human", "value": "<image>Who?"}, {"from": "gpt", "value": "A bird."}]
-    raw = image_file(tmp_path, [{"conversations": turns, "images": [DRAWING]}])
-    (row,) = run("pokemon", "--local_dataset_path", raw)["train"]
-    assert row["messages"] == [
-        {"role": "user", "content": "<image>Who?"},
-        {"role": "assistant", "content": "A bird."},
-    ]
-    assert row["images"] == [DRAWING]
 
 
 # ---- language ------------------------------------------------------------------------------------
@@ -341,29 +237,6 @@ def test_hh_rlhf_refuses_text_that_is_no_transcript(run, tmp_path):
     raw = raw_folder(tmp_path, train=[{**HELPFUL, "prompt": "How do I boil an egg?"}])
     with pytest.raises(SystemExit, match="train row 1: the prompt is no transcript"):
         run("full_hh_rlhf", "--split", "rl", "--local_dataset_path", raw)
-
-
-def test_search_r1_names_the_source_and_all_right_answers(run, tmp_path):
-    question = {
-        "id": "train_0",
-        "question": "which city hosted the games in 2008?",
-        "golden_answers": ["Beijing", "Peking"],
-        "data_source": "nq",
-        "prompt": [{"content": "Answer the given question.", "role": "user"}],
-        "ability": "fact-reasoning",
-        "reward_model": {"ground_truth": {"target": ["Beijing", "Peking"]}, "style": "rule"},
-        "extra_info": {"index": 0, "split": "train"},
-        "metadata": None,
-    }
-    raw = raw_folder(tmp_path, train=[question], test=[question])
-    row = run("preprocess_search_r1_dataset", "--local_dataset_path", raw)["train"][0]
-    assert row["data_source"] == "searchR1_nq"
-    assert row["reward_model"]["ground_truth"] == {"target": ["Beijing", "Peking"]}
-    assert row["prompt"][1]["content"].endswith("Question: which city hosted the games in 2008?")
-    create_kwargs = row["extra_info"]["tools_kwargs"]["search"]["create_kwargs"]
-    assert create_kwargs["question"] == question["question"]
-    item = dataset_of(tmp_path / "out" / "train.parquet", tmp_path)[0]
-    assert item["reward_model"]["ground_truth"] == {"target": ["Beijing", "Peking"]}
 
 
 def test_the_multi_turn_conversations_are_right_and_train_both_answers(run, tmp_path):
@@ -480,7 +353,7 @@ def test_a_row_without_an_answer_stops_the_script_and_leaves_no_file(run, tmp_pa
 
 def test_every_script_of_the_folder_shows_its_help(monkeypatch, capsys):
     scripts = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "preparation")
-    assert len(scripts) == 15
+    assert len(scripts) == 6
     for script in scripts:
         monkeypatch.setattr(sys, "argv", [script, "--help"])
         with pytest.raises(SystemExit) as end:

@@ -12,8 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.model_merger.inert_pickle import Record, Symbol, UnreadablePickleError, read_pickle
-from verl.model_merger.torch_file import read_torch_file
+from verl.model_merger import torch_file
+from verl.model_merger.torch_file import (
+    Record,
+    Symbol,
+    UnreadablePickleError,
+    read_pickle,
+    read_torch_file,
+)
 
 
 class Strikes:
@@ -183,10 +189,8 @@ def test_a_pickle_that_is_no_mapping_is_refused(tmp_path):
 
 
 def test_every_instruction_of_the_files_that_torch_writes_is_known(saved):
-    from verl.model_merger import inert_pickle
-
-    known = {*inert_pickle.IGNORED, *inert_pickle.PUSHES_ARGUMENT, *inert_pickle.CONSTANTS}
-    known |= {*inert_pickle.INSTRUCTIONS, "STOP"}
+    known = {*torch_file.IGNORED, *torch_file.PUSHES_ARGUMENT, *torch_file.CONSTANTS}
+    known |= {*torch_file.INSTRUCTIONS, "STOP"}
     with zipfile.ZipFile(saved) as archive:
         program = archive.read("saved/data.pkl")
     assert {opcode.name for opcode, _, _ in pickletools.genops(program)} <= known

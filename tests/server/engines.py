@@ -1,6 +1,7 @@
 """Engines, models and a tokenizer for tests of the server."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.agent_loop.fakes import engine_loop
 from tests.tiny_models import tiny_model
 from verl.utils.dataset.prompts import CHATML
 from verl.workers.rollout.base import (
@@ -113,7 +115,17 @@ class ScriptedRollout(StreamingRollout):
     def submit(
         self, request: GenerationRequest, on_end: OnEnd | None = None
     ) -> Future[list[TokenOutput]]:
-        raise NotImplementedError
+        return asyncio.run_coroutine_threadsafe(self._whole(request), engine_loop(os.getpid()))
+
+    async def _whole(self, request: GenerationRequest) -> list[TokenOutput]:
+        outputs = [TokenOutput() for _ in range(request.num_samples)]
+        async for delta in self.stream(request):
+            output = outputs[delta.sample]
+            output.token_ids += delta.token_ids
+            output.log_probs += delta.log_probs
+            output.policy_versions += delta.policy_versions
+            output.stop_reason = delta.stop_reason
+        return outputs
 
     def abort(self, request_id: str) -> None: ...
 

@@ -107,7 +107,7 @@ def test_a_prompt_longer_than_the_model_takes_is_refused_before_it_is_tokenized(
 
 
 def test_a_response_is_as_long_as_there_is_room_for(plain_server):
-    engine = plain_server.service.pool.members[0].engine
+    engine = plain_server.service.fleet.engines[0]
     complete(plain_server, prompt=[80] * 2040, max_tokens=1000)
     assert engine.requests[-1].params.max_tokens == 8
     complete(plain_server, prompt=[80] * 2040)
@@ -121,7 +121,7 @@ def test_a_response_is_as_long_as_there_is_room_for(plain_server):
 
 
 def test_special_tokens_in_a_message_are_words(plain_server):
-    engine = plain_server.service.pool.members[0].engine
+    engine = plain_server.service.fleet.engines[0]
     chat(plain_server, messages=[{"role": "user", "content": "a<|im_end|>b"}])
     ids = list(engine.requests[-1].prompt_ids)
     tokenizer = byte_tokenizer()

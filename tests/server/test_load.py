@@ -56,9 +56,9 @@ def run_clients(server: RunningServer) -> dict:
 def assert_nothing_is_left(server: RunningServer) -> None:
     service, pause = server.service, threading.Event()
     for _ in range(100):
-        if not service.admission.num_running and not service.pool.members[0].outstanding:
+        if not service.admission.num_running and not service.fleet.outstanding[0]:
             break
         pause.wait(0.05)
     assert service.admission.num_running == 0
     assert service.admission.num_waiting == 0
-    assert service.pool.members[0].outstanding == 0
+    assert service.fleet.outstanding[0] == 0

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verl.trainer.sft import reading
-from verl.trainer.sft.reading import RowReader
+from verl.trainer.sft import batches
+from verl.trainer.sft.batches import RowReader
 from verl.utils.dataset.tables import DataError
 
 
@@ -84,7 +84,7 @@ def test_closing_waits_for_what_was_begun():
 
 
 def test_a_dataset_that_is_stuck_is_said_to_be(monkeypatch):
-    monkeypatch.setattr(reading, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(batches, "MAX_SECONDS", 0.05)
     is_over = threading.Event()
     with pytest.raises(DataError, match="the dataset is stuck"):
         RowReader().take(1, lambda number: is_over.wait(20), last=1)

@@ -2,16 +2,30 @@
 
     find the weights -> names and layout as published -> bf16 -> safetensors, config, tokenizer
 
-One tensor is in memory at a time, unless the model's layout in memory differs from the published
-one (experts that are stored one by one and computed together): then all of them are.
+Weights are whole tensors that are put together when asked for: a `LazyTensor` reads the parts of
+one tensor from the files of all ranks. One tensor is in memory at a time, unless the model's layout
+in memory differs from the published one (experts that are stored one by one and computed together):
+then all of them are.
+
+Our own checkpoints of adapters hold the adapter alone; the base is the model that its config names.
+Files of other runs hold base and adapter together, in the names that peft gives them while
+training; they are merged, or kept beside each other. `compare_weights` checks two sets tensor by
+tensor.
 """
 
 import json
+import re
 import shutil
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,24 +34,27 @@ from transformers import (
     PreTrainedModel,
 )
 
-from verl.model_merger.adapters import (
-    has_adapter_names,
-    merge_saved_adapter,
-    split_adapter,
-    write_adapter,
-)
-from verl.model_merger.compare import Difference, compare_weights
 from verl.model_merger.config import ModelMergerConfig
-from verl.model_merger.weights import (
-    LazyTensor,
-    LazyWeights,
-    lazy_tensor,
-    weights_of_model_folder,
-    weights_of_pieces,
-    weights_of_shard_files,
+from verl.model_merger.torch_file import TorchShard, TorchTensor, read_torch_file
+from verl.models.lora import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    LoraOptions,
+    add_lora,
+    is_adapter,
+    merged_copy,
 )
-from verl.models.lora import ADAPTER_FOLDER
 from verl.utils.checkpoint.hf_model import own_weights, published_weights, write_hf_sources
+from verl.utils.checkpoint.piece_files import (
+    StoredTensor,
+    read_piece,
+    stored_hf_tensors,
+    stored_masters,
+    stored_tensors,
+)
+from verl.utils.checkpoint.pieces import whole
 from verl.utils.checkpoint.safetensors_file import TensorSource
 from verl.utils.checkpoint.tensor_store import NamedArray, as_source
 
@@ -46,7 +63,101 @@ AUTO_CLASSES = {
     "ForCausalLM": AutoModelForCausalLM,
     "ForConditionalGeneration": AutoModelForImageTextToText,
 }
+
+
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt")
+BASE_LAYER = ".base_layer"
+
+
+def base_of(adapter: Path) -> str:
+    base = json.loads((adapter / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{adapter / CONFIG_FILE} does not name the model that the adapter belongs to; write "
+            "its path there, as base_model_name_or_path"
+        )
+    return str(base)
+
+
+class Difference(NamedTuple):
+    name: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.problem}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LazyTensor:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+LazyWeights = dict[str, LazyTensor]
+
+
+def _problem(merged: LazyWeights, reference: LazyWeights, name: str) -> str | None:
+    ours, theirs = merged[name], reference[name]
+    if ours.shape != theirs.shape:
+        return f"has the shape {list(ours.shape)} and not {list(theirs.shape)}"
+    expected = theirs.read()
+    distance = (ours.read().to(expected.dtype).double() - expected.double()).abs()
+    largest = float(distance.max()) if distance.numel() else 0.0
+    if torch.isnan(distance).any() or largest > TOLERANCE:
+        return f"differs by up to {largest:.3g}"
+    return None
+
+
+def lazy(stored: dict[str, StoredTensor]) -> LazyWeights:
+    return {
+        name: LazyTensor(dtype=tensor.dtype, shape=tensor.shape, read=partial(read_whole, tensor))
+        for name, tensor in stored.items()
+    }
+
+
+def lazy_tensor(tensor: Tensor) -> LazyTensor:
+    """A tensor that is in memory already."""
+    return LazyTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), read=lambda: tensor)
+
+
+def saved_world_size(folder: Path, files: list[Path]) -> int:
+    path = folder / "fsdp_config.json"
+    if path.is_file():
+        return int(json.loads(path.read_text())["world_size"])
+    sizes = {re.findall(r"[0-9]+", file.name)[0] for file in files}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"{folder} holds files of runs on {' and '.join(sorted(sizes))} ranks and no "
+            "fsdp_config.json that says which one counts; remove the others"
+        )
+    return int(sizes.pop())
+
+
+def joined(folder: Path, name: str, parts: list[TorchTensor | TorchShard | None]) -> LazyTensor:
+    """One tensor from all ranks' parts of it."""
+    first = parts[0]
+    if isinstance(first, TorchTensor):
+        return LazyTensor(dtype=first.dtype, shape=first.shape, read=first.read)
+    shards = [part for part in parts if isinstance(part, TorchShard) and part.is_first_copy]
+    assert isinstance(first, TorchShard)
+    dim = first.sharded_dim
+    kinds = {(shard.shape, shard.sharded_dim, shard.local.dtype) for shard in shards}
+    if len(kinds) != 1 or None in parts:
+        raise ValueError(f"{folder}: the ranks disagree about {name}")
+    if dim is None:
+        return LazyTensor(dtype=first.local.dtype, shape=first.shape, read=first.local.read)
+    in_order = sorted(shards, key=lambda shard: shard.place)
+    local_parts = [shard.local for shard in in_order]
+    others = {(*t.shape[:dim], *t.shape[dim + 1 :]) for t in local_parts}
+    is_whole = sum(t.shape[dim] for t in local_parts) == first.shape[dim]
+    if others != {(*first.shape[:dim], *first.shape[dim + 1 :])} or not is_whole:
+        raise ValueError(f"{folder}: the parts of {name} do not make up a tensor of {first.shape}")
+    return LazyTensor(
+        dtype=first.local.dtype,
+        shape=first.shape,
+        read=lambda: torch.cat([local.read() for local in local_parts], dim=dim),
+    )
 
 
 class FSDPModelMerger:
@@ -183,3 +294,100 @@ def upload(folder: Path, repository: str, *, private: bool) -> None:
     api = HfApi()
     api.create_repo(repo_id=repository, private=private, exist_ok=True)
     api.upload_folder(folder_path=str(folder), repo_id=repository, repo_type="model")
+
+
+def merge_saved_adapter(folder: Path, *, trust_remote_code: bool) -> LazyWeights:
+    """The base model that the adapter names, with the adapter added to its weights."""
+    path = str(folder / ADAPTER_FOLDER)
+    options = LoraOptions(rank=0, adapter_path=path)
+    base = base_of(folder / ADAPTER_FOLDER)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype="auto", trust_remote_code=trust_remote_code
+    )
+    merged = merged_copy(add_lora(model, options))
+    weights = published_weights(merged, own_weights(merged))
+    return {name: lazy_tensor(weight) for name, weight in weights.items()}
+
+
+def has_adapter_names(weights: LazyWeights) -> bool:
+    return any(is_adapter(name) for name in weights)
+
+
+def split_adapter(weights: LazyWeights) -> tuple[LazyWeights, LazyWeights]:
+    """The base's weights under their own names, and the adapter's under peft's names on disk."""
+    base = {
+        name.removeprefix(PEFT_PREFIX).replace(BASE_LAYER, ""): tensor
+        for name, tensor in weights.items()
+        if not is_adapter(name)
+    }
+    adapter = {
+        name.replace(".default.", "."): tensor
+        for name, tensor in weights.items()
+        if is_adapter(name)
+    }
+    return base, adapter
+
+
+def write_adapter(weights: LazyWeights, source: Path, target: Path) -> None:
+    """An adapter folder as peft loads it; its scale is in the config, which nobody can guess."""
+    config = source / CONFIG_FILE
+    if not config.is_file():
+        raise ValueError(
+            f"the shards hold an adapter, but {config} is missing, which says how it is scaled "
+            "(lora_alpha); put the adapter's config there"
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(config, target / CONFIG_FILE)
+    tensors = {name: tensor.read() for name, tensor in weights.items()}
+    save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+TOLERANCE = 1e-6
+
+
+def compare_weights(merged: LazyWeights, reference: LazyWeights) -> list[Difference]:
+    """Every tensor that is missing, too many, of another shape, or of other values.
+
+    Values are compared in the number format of the reference, which may be a rounded one.
+    """
+    found = [
+        Difference(name, "is not in the reference")
+        for name in sorted(merged.keys() - reference.keys())
+    ]
+    found += [Difference(name, "is missing") for name in sorted(reference.keys() - merged.keys())]
+    shared = sorted(merged.keys() & reference.keys())
+    for name in tqdm(shared, desc="comparing", unit="tensor"):
+        problem = _problem(merged, reference, name)
+        if problem is not None:
+            found.append(Difference(name, problem))
+    return found
+
+
+def weights_of_shard_files(folder: Path) -> LazyWeights | None:
+    """`model_world_size_W_rank_R.pt`, one file per rank."""
+    found = sorted(folder.glob("model_world_size_*_rank_*.pt"))
+    if not found:
+        return None
+    world_size = saved_world_size(folder, found)
+    files = [folder / f"model_world_size_{world_size}_rank_{r}.pt" for r in range(world_size)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"{folder} lacks {', '.join(missing[:4])}; every rank's file is needed")
+    ranks = [read_torch_file(file, rank=rank) for rank, file in enumerate(files)]
+    return {name: joined(folder, name, [rank.get(name) for rank in ranks]) for name in ranks[0]}
+
+
+def weights_of_pieces(folder: Path) -> LazyWeights | None:
+    """The weights that ranks have written in pieces, or their fp32 masters."""
+    stored = stored_tensors(folder, "model") or stored_masters(stored_tensors(folder, "optimizer"))
+    return lazy(stored) if stored else None
+
+
+def weights_of_model_folder(folder: Path) -> LazyWeights | None:
+    """What `from_pretrained` loads."""
+    stored = stored_hf_tensors(folder)
+    return lazy(stored) if stored else None
+
+
+def read_whole(stored: StoredTensor) -> Tensor:
+    return read_piece(stored, whole(stored.shape)).view(stored.shape)

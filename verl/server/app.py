@@ -93,10 +93,10 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 def add_watching_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_model=answers.Health)
     async def health() -> answers.Health:
-        num_alive = service.pool.num_alive()
+        num_alive = service.fleet.num_in_service()
         if not num_alive:
             raise unavailable("no engine is alive", "engine_lost")
-        num_engines = len(service.pool.members)
+        num_engines = len(service.fleet.engines)
         status = "ok" if num_alive == num_engines else "degraded"
         return answers.Health(status=status, engines=num_engines, engines_alive=num_alive)
 

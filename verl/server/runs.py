@@ -1,60 +1,63 @@
-"""The prompts of one HTTP request, under way on the engines.
+"""The prompts of one HTTP request on the fleet.
 
-    prompt 0 --pool.run--+
-    prompt 1 --pool.run--+--> news --> whoever answers the client
-    prompt 2 --pool.run--+
+    prompt 0 --stream or generate--+
+    prompt 1 --stream or generate--+--> queue --> the route that writes the response
+    prompt 2 --stream or generate--+
 
-For an answer in events, news are what has come since the last ones. For an answer as a whole, they
-are whole samples, so that a prompt whose engine is lost can begin anew. Leaving the `with` block
-ends what still runs: a client that goes away gives its place back at once.
+A response in events forwards tokens as they come; once some were forwarded, the loss of the engine
+ends the request. A response as a whole takes whole samples, which the fleet retries elsewhere.
+Leaving the `with` block cancels what still runs: a client that disconnects frees its slot at once.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
 
-from verl.server.errors import ApiError, internal_error, too_slow
-from verl.server.pool import EnginePool, Receiver
-from verl.workers.rollout.base import GenerationRequest, TokenDelta
+from verl.server.errors import ApiError, internal_error, too_slow, unavailable
+from verl.server.metrics import ServerMetrics
+from verl.workers.rollout.base import EngineLostError, GenerationRequest, TokenDelta
+from verl.workers.rollout.fleet import Fleet
+from verl.workers.weight_sync.errors import WeightsNotReadyError
 
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0
-"""Time for engines to take back requests that nobody waits for."""
+"""Time for engines to abort requests that nobody waits for."""
 
 
 @dataclass(frozen=True)
 class News:
-    """Tokens of a sample of a prompt, or why there will be none; neither: the prompt is done."""
+    """Tokens of a sample of a prompt, or its error; neither when the prompt is finished."""
 
     prompt: int
     delta: TokenDelta | None = None
-    error: Exception | None = None
+    error: ApiError | None = None
 
 
 class Run:
-    """Requests under way; `async with`, then `next` until it gives None."""
+    """Requests in flight; `async with`, then `next` until it gives None."""
 
     def __init__(
         self,
-        pool: EnginePool,
+        fleet: Fleet,
         requests: Sequence[GenerationRequest],
+        metrics: ServerMetrics,
         *,
         is_streamed: bool,
         seconds: float,
-        key: str | None = None,
     ) -> None:
-        self._pool = pool
+        self._fleet = fleet
         self._requests = requests
+        self._metrics = metrics
         self._is_streamed = is_streamed
         self._seconds = seconds
-        self._key = key
         self._tasks: list[asyncio.Task[None]] = []
         self._num_open = len(requests)
         self._send, self._receive = anyio.create_memory_object_stream[News](math.inf)
@@ -88,69 +91,60 @@ class Run:
             if news.delta is not None:
                 return news.prompt, news.delta
             if news.error is not None:
-                raise _for_client(news.error)
+                raise news.error
             self._num_open -= 1
         return None
 
     async def _produce(self, prompt: int) -> None:
-        whole = Whole()
-        receiver = Forwarded(self._send, prompt) if self._is_streamed else whole
+        has_begun = False
         try:
-            await self._pool.run(self._requests[prompt], receiver, self._key)
+            if not self._fleet.num_in_service():
+                raise unavailable("no engine is alive; they are being restarted", "engine_lost")
+            deltas = self._stream(prompt) if self._is_streamed else self._whole(prompt)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    has_begun = True
+                    self._metrics.generated_tokens.inc(len(delta.token_ids))
+                    self._send.send_nowait(News(prompt, delta))
         except Exception as error:
-            self._send.send_nowait(News(prompt, error=error))
+            self._send.send_nowait(News(prompt, error=api_error(error, has_begun=has_begun)))
             return
-        for delta in whole.deltas():
-            self._send.send_nowait(News(prompt, delta))
         self._send.send_nowait(News(prompt))
 
+    async def _stream(self, prompt: int) -> AsyncGenerator[TokenDelta, None]:
+        started = time.monotonic()
+        async with aclosing(self._fleet.stream(self._requests[prompt])) as deltas:
+            async for delta in deltas:
+                if started is not None:
+                    self._metrics.first_token_seconds.observe(time.monotonic() - started)
+                    started = None
+                yield delta
 
-class Forwarded(Receiver):
-    """Passes everything on at once."""
-
-    def __init__(self, send: MemoryObjectSendStream[News], prompt: int) -> None:
-        self._send = send
-        self._prompt = prompt
-        self._has_begun = False
-
-    def add(self, delta: TokenDelta) -> None:
-        self._has_begun = True
-        self._send.send_nowait(News(self._prompt, delta))
-
-    def start_over(self) -> bool:
-        return not self._has_begun
-
-
-class Whole(Receiver):
-    """Keeps everything until the end."""
-
-    def __init__(self) -> None:
-        self._samples: dict[int, list[TokenDelta]] = {}
-
-    def add(self, delta: TokenDelta) -> None:
-        self._samples.setdefault(delta.sample, []).append(delta)
-
-    def start_over(self) -> bool:
-        self._samples.clear()
-        return True
-
-    def deltas(self) -> list[TokenDelta]:
-        """One for each sample, with all of it."""
-        return [_joined(deltas) for _, deltas in sorted(self._samples.items())]
+    async def _whole(self, prompt: int) -> AsyncGenerator[TokenDelta, None]:
+        """One delta per sample, with all of its tokens."""
+        for sample, output in enumerate(await self._fleet.generate(self._requests[prompt])):
+            yield TokenDelta(
+                sample=sample,
+                token_ids=tuple(output.token_ids),
+                log_probs=tuple(output.log_probs),
+                policy_versions=tuple(output.policy_versions),
+                stop_reason=output.stop_reason,
+            )
 
 
-def _joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    return TokenDelta(
-        sample=deltas[0].sample,
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        log_probs=tuple(value for delta in deltas for value in delta.log_probs),
-        policy_versions=tuple(one for delta in deltas for one in delta.policy_versions),
-        stop_reason=deltas[-1].stop_reason,
-    )
-
-
-def _for_client(error: Exception) -> ApiError:
+def api_error(error: Exception, *, has_begun: bool) -> ApiError:
+    """What the client is told; nothing of an engine's message is passed on."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, EngineLostError):
+        if has_begun:
+            message = "the engine was lost after the response had begun; send the request again"
+            return ApiError(502, message, kind="server_error", code="engine_lost")
+        return unavailable("engines were lost again and again", "engine_lost")
+    if isinstance(error, WeightsNotReadyError):
+        return unavailable("the model's weights are being replaced", "no_weights")
+    if isinstance(error, ValueError):
+        logger.warning("an engine refused a request: %s", error)
+        return ApiError(400, "the engine cannot run this request", code="refused")
     logger.error("a request failed", exc_info=error)
     return internal_error()

@@ -3,10 +3,12 @@
 A route gives prompts and a request and gets back deltas; what it makes of them is its own affair.
 """
 
+import logging
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,10 +18,21 @@ from verl.server.encoding import Encoder
 from verl.server.errors import ApiError
 from verl.server.metrics import ServerMetrics
 from verl.server.options import ServerOptions
-from verl.server.pool import EnginePool
 from verl.server.runs import Run
 from verl.server.schemas import SamplingRequest
-from verl.workers.rollout.base import GenerationRequest, SamplingParams, StreamingRollout
+from verl.workers.rollout.base import (
+    EngineLostError,
+    GenerationRequest,
+    Rollout,
+    SamplingParams,
+    StreamingRollout,
+)
+from verl.workers.rollout.fleet import Fleet
+from verl.workers.rollout.process.client import EngineProcess
+
+logger = logging.getLogger(__name__)
+
+RESTART_PAUSE_SECONDS = 1.0
 
 
 class Service:
@@ -32,16 +45,21 @@ class Service:
         options: ServerOptions,
     ) -> None:
         self.options = options
-        self.metrics = ServerMetrics()
         self.encoder = Encoder(
             tokenizer, options.max_model_len, options.vocabulary or len(tokenizer)
         )
-        self.pool = EnginePool(rollouts, self.metrics, options.max_restarts)
+        self.fleet = Fleet(
+            rollouts,
+            recover=partial(restart, max_starts=options.max_restarts),
+            max_restarts=options.max_restarts,
+            keep_sessions=True,
+        )
+        self.metrics = ServerMetrics(self.fleet)
         self.admission = Admission(options.max_running, options.max_waiting, self.metrics)
         self.created = int(time.time())
 
     def close(self) -> None:
-        self.pool.close()
+        self.fleet.close()
         self.encoder.close()
 
     def check(self, request: SamplingRequest) -> None:
@@ -55,11 +73,11 @@ class Service:
         """The job on the engines; nothing is done before it is entered."""
         self.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
         return Run(
-            self.pool,
+            self.fleet,
             [self._generation(job, number) for number in range(len(job.prompts))],
+            self.metrics,
             is_streamed=job.request.stream,
             seconds=self.options.request_seconds,
-            key=job.request.prompt_cache_key,
         )
 
     def _generation(self, job: "Job", number: int) -> GenerationRequest:
@@ -77,14 +95,29 @@ class Service:
             ignore_eos=request.ignore_eos,
             seed=request.seed,
         )
-        is_session = request.prompt_cache_key is not None and request.n == 1
+        session = request.prompt_cache_key
         return GenerationRequest(
             request_id=f"{job.id}-{number}",
             prompt_ids=tuple(prompt),
             params=params,
             num_samples=request.n,
-            session_ids=(request.prompt_cache_key,) if is_session else None,  # pyright: ignore[reportArgumentType]
+            session_ids=(session,) if session is not None and request.n == 1 else None,
         )
+
+
+def restart(engine: Rollout, *, max_starts: int) -> None:
+    """Start the process of a lost engine again; raises when `max_starts` starts have failed."""
+    if not isinstance(engine, EngineProcess):
+        raise EngineLostError(f"{type(engine).__name__} has no process that could be restarted")
+    for attempt in range(1, max_starts + 1):
+        try:
+            return engine.restart()
+        except (RuntimeError, OSError, ValueError) as error:
+            logger.warning("an engine did not start: %s", error)
+            if attempt == max_starts:
+                raise
+        time.sleep(RESTART_PAUSE_SECONDS * attempt)
+    raise EngineLostError("an engine is not restarted (max_restarts is 0)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from verl.config import command
 from verl.config.effects import idle_notices
-from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError, Fault
+from verl.config.generation import EvaluationConfig
 from verl.config.load import Loaded, load_config
 from verl.config.validate import validate
 from verl.utils.environment import WentWrong
@@ -28,7 +28,7 @@ CONFIG_DIR = Path(__file__).parent / "config"
 # What loads torch is imported when grading starts, not when a mistake is reported.
 _LAZY = {
     "evaluate": "verl.trainer.evaluation.run:evaluate",
-    "report": "verl.trainer.evaluation.report",
+    "report": "verl.trainer.evaluation.run",
 }
 
 

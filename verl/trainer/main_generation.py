@@ -18,8 +18,7 @@ from verl.config.faults import ConfigError, Fault
 from verl.config.generation import GenerationConfig
 from verl.config.load import Loaded, load_config
 from verl.config.validate import validate
-from verl.trainer.generation.checks import generation_faults
-from verl.trainer.generation.report import Start, plan_lines
+from verl.trainer.generation.plan import Start, generation_faults, plan_lines
 from verl.utils.import_utils import lazy_attribute
 
 CONFIG_NAME = "generation"
@@ -55,10 +54,12 @@ def run(loaded: Loaded) -> None:
     if config.trainer.dry_run:
         if mistakes:
             raise ConfigError(mistakes)
+        command.say(idle_notices(config, loaded.user_set))
         say_plan(config, faults)
     elif faults:
         raise ConfigError(faults)
     else:
+        command.say(idle_notices(config, loaded.user_set))
         generate_and_report(loaded)
 
 
@@ -70,7 +71,6 @@ def say_plan(config: GenerationConfig, missing: list[Fault]) -> None:
 def generate_and_report(loaded: Loaded) -> None:
     config: GenerationConfig = loaded.config
     dtype = config.rollout.dtype if "rollout.dtype" in loaded.user_set else "auto"
-    command.say(idle_notices(config, loaded.user_set))
 
     def start(model_path: str, num_batches: int) -> Any:
         start_engines = lazy_attribute(__name__, _LAZY, "start_engines")

@@ -25,7 +25,7 @@ CONFIG_NAME = "sft_trainer_engine"
 CONFIG_DIR = Path(__file__).parent / "config"
 
 _LAZY = {
-    "SFTWorker": "verl.trainer.sft.worker:SFTWorker",
+    "SFTWorker": "verl.trainer.sft.trainer:SFTWorker",
     "WorkerError": "verl.single_controller:WorkerError",
     "resolve_device": "verl.utils.device:resolve_device",
     "runtime_env": "verl.trainer.constants_ppo:get_ppo_ray_runtime_env",

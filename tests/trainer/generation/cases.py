@@ -10,8 +10,8 @@ from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import save_tiny_model
 from verl.config.generation import GenerationConfig
 from verl.config.load import load_config
+from verl.trainer.generation.engines import Engines
 from verl.trainer.generation.run import generate
-from verl.trainer.generation.sharing import Engine
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 
@@ -71,11 +71,11 @@ class Starts:
         self.num_restarts = 0
         self.num_closed = 0
 
-    def __call__(self, model_path: str, num_batches: int) -> list[Engine]:
+    def __call__(self, model_path: str, num_batches: int) -> Engines:
         self.num_batches.append(num_batches)
-        return [Engine(one, restart=self._restart, close=self._close) for one in self.rollouts]
+        return Engines(self.rollouts, restart=self._restart, close=self._close)
 
-    def _restart(self) -> None:
+    def _restart(self, engine: Rollout) -> None:
         self.num_restarts += 1
 
     def _close(self) -> None:

@@ -20,8 +20,7 @@ from verl.config.faults import ConfigError
 from verl.config.generation import GenerationConfig
 from verl.config.load import load_config
 from verl.trainer import main_generation
-from verl.trainer.generation.engine_processes import device_shares, process_name
-from verl.trainer.generation.engines import start_engines
+from verl.trainer.generation.engines import device_shares, process_name, start_engines
 from verl.utils.device import STAND_INS
 
 NUM_ROWS = 20
@@ -123,8 +122,8 @@ def test_hf_and_native_give_the_same_greedy_responses(model, source, tmp_path):
     for name in ("native", "hf"):
         rollout = {**options["rollout"], "name": name}
         config = config_of(model, source, tmp_path / name, **{**options, "rollout": rollout})
-        (engine,) = start_engines(config, model, num_batches=1, dtype="auto")
-        found.append(generated(config, engine.rollout))
+        (engine,) = start_engines(config, model, num_batches=1, dtype="auto").rollouts
+        found.append(generated(config, engine))
     assert found[0] == found[1]
 
 

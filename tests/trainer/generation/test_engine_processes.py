@@ -11,9 +11,7 @@ from verl.config.faults import ConfigError
 from verl.config.generation import GenerationConfig
 from verl.config.load import load_config
 from verl.config.rollout import RolloutConfig
-from verl.trainer.generation.engine_processes import start_processes
-from verl.trainer.generation.engines import start_engines
-from verl.trainer.generation.sharing import GenerationFailed
+from verl.trainer.generation.engines import GenerationFailed, start_engines, start_processes
 from verl.trainer.main_generation_server import main as serve
 from verl.trainer.serving.run import ServingFailed
 from verl.workers.rollout.factory import EngineOrder, native_process, process_engines

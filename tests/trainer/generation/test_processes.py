@@ -13,9 +13,8 @@ from tests.trainer.generation.cases import (
 )
 from verl.config.generation import GenerationConfig
 from verl.config.load import load_config
-from verl.trainer.generation.engines import start_engines
+from verl.trainer.generation.engines import Engines, GenerationFailed, start_engines
 from verl.trainer.generation.run import generate
-from verl.trainer.generation.sharing import Engine, GenerationFailed
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +40,9 @@ class FirstIsKilled:
     """Starts real engines, and kills the first one's process when its first batch comes."""
 
     def __init__(self, config):
-        self.config, self.engines = config, []
+        self.config, self.engines = config, None
 
-    def __call__(self, model_path: str, num_batches: int) -> list[Engine]:
+    def __call__(self, model_path: str, num_batches: int) -> Engines:
         mine = {child.pid for child in psutil.Process().children()}
         self.engines = start_engines(self.config, model_path, num_batches=num_batches, dtype="auto")
         new = [child for child in psutil.Process().children() if child.pid not in mine]
@@ -57,7 +56,7 @@ def test_engines_share_the_batches_and_a_killed_one_comes_back(model, source, tm
     config = with_processes(model, source, tmp_path / "two.parquet", 2)
     starts = FirstIsKilled(config)
     summary = generate(config, starts)
-    assert len(starts.engines) == 2
+    assert len(starts.engines.rollouts) == 2
     assert summary.num_restarts == 1
     assert responses_of(tmp_path / "two.parquet") == expected
     assert not any(child.is_running() for child in [starts.victim])

@@ -1,5 +1,7 @@
 import _thread
+import asyncio
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from tests.agent_loop.fakes import engine_loop
 from tests.trainer.generation.cases import (
     CONTENT_ONLY,
     Starts,
@@ -18,9 +21,9 @@ from tests.trainer.generation.cases import (
     saved_model,
     written,
 )
-from verl.trainer.generation.parts import Parts
-from verl.trainer.generation.run import Stopped, generate
-from verl.trainer.generation.sharing import MAX_ATTEMPTS, GenerationFailed
+from verl.trainer.generation.engines import GenerationFailed
+from verl.trainer.generation.output import Parts
+from verl.trainer.generation.run import MAX_ATTEMPTS, Stopped, generate
 from verl.utils.dataset.tables import DataError
 from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.native.engine import NativeEngine
@@ -40,18 +43,29 @@ def expected(model, source, tmp_path_factory):
 
 
 class Flawed(NativeEngine):
-    """Fails with `error` in the calls numbered by `fails`, counted from 0."""
+    """Fails with `error` as often as `fails` says for a row, counted from 1; with the `output` of
+    the run, not before two batches are saved."""
 
-    def __init__(self, error, fails):
+    def __init__(self, error, fails, output=None):
         engine = native()
         super().__init__(engine.core.runner.module, engine.limits, eos_token_ids=[2])
-        self.error, self.fails, self.num_calls = error, fails, 0
+        self.error, self.fails = error, dict(fails)
+        self.parts = None if output is None else output.with_name(f"{output.name}.parts")
 
-    def generate_batch(self, requests):
-        self.num_calls += 1
-        if self.num_calls - 1 in self.fails:
-            raise self.error
-        return super().generate_batch(requests)
+    def submit(self, request, on_end=None):
+        row = int(request.request_id.removeprefix("row "))
+        if not self.fails.get(row, 0):
+            return super().submit(request, on_end)
+        self.fails[row] -= 1
+        return asyncio.run_coroutine_threadsafe(self.fail_in_time(), engine_loop(os.getpid()))
+
+    async def fail_in_time(self):
+        while self.parts and len(list(self.parts.glob("*.parquet"))) < 2:
+            await asyncio.sleep(0.01)
+        await self.fail()
+
+    async def fail(self):
+        raise self.error
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -121,7 +135,7 @@ def test_a_finished_file_is_not_made_again(model, source, tmp_path):
 
 def test_a_run_that_failed_goes_on_behind_its_last_batch(model, source, expected, tmp_path):
     config = config_of(model, source, tmp_path / "out.parquet")
-    flawed = Starts(Flawed(RuntimeError("the disk is full"), {2}))
+    flawed = Starts(Flawed(RuntimeError("the disk is full"), {8: 1}, tmp_path / "out.parquet"))
     with pytest.raises(RuntimeError, match="the disk is full"):
         generate(config, flawed)
     assert flawed.num_closed == 1
@@ -132,18 +146,16 @@ def test_a_run_that_failed_goes_on_behind_its_last_batch(model, source, expected
 
 
 class Interrupted(Flawed):
-    """Ctrl-C is pressed while the second batch is at work, which lasts until the run closes it."""
+    """Ctrl-C is pressed while the last batch is at work, which lasts until the run closes it."""
 
     starts = None
 
-    def generate_batch(self, requests):
-        if self.num_calls == 1:
-            _thread.interrupt_main()
-            deadline = time.monotonic() + 60
-            while not self.starts.num_closed and time.monotonic() < deadline:
-                time.sleep(0.05)
-            raise EngineLostError("closed")
-        return super().generate_batch(requests)
+    async def fail(self):
+        _thread.interrupt_main()
+        deadline = time.monotonic() + 60
+        while not self.starts.num_closed and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        raise EngineLostError("closed")
 
 
 @pytest.fixture
@@ -157,21 +169,21 @@ def ctrl_c_is_heard():
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_ends_the_run_and_says_how_to_go_on(model, source, expected, tmp_path):
     config = config_of(model, source, tmp_path / "out.parquet")
-    interrupted = Starts(Interrupted(None, ()))
+    interrupted = Starts(Interrupted(None, {8: 1}, tmp_path / "out.parquet"))
     interrupted.rollouts[0].starts = interrupted
     with pytest.raises(Stopped, match=r"finished batches are in .*, and the same command goes on"):
         generate(config, interrupted)
     assert (interrupted.num_closed, interrupted.num_restarts) == (1, 0)
     starts = Starts()
     generate(config, starts)
-    assert starts.num_batches == [2]
+    assert starts.num_batches == [1]
     assert responses_of(tmp_path / "out.parquet") == expected
 
 
 def test_a_damaged_part_is_made_again(model, source, expected, tmp_path, caplog):
     config = config_of(model, source, tmp_path / "out.parquet")
     with pytest.raises(RuntimeError):
-        generate(config, Starts(Flawed(RuntimeError("stop"), {2})))
+        generate(config, Starts(Flawed(RuntimeError("stop"), {8: 1}, tmp_path / "out.parquet")))
     part = tmp_path / "out.parquet.parts" / "00000000.parquet"
     octets = bytearray(part.read_bytes())
     octets[len(octets) // 4] ^= 1
@@ -188,7 +200,10 @@ def test_unfinished_results_of_other_settings_are_refused_with_what_differs(
 ):
     output = tmp_path / "out.parquet"
     with pytest.raises(RuntimeError):
-        generate(config_of(model, source, output), Starts(Flawed(RuntimeError("stop"), {1})))
+        generate(
+            config_of(model, source, output),
+            Starts(Flawed(RuntimeError("stop"), {8: 1}, tmp_path / "out.parquet")),
+        )
     changed = {"rollout": {"temperature": 0.5}}
     with pytest.raises(DataError, match=r"rollout.temperature was 1.0 and is 0.5"):
         generate(config_of(model, source, output, **changed), Starts())
@@ -275,9 +290,9 @@ def test_a_missing_column_is_named_with_the_one_that_was_meant(model, source, tm
 # ---- engines that fail ---------------------------------------------------------------------------
 
 
-def test_a_lost_engine_is_started_again_and_its_batch_repeated(model, source, expected, tmp_path):
+def test_a_lost_engine_is_restarted_and_its_rows_are_retried(model, source, expected, tmp_path):
     config = config_of(model, source, tmp_path / "out.parquet")
-    starts = Starts(Flawed(EngineLostError("killed"), {0, 2}))
+    starts = Starts(Flawed(EngineLostError("killed"), {1: 1, 8: 1}))
     summary = generate(config, starts)
     assert (summary.num_restarts, starts.num_restarts) == (2, 2)
     assert responses_of(tmp_path / "out.parquet") == expected
@@ -286,14 +301,14 @@ def test_a_lost_engine_is_started_again_and_its_batch_repeated(model, source, ex
 
 def test_a_batch_that_loses_every_engine_ends_the_run_and_names_its_rows(model, source, tmp_path):
     config = config_of(model, source, tmp_path / "out.parquet")
-    starts = Starts(Flawed(EngineLostError("killed"), set(range(1, 1 + MAX_ATTEMPTS))))
-    with pytest.raises(GenerationFailed, match=r"batch 1 \(rows 4 to 6\) lost its engine 3 times"):
-        generate(config, starts)
-    assert starts.num_restarts == MAX_ATTEMPTS - 1
+    engine = Flawed(EngineLostError("killed"), {5: 9})
+    with pytest.raises(GenerationFailed, match=r"batch 1 \(rows 4 to 6\) is not generated: killed"):
+        generate(config, Starts(engine))
+    assert engine.fails == {5: 9 - MAX_ATTEMPTS}
     assert not (tmp_path / "out.parquet").exists()
 
 
 def test_what_an_engine_refuses_ends_the_run_with_its_reason(model, source, tmp_path):
     config = config_of(model, source, tmp_path / "out.parquet")
     with pytest.raises(GenerationFailed, match=r"batch 0 .* refused by the engine: too long"):
-        generate(config, Starts(Flawed(ValueError("too long"), {0})))
+        generate(config, Starts(Flawed(ValueError("too long"), {1: 1})))

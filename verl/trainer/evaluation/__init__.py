@@ -1,7 +1,1 @@
-"""Scoring responses that were generated before: read them, grade them, sum up, report.
-
-responses    rows of a file -> one task per response, or the reason why there is none
-grading      tasks -> grades, in processes that can be killed
-summary      grades -> mean and pass@k of each data source, with confidence intervals
-report       what a person reads, and the same as JSON
-"""
+"""Scoring responses that were generated before: grade them (`grading`), report (`run`)."""

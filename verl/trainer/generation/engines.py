@@ -1,29 +1,53 @@
-"""The engines that share the batches.
+"""The engines of batch generation and of the server, over weights on disk.
 
-One engine that needs a Hugging Face module and nothing else runs in this process. Several, and
-those that are foreign, have processes of their own, each with its share of the devices. All of them
-read their weights from the disk.
+One engine that needs only a Hugging Face module runs in this process. Several, and those of other
+packages, run in processes of their own, each with its own devices and its own seeds for requests
+without one. Either all of them start or none is left.
 """
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 from verl.config.faults import ConfigError, Fault
 from verl.config.generation import GenerationConfig
+from verl.config.rollout import RolloutConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
-from verl.trainer.generation.checks import num_engines
-from verl.trainer.generation.engine_processes import start_processes
-from verl.trainer.generation.sharing import Engine, GenerationFailed
-from verl.utils.device import resolve_device
+from verl.trainer.generation.plan import num_engines
+from verl.utils.device import get_visible_devices_keyword, resolve_device, torch_module_of
+from verl.utils.environment import WentWrong, variable
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine.spec import compute_dtype
-from verl.workers.rollout.factory import ModuleOrder, has_own_process, module_engines
+from verl.workers.rollout.base import Rollout
+from verl.workers.rollout.factory import (
+    EngineOrder,
+    ModuleOrder,
+    has_own_process,
+    module_engines,
+    process_engines,
+)
+from verl.workers.rollout.fleet import Recover
 from verl.workers.rollout.process.client import EngineProcess, EngineStartError
+
+
+class GenerationFailed(WentWrong, RuntimeError):
+    """A batch could not be generated; finished batches are kept."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines that are ready, how to restart a lost one, and how to end them all."""
+
+    rollouts: Sequence[Rollout]
+    restart: Recover | None = None
+    close: Callable[[], None] = lambda: None
 
 
 def start_engines(
     config: GenerationConfig, model_path: str, *, num_batches: int, dtype: str
-) -> list[Engine]:
+) -> Engines:
     """As many as the devices allow and the batches need, ready to generate.
 
     `dtype` is `auto` or the number format of the weights.
@@ -32,8 +56,15 @@ def start_engines(
         device = resolve_device(config.trainer.device)
         count = min(num_engines(config), num_batches)
         if count == 1 and not has_own_process(config.rollout.name):
-            return [engine_here(config, model_path, device, dtype)]
-        return engines_apart(config, model_path, device, count, dtype)
+            return engine_here(config, model_path, device, dtype)
+        processes = start_processes(
+            config.rollout,
+            model_path,
+            count=count,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=config.model.trust_remote_code,
+        )
     except ConfigError:
         raise
     except ValueError as refused:  # by the engine, the model or the device, in words for users
@@ -41,8 +72,14 @@ def start_engines(
     except EngineStartError as error:
         raise GenerationFailed(f"an engine does not start: {error}") from error
 
+    def close() -> None:
+        for process in processes:
+            process.close()
 
-def engine_here(config: GenerationConfig, model_path: str, device: str, dtype: str) -> Engine:
+    return Engines(processes, restart=restart_process, close=close)
+
+
+def engine_here(config: GenerationConfig, model_path: str, device: str, dtype: str) -> Engines:
     """An engine in this process, which cannot be lost."""
     trusts_code = config.model.trust_remote_code
     module = load_causal_lm(
@@ -59,28 +96,77 @@ def engine_here(config: GenerationConfig, model_path: str, device: str, dtype: s
         version=lambda: 0,
         owns_module=True,
     )
-    rollout = module_engines[config.rollout.name](order)
-    return Engine(rollout, restart=lambda: None, close=lambda: None)
+    return Engines([module_engines[config.rollout.name](order)])
 
 
-def engines_apart(
-    config: GenerationConfig, model_path: str, device: str, count: int, dtype: str
-) -> list[Engine]:
-    """`count` engines in processes of their own."""
-    processes = start_processes(
-        config.rollout,
-        model_path,
-        count=count,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    return [Engine(one, restart=partial(bring_back, one), close=one.close) for one in processes]
+def restart_process(engine: Rollout) -> None:
+    assert isinstance(engine, EngineProcess)
+    engine.restart()
 
 
-def bring_back(process: EngineProcess) -> None:
-    """Start a lost engine anew; that it does not come up ends the run with its reason."""
-    try:
-        process.restart()
-    except (EngineStartError, ValueError) as error:
-        raise GenerationFailed(f"an engine does not start again: {error}") from error
+def start_processes(
+    rollout: RolloutConfig,
+    model_path: str,
+    *,
+    count: int,
+    device: str,
+    dtype: str,
+    trust_remote_code: bool,
+) -> list[EngineProcess]:
+    """Start `count` engines at the same time; the caller closes them.
+
+    `dtype` is `auto` or the number format of the weights. `EngineStartError` if an engine does not
+    come up, ValueError if it refuses its options.
+    """
+    build = process_engines[process_name(rollout.name)]
+    shares = device_shares(device, count, rollout.tensor_model_parallel_size)
+    orders = [
+        EngineOrder(
+            rollout=rollout,
+            model_path=model_path,
+            device=device,
+            dtype=str(compute_dtype(dtype, device)).removeprefix("torch."),
+            seed=number,
+            trust_remote_code=trust_remote_code,
+            visible_devices=share,
+            has_weights=True,
+        )
+        for number, share in enumerate(shares)
+    ]
+    processes = [EngineProcess(build(order)) for order in orders]
+    with ExitStack() as closing:
+        for process in processes:
+            closing.callback(process.close)
+        with ThreadPoolExecutor(count) as pool:  # each start has a deadline of its own
+            list(pool.map(EngineProcess.start, processes))
+        closing.pop_all()
+    return processes
+
+
+def process_name(name: str) -> str:
+    """The name of the engine that runs in a process of its own."""
+    if name == "native":
+        return "native_process"
+    if not has_own_process(name):
+        text = (
+            f"rollout.name is {name!r}, which runs in this process, one engine alone; set "
+            "trainer.n_gpus_per_node=1, or use rollout.name=native for several"
+        )
+        raise ConfigError([Fault(text, ("rollout.name",))])
+    return name
+
+
+def device_shares(device: str, count: int, size: int) -> Sequence[tuple[str, ...]]:
+    """The devices of each of `count` engines, `size` each; on a CPU nothing is divided."""
+    if device == "cpu":
+        return [()] * count
+    present = torch_module_of(device).device_count()
+    if count * size > present:
+        text = (
+            f"{count} engines on {size} device(s) each need {count * size}, and this machine has "
+            f"{present}; set trainer.n_gpus_per_node={present - present % size}"
+        )
+        raise ConfigError([Fault(text, ("trainer.n_gpus_per_node",))])
+    visible = variable(get_visible_devices_keyword())
+    names = visible.split(",") if visible else [str(number) for number in range(present)]
+    return [tuple(names[first : first + size]) for first in range(0, count * size, size)]

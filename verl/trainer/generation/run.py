@@ -1,33 +1,52 @@
 """From a configuration to the output file.
 
-    prompts checked -> identity -> parts of an earlier run -> engines -> batches -> output file
+    prompts checked -> identity -> batches of an earlier run -> engines -> batches -> output file
 
-Each response has a seed made of `data.seed`, its row and its number, so it does not matter which
-engine generates it, together with what, or in which run.
+Rows of a few batches are in flight on the fleet at the same time; a batch is saved when all of its
+rows have ended. Each response has a seed made of `data.seed`, its row and its number, so it does
+not matter which engine generates it, together with what, or in which run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import pyarrow as pa
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.generation import GenerationConfig
-from verl.trainer.generation.identity import identity_of
-from verl.trainer.generation.output import is_done, write_output
-from verl.trainer.generation.parts import NO_ANSWERS, Answers, Parts
+from verl.trainer.generation.engines import Engines, GenerationFailed
+from verl.trainer.generation.output import (
+    NO_ANSWERS,
+    Answers,
+    Parts,
+    identity_of,
+    is_done,
+    write_output,
+)
+from verl.trainer.generation.plan import Start, Summary
 from verl.trainer.generation.prompts import PromptFile
-from verl.trainer.generation.report import Start, Summary
-from verl.trainer.generation.sharing import Batch, Engine, GenerationFailed, share
 from verl.trainer.ppo.seeds import keyed_seed
 from verl.utils.environment import EndsTheRun
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.rollout.base import GenerationRequest, Rollout, SamplingParams, TokenOutput
+from verl.workers.rollout.base import (
+    EngineLostError,
+    GenerationRequest,
+    SamplingParams,
+    TokenOutput,
+)
+from verl.workers.rollout.fleet import Fleet
 from verl.workers.rollout.sequences import sampling_options
+
+MAX_ATTEMPTS = 3
+WAKE_SECONDS = 0.5
 
 
 class Stopped(EndsTheRun, RuntimeError):
@@ -36,7 +55,7 @@ class Stopped(EndsTheRun, RuntimeError):
     exit_code = 130
 
 
-StartEngines = Callable[[str, int], Sequence[Engine]]
+StartEngines = Callable[[str, int], Engines]
 """From the local path of the model and the number of batches to engines that run."""
 
 
@@ -68,6 +87,66 @@ def generate(
     return summary.ended()
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Rows `first` to `last`, counted from 0, both included."""
+
+    number: int
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.last + 1)
+
+    def __str__(self) -> str:
+        return f"batch {self.number} (rows {self.first + 1} to {self.last + 1})"
+
+
+class RunningBatch:
+    """A batch in flight; it enters `ended` when all rows have ended, or one has failed."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        requests: Mapping[int, GenerationRequest],
+        fleet: Fleet,
+        ended: "SimpleQueue[RunningBatch]",
+    ) -> None:
+        self.batch = batch
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._num_running = len(requests)
+        self._futures = {row: fleet.submit(request) for row, request in requests.items()}
+        for future in self._futures.values():
+            future.add_done_callback(self._end)
+        if not requests:
+            ended.put(self)
+
+    def outputs(self) -> dict[int, list[TokenOutput]]:
+        """The samples of each row."""
+        try:
+            done = {row: future for row, future in self._futures.items() if future.done()}
+            return {row: future.result(timeout=0) for row, future in done.items()}
+        except EngineLostError as error:
+            raise GenerationFailed(f"{self.batch} is not generated: {error}") from error
+        except ValueError as error:
+            raise GenerationFailed(f"{self.batch} is refused by the engine: {error}") from error
+
+    def cancel(self) -> None:
+        for future in self._futures.values():
+            future.cancel()
+
+    def _end(self, future: "Future[list[TokenOutput]]") -> None:
+        if future.cancelled():
+            return
+        with self._lock:
+            self._num_running -= 1
+            is_last = self._num_running == 0
+        if is_last or future.exception(timeout=0) is not None:
+            self._ended.put(self)
+
+
 @dataclass
 class Run:
     """The batches of one run, some of which an earlier run may have finished."""
@@ -95,24 +174,47 @@ class Run:
         """Rows that need not be generated, because they are there."""
         return self.prompts.num_rows - sum(len(batch.rows) for batch in self.pending)
 
-    def generate(self, engines: Sequence[Engine]) -> int:
-        """All batches that are missing; how often an engine had to be started again."""
+    def generate(self, engines: Engines) -> int:
+        """Generate all batches that are missing; returns how many engines were restarted."""
+        fleet = Fleet(engines.rollouts, recover=engines.restart, max_attempts=MAX_ATTEMPTS)
         total, kept = self.prompts.num_rows, self.num_rows_kept
         try:
             with tqdm(total=total, initial=kept, unit=" rows", disable=None) as bar:
-
-                def work(rollout: Rollout, batch: Batch) -> None:
-                    self.parts.save(batch.number, self._answers(rollout, batch))
-                    bar.update(len(batch.rows))
-
-                return share(self.pending, engines, work)
+                self._generate(fleet, bar.update)
         except KeyboardInterrupt:
             raise Stopped(f"stopped; {self._what_is_kept()}") from None
         except GenerationFailed as error:
             raise GenerationFailed(f"{error}; {self._what_is_kept()}") from error
         finally:
-            for engine in engines:
-                engine.close()
+            fleet.close()
+            engines.close()
+        return fleet.num_restarts
+
+    def _generate(self, fleet: Fleet, report: Callable[[int], object]) -> None:
+        """Keep one batch more than there are engines in flight, and save those that end."""
+        waiting = deque(self.pending)
+        in_flight: dict[int, RunningBatch] = {}
+        ended: SimpleQueue[RunningBatch] = SimpleQueue()
+        try:
+            while waiting or in_flight:
+                while waiting and len(in_flight) <= len(fleet.engines):
+                    batch = waiting.popleft()
+                    rows = [row for row in batch.rows if self.prompts.has_prompt(row)]
+                    requests = {row: self._request(row) for row in rows}
+                    in_flight[batch.number] = RunningBatch(batch, requests, fleet, ended)
+                try:
+                    running = ended.get(timeout=WAKE_SECONDS)
+                except Empty:
+                    continue
+                outputs = running.outputs()
+                answers = {row: self._as_answers(samples) for row, samples in outputs.items()}
+                batch = running.batch
+                self.parts.save(batch.number, [answers.get(r, NO_ANSWERS) for r in batch.rows])
+                report(len(batch.rows))
+                del in_flight[batch.number]
+        finally:
+            for running in in_flight.values():
+                running.cancel()
 
     def _what_is_kept(self) -> str:
         return f"finished batches are in {self.parts.folder}, and the same command goes on there"
@@ -123,12 +225,6 @@ class Run:
             table: pa.Table = self.parts.read(batch.number)
             summary.add(table)
             yield from table["responses"].to_pylist()
-
-    def _answers(self, rollout: Rollout, batch: Batch) -> list[Answers]:
-        rows = [row for row in batch.rows if self.prompts.has_prompt(row)]
-        outputs = rollout.generate_batch([self._request(row) for row in rows])
-        found = dict(zip(rows, map(self._as_answers, outputs), strict=True))
-        return [found.get(row, NO_ANSWERS) for row in batch.rows]
 
     def _request(self, row: int) -> GenerationRequest:
         options = self.config.data

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.ppo import PPOConfig
 from verl.server import RunningServer
-from verl.trainer.generation.parts import publish
+from verl.trainer.generation.output import publish
 from verl.utils.dataset.prompt_encoder import PromptEncoder
 from verl.utils.dataset.prompts import as_prompt
 from verl.utils.dataset.tables import DataError, open_table

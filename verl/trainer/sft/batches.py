@@ -1,21 +1,39 @@
-"""Which rows each step trains on, and how they are laid out for the engine.
+"""Which rows each step trains on, on which rank, how they are laid out, and reading ahead.
 
 The order of an epoch is a function of the seed and the epoch alone, so a resumed run goes on with
 the same rows. A row becomes [padding, context, trained part, padding], like a prompt and its
 response in reinforcement learning, so both use the same engine; nothing is predicted before the
-first token that is trained.
+first token that is trained. Ranks take every `size`-th row of a batch; rank 0 reports and writes.
+
+Rows are read and tokenized while the step before them trains:
+
+    this thread             reading threads
+      take 1   ---------->    read 1
+      train on 1              read 2
+      take 2                  ...
+      train on 2              read 3
+
+A read begins when the one before it has ended, that of held-out rows too: tokenizers and datasets
+need not bear two at a time. The threads are daemons, so a dataset that is stuck does not keep the
+program alive.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.utils.dataset.sft_dataset import SFTDataset, trained_tokens
+from verl.utils.dataset.tables import DataError
+from verl.utils.distributed import all_reduce_, is_distributed
 
 Row = dict[str, Tensor]
 
@@ -98,3 +116,100 @@ def first_trained(loss_mask: Tensor) -> int:
     """Tokens before the first trained one; all of them when none is."""
     trained = loss_mask.nonzero()
     return int(trained[0]) if len(trained) else len(loss_mask)
+
+
+Read = Callable[[], TensorDict]
+Batch = Future[TensorDict]
+
+MAX_SECONDS = 1800.0
+"""For one batch; a dataset that takes longer is taken to be stuck."""
+
+CLOSE_SECONDS = 60.0
+
+
+class RowReader:
+    """`take` gives a batch and has the next one read; what reading raises is raised there."""
+
+    def __init__(self) -> None:
+        self._ahead: dict[int, Batch] = {}
+        self._newest: Batch | None = None
+
+    def take(self, number: int, read: Callable[[int], TensorDict], last: int) -> TensorDict:
+        """Batch `number`, as `read` gives it; the next one is begun unless this is the last."""
+        wanted = self._ahead.pop(number, None) or self._begin(partial(read, number))
+        self._ahead = {} if number >= last else {number + 1: self._begin(partial(read, number + 1))}
+        return _ended(wanted)
+
+    def each(self, reads: Iterable[Read]) -> Iterator[TensorDict]:
+        """What each of them gives, one read ahead."""
+        ahead: Batch | None = None
+        for read in reads:
+            ready, ahead = ahead, self._begin(read)
+            if ready is not None:
+                yield _ended(ready)
+        if ahead is not None:
+            yield _ended(ahead)
+
+    def close(self) -> None:
+        """Let a read that nobody wants any more end: one that is cut off may abort the program."""
+        if self._newest is not None:
+            wait([self._newest], timeout=CLOSE_SECONDS)
+
+    def _begin(self, read: Read) -> Batch:
+        before, self._newest = self._newest, Future()
+        arguments = (read, before, self._newest)
+        threading.Thread(target=_run, args=arguments, name="rows", daemon=True).start()
+        return self._newest
+
+
+def _run(read: Read, before: Batch | None, batch: Batch) -> None:
+    try:
+        if before is not None:
+            wait([before], timeout=MAX_SECONDS)
+        batch.set_result(read())
+    except BaseException as error:  # whoever wants the batch raises it
+        batch.set_exception(error)
+
+
+def _ended(batch: Batch) -> TensorDict:
+    done, _ = wait([batch], timeout=MAX_SECONDS)
+    if not done:
+        raise DataError(
+            f"reading a batch has taken {MAX_SECONDS:g} s and is not done; the dataset is stuck, "
+            "on a file or a service that does not answer"
+        )
+    return batch.result(timeout=0)
+
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def here(cls) -> "Ranks":
+        """Of the process group that this process has joined; alone if there is none."""
+        return cls(dist.get_rank(), dist.get_world_size()) if is_distributed() else cls()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, rows: Sequence[Item]) -> Sequence[Item]:
+        """This rank's part of `rows`."""
+        return rows[self.rank :: self.size]
+
+    def total(self, *values: float) -> list[float]:
+        """Each value summed over the ranks; every rank must ask. Counts stay exact to 2^53."""
+        return all_reduce_(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def agree(self, value: bool) -> bool:
+        """Whether any rank says so."""
+        return self.total(value)[0] > 0
+
+    def meet(self) -> None:
+        """Go on when every rank is here, within the time limit of the process group."""
+        self.total(0)

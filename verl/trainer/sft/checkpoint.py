@@ -19,20 +19,20 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.convert import to_dict
-from verl.trainer.sft.ranks import Ranks
+from verl.trainer.sft.batches import Ranks
 from verl.trainer.sft.settings import AnySFTConfig, SFTSettings
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     HF_FOLDER,
     AdapterCheckpointManager,
     checkpoint_manager,
 )
-from verl.utils.checkpoint.identity import (
+from verl.utils.checkpoint.layout import step_folder
+from verl.utils.checkpoint.manifest import (
     config_identity,
     dataset_identity,
     fingerprint,
     model_identity,
 )
-from verl.utils.checkpoint.layout import step_folder
 from verl.utils.checkpoint.store import CheckpointStore
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.fs import copy_to_local

@@ -2,11 +2,15 @@
 
 A run is one process, or one of several that `torchrun` started and that meet in a process group;
 `sft_trainer_ray` brings its own way to train. What loads torch is imported when training starts,
-not when a mistake is reported. Only rank 0 speaks.
+not when a mistake is reported. Only rank 0 prints.
+
+Valid options that a supervised run cannot honour are refused by name before anything is loaded:
+those that would change the result or the memory needed. Options that merely do nothing are reported
+as unused at the end of a run. The plan for `trainer.dry_run` is read from the options alone.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,14 +18,15 @@ from omegaconf import DictConfig, OmegaConf
 from verl.config import command
 from verl.config.convert import to_dict
 from verl.config.effects import idle_notices
-from verl.config.faults import ConfigError
+from verl.config.engine import FSDPEngineConfig
+from verl.config.faults import ConfigError, Fault, shown
 from verl.config.load import Loaded, load_config
-from verl.config.sft import SFTConfig, SFTEngineConfig
+from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.roles import world_size as configured_world_size
+from verl.config.sft import EACH_EPOCH, SFTConfig, SFTEngineConfig
 from verl.config.validate import validate
-from verl.trainer.sft.plan import plan
-from verl.trainer.sft.refusals import unsupported
 from verl.utils.environment import EndsTheRun, rank, world_size
-from verl.utils.import_utils import lazy_attribute
+from verl.utils.import_utils import is_available, lazy_attribute
 
 AnySFTConfig = SFTConfig | SFTEngineConfig
 Train = Callable[[Loaded], None]
@@ -56,10 +61,10 @@ def run(loaded: Loaded, train: Train) -> None:
         faults = [fault for fault in faults if not fault.is_about_machine]
     if faults:
         raise ConfigError(faults)
+    say(idle_notices(config, loaded.user_set))
     if config.trainer.dry_run:
         sys.stdout.write(f"{plan(config)}\n")
         return
-    say(idle_notices(config, loaded.user_set))
     train(loaded)
 
 
@@ -114,3 +119,149 @@ def refuse(message: str, exit_code: int = command.MISTAKE) -> None:
     if rank() == 0:
         command.refuse(message, exit_code)
     raise SystemExit(exit_code)
+
+
+ON_THE_DEVICE = "weights and optimizer stay on the device"
+COMMON = {
+    "model.use_liger": "layers are those of transformers",
+    "trainer.default_hdfs_dir": "checkpoints are written to a local folder",
+}
+OF_FSDP = {
+    "model.fsdp_config.cpu_offload": ON_THE_DEVICE,
+    "model.fsdp_config.offload_params": ON_THE_DEVICE,
+}
+OF_ENGINE = {
+    "model.hf_config_path": "config.json is read beside the weights",
+    "model.enable_activation_offload": "activations stay on the device",
+    "model.tiled_mlp.enabled": "layers run over whole sequences",
+    "model.mtp.enable": "heads that predict several tokens ahead are not trained",
+    "engine.param_offload": ON_THE_DEVICE,
+    "engine.optimizer_offload": ON_THE_DEVICE,
+    "engine.offload_policy": ON_THE_DEVICE,
+    "engine.forward_only": "fine-tuning needs an optimizer",
+}
+"""Options that must be left at null or False, and why."""
+
+
+def unsupported(config: AnySFTConfig) -> Iterator[Fault]:
+    """One fault for each option that cannot be honoured."""
+    if isinstance(config, SFTEngineConfig):
+        faults = list(engine_faults(config))
+        yield from faults or refused(config, COMMON | OF_ENGINE)
+        yield from [] if faults else sequence_faults(config, "engine.")
+    else:
+        yield from refused(config, COMMON | OF_FSDP)
+        yield from sequence_faults(config, "")
+    yield from frequency_faults(config)
+    yield from lora_faults(config)
+    yield from resume_faults(config)
+
+
+def refused(config: AnySFTConfig, rules: dict[str, str]) -> Iterator[Fault]:
+    for key, rule in rules.items():
+        value = at(config, key)
+        if value:
+            yield Fault(f"{key} is {shown(value)}; {rule}: leave it out", (key,))
+
+
+def engine_faults(config: SFTEngineConfig) -> Iterator[Fault]:
+    is_fsdp = isinstance(config.engine, FSDPEngineConfig)
+    if not is_fsdp or not isinstance(config.optim, FSDPOptimizerConfig):
+        text = (
+            f'engine.strategy is "{config.engine.strategy}" and the optimizer is '
+            f"{type(config.optim).__name__}; fine-tuning runs with engine=fsdp optim=fsdp"
+        )
+        yield Fault(text, ("engine.strategy",))
+
+
+def sequence_faults(config: AnySFTConfig, prefix: str) -> Iterator[Fault]:
+    key = f"{prefix}ulysses_sequence_parallel_size"
+    if at(config, key) > 1:
+        text = f"{key} is {at(config, key)}; a sequence runs on one device: set it to 1"
+        yield Fault(text, (key,))
+
+
+def frequency_faults(config: AnySFTConfig) -> Iterator[Fault]:
+    for name in ("save_freq", "test_freq"):
+        value = config.trainer[name]
+        if isinstance(value, str) and value != EACH_EPOCH:
+            text = f'trainer.{name} is "{value}"; it must be a number of steps or {EACH_EPOCH}'
+            yield Fault(text, (f"trainer.{name}",))
+    if isinstance(config, SFTEngineConfig) and len(config.trainer.profile_interval) != 2:
+        key = "trainer.profile_interval"
+        text = f"{key} is {at(config, key)}; it must be [first step, last step]"
+        yield Fault(text, (key,))
+
+
+def lora_faults(config: AnySFTConfig) -> Iterator[Fault]:
+    rank = config.model.lora_rank
+    if rank and not is_available("peft"):
+        text = f'model.lora_rank is {rank}, but peft is not installed; pip install "verl[peft]"'
+        yield Fault(text, ("model.lora_rank",), is_about_machine=True)
+
+
+def resume_faults(config: AnySFTConfig) -> Iterator[Fault]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and "global_step_" not in str(trainer.resume_from_path):
+        text = (
+            f"trainer.resume_from_path is {shown(trainer.resume_from_path)}; with "
+            "trainer.resume_mode=resume_path it must name a folder .../global_step_N"
+        )
+        yield Fault(text, ("trainer.resume_from_path",))
+
+
+def at(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = config[name]
+    return config
+
+
+def plan(config: AnySFTConfig) -> str:
+    """A line for each thing one wants to know before starting."""
+    data, trainer = config.data, config.trainer
+    steps = trainer.total_training_steps
+    length = f"{steps} steps" if steps is not None else f"{trainer.total_epochs} epochs"
+    lines = {
+        "model": model_of(config),
+        "trained": trained_of(config),
+        "data": f"{data.train_files}: {columns_of(config)}",
+        "batch": f"{data.train_batch_size} rows, {micro_batch_of(config)} at a time",
+        "ranks": str(configured_world_size(config)),
+        "length": f"{length}, at most {data.max_length} tokens a row",
+        "optimizer": f"lr {config.optim.lr:g}, {schedule_of(config)}",
+        "checkpoints": trainer.default_local_dir,
+    }
+    return "\n".join(f"{name:12}{value}" for name, value in lines.items())
+
+
+def model_of(config: AnySFTConfig) -> str:
+    is_engine = isinstance(config, SFTEngineConfig)
+    return config.model.path if is_engine else config.model.partial_pretrain
+
+
+def trained_of(config: AnySFTConfig) -> str:
+    rank = config.model.lora_rank
+    if isinstance(config, SFTEngineConfig):
+        rank = rank or config.model.lora.rank
+        if config.model.lora_adapter_path is not None:
+            return f"the LoRA adapter in {config.model.lora_adapter_path}"
+    return f"LoRA adapters of rank {rank}" if rank else "all weights"
+
+
+def columns_of(config: AnySFTConfig) -> str:
+    if isinstance(config, SFTEngineConfig):
+        return f"conversations in {config.data.messages_key}"
+    if config.data.multiturn.enable:
+        return f"conversations in {config.data.multiturn.messages_key}"
+    return f"{config.data.prompt_key} -> {config.data.response_key}"
+
+
+def micro_batch_of(config: AnySFTConfig) -> str:
+    if isinstance(config, SFTEngineConfig) and config.data.use_dynamic_bsz:
+        return f"{config.data.max_token_len_per_gpu} tokens"
+    return f"{config.data.micro_batch_size_per_gpu} rows"
+
+
+def schedule_of(config: AnySFTConfig) -> str:
+    is_engine = isinstance(config, SFTEngineConfig)
+    return config.optim["lr_scheduler_type"] if is_engine else config.optim.lr_scheduler

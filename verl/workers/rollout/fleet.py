@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -146,7 +146,7 @@ class Fleet:
     async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
         return await asyncio.wrap_future(self.submit(request))
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield tokens as they come. EngineLostError if no engine is in service, or if the engine
         is lost after the first tokens; before them, the request is retried."""
         job = Job(request, None)
@@ -209,6 +209,12 @@ class Fleet:
             if not slot.is_lost and not slot.engine.is_alive():
                 self._lose(slot, slot.num_losses, EngineLostError("its process has ended"))
         return sum(not slot.is_lost for slot in self.slots)
+
+    def close(self) -> None:
+        """Recover no engine any more; engines are closed by whoever started them."""
+        with self._lock:
+            self._recover = None
+            self._lost.clear()
 
     # ---- dispatch --------------------------------------------------------------------------------
 
@@ -343,10 +349,8 @@ class Fleet:
     def _abort_cancelled(self, job: Job) -> None:
         with self._lock:
             slot, outputs = job.slot, job.outputs
-        if not job.future.cancelled() or slot is None or outputs is None:
-            return
-        if not outputs.cancel():
-            slot.engine.abort(job.request.request_id)
+        if job.future.cancelled() and slot is not None and outputs is not None:
+            outputs.cancel()
 
     # ---- loss and recovery -----------------------------------------------------------------------
 
@@ -374,17 +378,17 @@ class Fleet:
 
     def _recover_lost(self) -> None:
         """Recover one engine after another: all ranks may take part in each recovery."""
-        assert self._recover is not None
         while True:
             with self._lock:
-                if not self._lost:
+                recover = self._recover
+                if recover is None or not self._lost:
                     self._recovery = None
                     return
                 slot = self._lost.popleft()
                 slot.num_unproductive_restarts += 1
             failure: BaseException | None = None
             try:
-                self._recover(slot.engine)
+                recover(slot.engine)
             except BaseException as error:  # told to the requests that wait for the engine
                 logger.error("rollout engine %d stays lost: %s", slot.index, error)
                 failure = error

@@ -1,11 +1,10 @@
 """Reward managers that are made from the configuration and asked for one response at a time."""
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
 from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
-from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
-from verl.experimental.reward_loop.reward_manager.registry import get_reward_manager_cls, register
-from verl.experimental.reward_loop.reward_manager.remote import RemoteRewardManager
+from verl.workers.reward_manager import managers, prime
+from verl.workers.reward_manager.adapters import get_reward_manager_cls, loop_style
+from verl.workers.reward_manager.registry import register
 
 __all__ = [
     "DAPORewardManager",
@@ -16,3 +15,7 @@ __all__ = [
     "get_reward_manager_cls",
     "register",
 ]
+
+DAPORewardManager = loop_style(managers.DAPORewardManager)
+NaiveRewardManager = loop_style(managers.NaiveRewardManager)
+RemoteRewardManager = loop_style(prime.RemoteRewardManager)
