@@ -13,9 +13,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.config.ppo import PPOConfig
-from verl.single_controller.base.controller import Controller
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
-from verl.single_controller.controllers import controllers
+from verl.single_controller.controllers import Controller, controllers
 from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager

@@ -9,8 +9,7 @@ from typing import Any
 from verl.agent_loop.manager import AgentLoopManager
 from verl.config.ppo import PPOConfig
 from verl.single_controller.base.colocation import ClassWithInitArgs
-from verl.single_controller.base.controller import Controller
-from verl.single_controller.controllers import controllers
+from verl.single_controller.controllers import Controller, controllers
 from verl.single_controller.local import LocalResourcePoolManager
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.placing import Placer, RolesByPool

@@ -38,7 +38,7 @@ import torch
 
 from verl.protocol.trajectory import Grade, InfraError
 from verl.single_controller.base.process_probe import is_stopped
-from verl.single_controller.local.parcel import Parcel
+from verl.single_controller.local.payload import Payload
 from verl.utils.import_utils import require
 from verl.workers.reward_manager.grader import as_grade, infra_error_of, is_async
 
@@ -77,7 +77,7 @@ class WorkerPool:
 
     def call(self, kwargs: Mapping[str, Any]) -> Grade:
         try:
-            content = Parcel.of(dict(kwargs), "what the reward function is given").content
+            content = Payload.of(dict(kwargs), "what the reward function is given").content
         except ValueError as error:
             return InfraError(str(error), is_final=True)
         for _ in range(1 + MAX_RETRIES):
@@ -110,7 +110,7 @@ class WorkerPool:
         if reply is None:
             return None
         self._processes.put_back(worker)
-        return Parcel(reply).open()
+        return Payload(reply).open()
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def work(connection: socket.socket, function: Callable[..., Any]) -> None:
     torch.set_num_threads(1)  # thread pools do not survive a fork
     loop = asyncio.new_event_loop()
     while (content := receive(connection)) is not None:
-        grade = grade_of(function, Parcel(content).open(), loop)
+        grade = grade_of(function, Payload(content).open(), loop)
         sys.stdout.flush()
         send(connection, packed(grade))
 
@@ -287,9 +287,9 @@ def grade_of(
 
 def packed(grade: Grade) -> bytes | memoryview:
     try:
-        return Parcel.of(grade, "what the reward function reported").content
+        return Payload.of(grade, "what the reward function reported").content
     except ValueError as error:
-        return Parcel.of(InfraError(str(error)), "an error").content
+        return Payload.of(InfraError(str(error)), "an error").content
 
 
 def send(connection: socket.socket, content: bytes | memoryview) -> None:

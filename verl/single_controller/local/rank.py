@@ -24,15 +24,14 @@ from typing import Any
 
 from verl.single_controller.base.failures import Failure, Guard
 from verl.single_controller.base.process_probe import announce
-from verl.single_controller.local.coroutines import call_method
-from verl.single_controller.local.messages import CONSTRUCT, Answer, Request, Setup
-from verl.single_controller.local.parcel import Parcel
+from verl.single_controller.local.in_process import call_method
+from verl.single_controller.local.payload import CONSTRUCT, Payload, Reply, Request, Setup
 from verl.utils.environment import replace_variables
 
 PR_SET_PDEATHSIG = 1
 
 
-def main(connection: "Connection[Any, Any]") -> None:
+def run_rank(connection: "Connection[Any, Any]") -> None:
     os.setpgid(0, 0)
     setup: Setup = connection.recv()
     die_with_driver(setup)
@@ -52,20 +51,20 @@ class Rank:
 
     def serve(self) -> None:
         while (request := self.next_request()) is not None:
-            contents = [self.connection.recv_bytes() for _ in range(request.num_parcels)]
-            failure, parcel = self.attempt(request, contents)
-            self.connection.send(Answer(request.number, failure))
-            if parcel is not None:
-                self.connection.send_bytes(parcel.content)
+            contents = [self.connection.recv_bytes() for _ in range(request.num_payloads)]
+            failure, payload = self.attempt(request, contents)
+            self.connection.send(Reply(request.number, failure))
+            if payload is not None:
+                self.connection.send_bytes(payload.content)
 
     def attempt(
         self, request: Request, contents: list[bytes]
-    ) -> tuple[Failure | None, Parcel | None]:
-        parcel = None
+    ) -> tuple[Failure | None, Payload | None]:
+        payload = None
         with Guard() as guard:
-            value = self.run(request, [Parcel(content).open() for content in contents])
-            parcel = Parcel.of(value, f"the result of {request.method}")
-        return guard.failure and portable(guard.failure), parcel
+            value = self.run(request, [Payload(content).open() for content in contents])
+            payload = Payload.of(value, f"the result of {request.method}")
+        return guard.failure and portable(guard.failure), payload
 
     def next_request(self) -> Request | None:
         try:
@@ -86,7 +85,7 @@ class Rank:
 def portable(failure: Failure) -> Failure:
     """Without the exception object when that would not survive the way to the driver."""
     with Guard() as guard:
-        Parcel.of(failure.cause, "an exception").open()
+        Payload.of(failure.cause, "an exception").open()
     return failure if guard.failure is None else replace(failure, cause=None)
 
 

@@ -1,14 +1,17 @@
-"""Prefills of a few fixed sizes whose inputs have fixed addresses, so that each can be a graph.
+"""Passes captured once per size and kind as CUDA graphs: one launch instead of hundreds.
+
+A decode step is captured per batch size (`StepGraphs`). Prefills come in a few fixed sizes whose
+inputs have fixed addresses, so that each can be a graph (`PrefillBuckets`):
 
     sequences --> one pinned buffer --> one copy --> ids, positions, tiles, copies --> replay
 
 What the sequences leave free does nothing: tokens of id 0 that belong to no sequence, tiles of
-length 0, and copies that write the last key and value to its place once more. A size is made when
-it is first needed. The first prefill of all takes the largest size, whatever it needs: later graphs
-then find room in the memory that this one took.
+length 0, and copies that write the last key and value to its place once more. A size is captured
+when it is first needed. The first prefill of all takes the largest size, whatever it needs: later
+graphs then find room in the memory that this one took.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +20,14 @@ from torch import Tensor
 
 from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.kernels.packed_attention import Tiles, tokens_per_tile
-from verl.workers.rollout.native.kv_cache import KVCache
-from verl.workers.rollout.native.model_runner import ModelRunner, packed_tokens
-from verl.workers.rollout.native.one_copy import Record
-from verl.workers.rollout.native.prefill_attention import PrefillSequence
+from verl.workers.rollout.native.attention import PrefillSequence
+from verl.workers.rollout.native.cache import KVCache
+from verl.workers.rollout.native.model_runner import (
+    ModelRunner,
+    packed_tokens,
+    prefill_sizes,
+)
+from verl.workers.rollout.native.rows import Record
 from verl.workers.rollout.native.slot_layouts import (
     SlotCopies,
     attention_of_tiles,
@@ -30,7 +37,60 @@ from verl.workers.rollout.native.slot_layouts import (
     places,
     shared_spans,
 )
-from verl.workers.rollout.native.step_graphs import prefill_sizes
+
+HIGH_PRIORITY = -1
+NUM_WARM_UPS = 2
+
+
+class StepGraphs:
+    """Replays work under a key that tells what it consists of; the first time, captures it.
+
+    The work may touch only memory that outlives it or is freed inside it. All graphs take turns in
+    one piece of memory: what one leaves there is gone after the next.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        # Kernels of a graph keep the priority of the stream they were captured on: beside training
+        # passes those of a step go first.
+        self._stream = torch.cuda.Stream(priority=HIGH_PRIORITY)
+
+    def replay(
+        self,
+        key: Hashable,
+        run: Callable[[], None],
+        state: Callable[[], list[torch.Tensor]] = list,
+    ) -> None:
+        """`state` are tensors that `run` changes and that it must not change more than once."""
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(run, state())
+        self._graphs[key].replay()
+
+    def _capture(self, run: Callable[[], None], state: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
+        kept = [tensor.clone() for tensor in state]
+        # Always the same stream: libraries keep a workspace for every stream they have seen.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(NUM_WARM_UPS):  # kernels are compiled and libraries set up
+                run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may go on with work of their own on the device.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                run()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a pass of this model cannot be captured as a CUDA graph ({error}); it waits for "
+                "the device, or data decide what it launches: use rollout.name=hf, vllm or sglang"
+            ) from error
+        for tensor, before in zip(state, kept, strict=True):
+            tensor.copy_(before)
+        return graph
+
 
 MOST_TOKENS = 32768
 """More keep a device busy for longer than the host takes to launch them, and would hold gigabytes

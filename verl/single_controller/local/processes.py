@@ -1,12 +1,14 @@
-"""One worker process as the driver sees it.
+"""Ranks as child processes, as the driver sees them.
+
+The processes start together, each with its own `RANK` and a common `MASTER_ADDR`/`MASTER_PORT`, and
+the back-end is ready when every worker object has been constructed. An argument that several ranks
+get is packed once. Each rank has two threads in the driver, and neither is ever waited for:
 
     caller's thread          sender thread                     receiver thread
-      submit: queue, return    waits for futures among the       reads answers, completes futures
+      submit: queue, return    waits for futures among the       reads replies, completes futures
                                arguments, packs, writes          end of file: the process has died,
                                (a full pipe blocks only here)     fail all that is pending,
                                told so: close the pipe, end  <--  tell the sender, end
-
-Neither thread is ever waited for.
 """
 
 import multiprocessing
@@ -14,6 +16,8 @@ import os
 import queue
 import signal
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,15 +26,21 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-from verl.single_controller.base.backend import Call
+from verl.single_controller.base import process_probe
+from verl.single_controller.base.backend import Backend, Call, Outcome, Share, wait_for_results
+from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.base.failures import SHUT_DOWN, Failure
 from verl.single_controller.base.process_probe import ProcessAddress
-from verl.single_controller.local import child, fork_server
+from verl.single_controller.local import fork_server
 from verl.single_controller.local.fork_server import ForkedProcess
-from verl.single_controller.local.future import LocalFuture
-from verl.single_controller.local.messages import Answer, Request, Setup
-from verl.single_controller.local.parcel import Parcel
+from verl.single_controller.local.future import LocalFuture, finished_positions
+from verl.single_controller.local.payload import CONSTRUCT, Payload, Reply, Request, Setup
+from verl.single_controller.local.rank import run_rank
 from verl.utils import environment
+
+STOP_SECONDS = 5.0
+"""How long workers may take to end on their own at shutdown before they are killed."""
+
 
 IDLE_SECONDS = 3600.0
 DEATH_POLL_SECONDS = 1.0
@@ -41,13 +51,108 @@ START_HINT = (
 )
 
 
+class ProcessBackend(Backend):
+    reference_type = LocalFuture
+
+    def __init__(
+        self, construct: Call, spec: ClassWithInitArgs, variables: Sequence[dict[str, str]]
+    ) -> None:
+        """Start a process per entry of `variables`, its environment, within `construct`'s time."""
+        super().__init__()
+        payload = Payload.of(spec, f"worker class {spec.worker_class.__qualname__}")
+        self._changed = threading.Condition()
+        self._ranks: list[RankProcess] = []
+        self.workers = self._ranks
+        self._finalizer = weakref.finalize(
+            self, end_processes, self._ranks, self.is_closed, os.getpid()
+        )
+        try:
+            for rank, own in enumerate(variables):
+                self._ranks.append(RankProcess(rank, own, spec.modules))
+            shares = [Share(rank, (payload,), {}) for rank in range(len(variables))]
+            references = self.submit(construct, CONSTRUCT, shares)
+            wait_for_results(self, construct, range(len(variables)), references)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(self, call: Call, method: str, shares: Sequence[Share]) -> list[Any]:
+        payloads: dict[int, Any] = {}  # by identity: what ranks share is packed once
+
+        def ready(value: Any) -> Any:
+            if id(value) not in payloads:
+                payloads[id(value)] = _packed_now(value, call)
+            return payloads[id(value)]
+
+        requests = [
+            Outgoing(
+                future=LocalFuture(call, rank, self, self._changed),
+                method=method,
+                args=[ready(value) for value in args],
+                kwargs={key: ready(value) for key, value in kwargs.items()},
+            )
+            for rank, args, kwargs in shares
+        ]
+        # Only now: what cannot be packed must not leave some ranks with a call and others without.
+        for (rank, _, _), request in zip(shares, requests, strict=True):
+            self._ranks[rank].submit(request)
+        return [request.future for request in requests]
+
+    def wait(self, references: Sequence[Any], timeout_seconds: float) -> list[int]:
+        return finished_positions(references, self._changed, timeout_seconds)
+
+    def outcomes(self, references: Sequence[LocalFuture]) -> list[Outcome]:
+        return [reference.outcome for reference in references]
+
+    def stopped_ranks(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if process_probe.is_stopped(self._ranks[rank].pid)]
+
+    def stack_of(self, rank: int) -> str:
+        address = self._ranks[rank].address
+        if address is None:
+            return "it has not started yet"
+        return process_probe.stack_of(address)
+
+    def dead_ranks(self) -> list[int]:
+        return [rank.rank for rank in self._ranks if rank.death is not None]
+
+    def label(self, rank: int) -> str:
+        return f"rank {rank} (pid {self._ranks[rank].pid})"
+
+    def shutdown(self) -> None:
+        self._finalizer()
+
+
+def _packed_now(value: Any, call: Call) -> Any:
+    """Values are packed when the call is made, so later changes do not matter; futures later."""
+    if isinstance(value, (Payload, LocalFuture)):
+        return value
+    return Payload.of(value, f"an argument of {call.method}, a {type(value).__name__},")
+
+
+def end_processes(ranks: "list[RankProcess]", is_closed: threading.Event, driver_pid: int) -> None:
+    """Ask all to end, then kill those that have not; also runs at interpreter exit."""
+    if os.getpid() != driver_pid:  # a fork of the driver must not end its workers
+        return
+    is_closed.set()
+    for rank in ranks:
+        rank.stop()
+    give_up = time.monotonic() + STOP_SECONDS
+    for rank in ranks:
+        rank.process.join(max(0.0, give_up - time.monotonic()))
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.process.join(1.0)
+
+
 class Outgoing(NamedTuple):
     """A request on its way; the futures among its values may not be done yet."""
 
     future: LocalFuture
     method: str
-    args: Sequence[Parcel | LocalFuture]
-    kwargs: dict[str, Parcel | LocalFuture]
+    args: Sequence[Payload | LocalFuture]
+    kwargs: dict[str, Payload | LocalFuture]
 
 
 def start_process(
@@ -61,7 +166,7 @@ def start_process(
         del preparation["authkey"]  # it refuses to be sent
         forked = fork_server.fork_rank(theirs, modules)
         return forked, Setup(variables, driver_pid, forked.parent_pid, True, preparation)
-    spawned = multiprocessing.get_context("spawn").Process(target=child.main, args=(theirs,))
+    spawned = multiprocessing.get_context("spawn").Process(target=run_rank, args=(theirs,))
     spawned.start()
     on_main_thread = threading.current_thread() is threading.main_thread()
     return spawned, Setup(variables, driver_pid, driver_pid, on_main_thread, None)
@@ -138,7 +243,7 @@ class RankProcess:
                 return replace(future.failure, summary=text + future.failure.summary)
         return None
 
-    def _write(self, outgoing: Outgoing, parcels: list[Parcel]) -> Failure | None:
+    def _write(self, outgoing: Outgoing, payloads: list[Payload]) -> Failure | None:
         with self._lock:
             if self.death is not None:
                 return self.death
@@ -148,8 +253,8 @@ class RankProcess:
         request = Request(self._count, outgoing.method, len(outgoing.args), keywords)
         with suppress(OSError):  # a broken pipe: the receiver tells why and fails what is pending
             self._connection.send(request)
-            for parcel in parcels:
-                self._connection.send_bytes(parcel.content)
+            for payload in payloads:
+                self._connection.send_bytes(payload.content)
         return None
 
     # ---- receiver thread -------------------------------------------------------------------------
@@ -157,11 +262,11 @@ class RankProcess:
     def _receive_all(self) -> None:
         with suppress(EOFError, OSError):  # the process, or this side, has closed the pipe
             while self._has_message():
-                message: ProcessAddress | Answer = self._connection.recv()
+                message: ProcessAddress | Reply = self._connection.recv()
                 if isinstance(message, ProcessAddress):
                     self.address = message
                     continue
-                content = None if message.failure else Parcel(self._connection.recv_bytes())
+                content = None if message.failure else Payload(self._connection.recv_bytes())
                 with self._lock:
                     future = self._pending.pop(message.number)
                 future.complete(content, message.failure)
@@ -212,5 +317,5 @@ class RankProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def packed(value: Parcel | LocalFuture) -> Parcel:
+def packed(value: Payload | LocalFuture) -> Payload:
     return value.packed() if isinstance(value, LocalFuture) else value

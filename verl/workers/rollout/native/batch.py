@@ -1,11 +1,15 @@
-"""The sequences that run at the moment: their tensors, and the steps that give them tokens.
+"""The running sequences and the steps that give them tokens.
+
+A `Batch` is what the engine steps; what the tokens mean (whether a text is complete, who waits for
+it) is the engine's business. Its kinds are siblings: `RunningBatch` here is plain torch and runs
+anywhere, `KernelBatch` runs through kernels on slots, `PagedBatch` through kernels on pages.
 
 Row i of the table, response slot i of the cache and entry i of the samples handed in belong
 together. A step touches nothing but tensors; then the tokens of several steps are read at once.
-What they mean (whether a text is complete, who waits for it) is the engine's business.
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,127 +17,133 @@ import torch
 from torch import Tensor
 
 from verl.utils.device import without_waiting
-from verl.workers.rollout.native.cache_size import CacheSize, slots_that_fit
-from verl.workers.rollout.native.kv_cache import CacheShape, KeysAndValues, KVCache
-from verl.workers.rollout.native.lockstep import as_on_first_rank
+from verl.workers.rollout.native.attention import PrefillLayout, PrefillSequence
+from verl.workers.rollout.native.cache import CacheSize, KeysAndValues, KVCache, slots_that_fit
 from verl.workers.rollout.native.model_runner import ModelRunner
-from verl.workers.rollout.native.prefill_attention import PrefillLayout, PrefillSequence
-from verl.workers.rollout.native.requests import EngineLimits
-from verl.workers.rollout.native.room import Room, SlotRoom
-from verl.workers.rollout.native.row_table import RowTable
-from verl.workers.rollout.native.sampler import Needs, next_tokens
+from verl.workers.rollout.native.pages import MemoryBudget, SlotBudget
+from verl.workers.rollout.native.rows import RowTable
+from verl.workers.rollout.native.sampler import Needs, SeenTokens, as_on_first_rank, next_tokens
 from verl.workers.rollout.native.scheduler import Move
-from verl.workers.rollout.native.seen_tokens import SeenTokens
-from verl.workers.rollout.native.sequence import Group, Sample
+from verl.workers.rollout.native.sequence import EngineLimits, Group, Sample
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a sample got in the last steps."""
+    """The tokens that a sample got in the last steps."""
 
     sample: Sample
     token_ids: list[int]
     log_probs: list[float]
     is_done: bool
-    """The last of them is a stop token, or there is room for no more."""
+    """The last of them is a stop token, or the sample may have no more."""
 
 
-class RunningBatch:
-    """Keys, values and row tensors of up to as many sequences as memory and `limits` allow."""
+class Batch(ABC):
+    """Keys, values and row tensors of up to `num_rows` sequences."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        limits: EngineLimits,
-        size: CacheSize | None = None,
-        make_cache: Callable[[CacheShape, int], KVCache] = KVCache,
-    ) -> None:
+    cache: KVCache
+    num_rows: int
+    budget: MemoryBudget
+
+    @abstractmethod
+    def prefill(
+        self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int
+    ) -> list[StepOutput]:
+        """Give admitted samples, which hold the last of the rows in use, their first token.
+
+        `sequences` are what must be computed for them, in the order of the samples; `num_groups`
+        prompt slots are in use, theirs included.
+        """
+
+    @abstractmethod
+    def decode(self, samples: Sequence[Sample]) -> list[StepOutput]:
+        """Give all rows their next tokens, up to `tokens_per_step` each."""
+
+    @abstractmethod
+    def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
+        """Move samples to other rows, one after the other."""
+
+    @abstractmethod
+    def move_group(self, move: Move, group: Group) -> None:
+        """Move the prompt of `group` to another slot."""
+
+    @abstractmethod
+    def read(self, sample: Sample, num_own: int) -> list[KeysAndValues]:
+        """Keys and values of a sample's shared prompt and of the first tokens of its own slot."""
+
+    def reserve(self, samples: Sequence[Sample]) -> bool:
+        """Give the next steps of these memory to write to; False if there is too little.
+
+        Slots have it from the start.
+        """
+        return True
+
+    def flush(self) -> list[StepOutput]:
+        """Wait for what `decode` has started and not yet returned."""
+        return []
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Be as new after a step that failed half-way; no sample has a row."""
+
+
+class RunningBatch(Batch):
+    """Plain torch on slots, as many as memory and `limits` allow."""
+
+    def __init__(self, runner: ModelRunner, limits: EngineLimits) -> None:
         self.runner = runner
         self.limits = limits
-        size = size or slots_that_fit(runner, limits)
-        self.cache = make_cache(size.shape, size.num_slots)
+        size: CacheSize = slots_that_fit(runner.slot_shape(limits), limits, runner.tp_group)
+        self.cache = KVCache(size.shape, size.num_slots)
         self.num_rows = num_rows = size.num_rows
-        self.room: Room = SlotRoom(num_rows, size.shape.max_prompt_tokens)
+        self.budget = SlotBudget(num_rows, size.shape.max_prompt_tokens)
         device = runner.device
         self._table = RowTable.empty(num_rows, limits.max_stop_tokens, device)
         self._seen = SeenTokens(num_rows, runner.vocabulary, device)
-        block = (limits.steps_per_visit, num_rows)
+        block = (limits.tokens_per_step, num_rows)
         self._tokens = torch.zeros(block, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(block, device=device)
 
     def prefill(
         self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int
     ) -> list[StepOutput]:
-        """Let samples in, which hold the last of the rows in use, and give each its first token.
-
-        `sequences` are what must be computed for them, in the order of the samples; `num_groups`
-        prompt slots are in use, theirs included.
-        """
         rows = slice(samples[0].slot, samples[-1].slot + 1)
         self.cache.reserve(num_groups, rows.stop)
-        hidden = self._prefill_hidden(sequences)  # first: the device works while the host goes on
-        self._table[rows] = self._row_table(samples).to(self.runner.device)
+        layout = PrefillLayout(self.cache, sequences, self.runner.exact_capacity)
+        hidden = self.runner.prefill(layout, sequences)
+        table = RowTable.of(samples, self.limits.max_stop_tokens)
+        self._table[rows] = table.to(self.runner.device)
         self._seen.enter(samples)
-        logits = self._logits(hidden)
-        source = np.arange(len(sequences)).repeat([len(sequence.slots) for sequence in sequences])
-        logits = logits[without_waiting(torch.from_numpy(source), logits.device)]
+        logits = rows_of_samples(self.runner.logits(hidden), sequences)
         self._emit(0, rows, self._table[rows], logits, needs_of(samples))
         return self._read(samples, rows, 1)
 
-    def make_room(self, samples: Sequence[Sample]) -> bool:
-        """See that the next steps of these have memory to write to; False if there is too little.
-
-        Slots have it from the start.
-        """
-        return True
-
     def decode(self, samples: Sequence[Sample]) -> list[StepOutput]:
-        """Give all rows their next tokens, up to `steps_per_visit` each."""
         rows = slice(0, len(samples))
         table, needs = self._table[rows], needs_of(samples)
         # No further than the first row that is full; stop tokens may still end a row in between.
         num_steps = min(sample.group.token_limit - sample.num_tokens for sample in samples)
-        num_steps = min(num_steps, self.limits.steps_per_visit)
+        num_steps = min(num_steps, self.limits.tokens_per_step)
         layout = self.runner.decode_layout(self.cache, samples, table, num_steps)
         for step in range(num_steps):
             self._emit(step, rows, table, self.runner.decode(layout, table), needs)
         return self._read(samples, rows, num_steps)
 
-    def flush(self) -> list[StepOutput]:
-        """What `decode` has started and not yet given back: nothing here."""
-        return []
-
-    def reset(self) -> None:
-        """Be as new after a step that failed half-way; no sample has a row."""
-
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
-        """Samples go to other rows, one after the other."""
         for move, sample in moves:
             self.cache.move_response(move, sample.num_own)
             self._table[move.target] = self._table[move.source]
             self._seen.move(move)
 
     def move_group(self, move: Move, group: Group) -> None:
-        """The prompt of `group` goes to another slot."""
         self.cache.move_prompt(move, group.num_shared)
 
     def read(self, sample: Sample, num_own: int) -> list[KeysAndValues]:
-        """Keys and values of a sample's shared prompt and of the first tokens of its own slot."""
         group = sample.group
         return self.cache.read(group.slot, group.num_shared, sample.slot, num_own)
 
-    def _row_table(self, samples: Sequence[Sample]) -> RowTable:
-        """In ordinary memory."""
-        return RowTable.of(samples, self.limits.max_stop_tokens)
-
-    def _prefill_hidden(self, sequences: Sequence[PrefillSequence]) -> Tensor:
-        """Bring sequences into the cache; the hidden state of the last token of each."""
-        layout = PrefillLayout(self.cache, sequences, self.runner.exact_capacity)
-        return self.runner.prefill(layout, sequences)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """What `_emit` samples from."""
-        return self.runner.logits(hidden)
+    def reset(self) -> None:
+        """Rows are filled whole when samples are admitted."""
 
     def _emit(self, step: int, rows: slice, table: RowTable, logits: Tensor, needs: Needs) -> None:
         """Sample a token for each of the rows and write it down; nothing goes to the host."""
@@ -164,6 +174,13 @@ class RunningBatch:
         return outputs
 
 
+def rows_of_samples(logits: Tensor, sequences: Sequence[PrefillSequence]) -> Tensor:
+    """From the logits of each sequence to those of each sample: a prompt has several samples."""
+    source = np.arange(len(sequences)).repeat([len(sequence.slots) for sequence in sequences])
+    return logits[without_waiting(torch.from_numpy(source), logits.device)]
+
+
 def needs_of(samples: Sequence[Sample]) -> Needs:
+    """What the sampler must do for any of these."""
     groups = dict.fromkeys(sample.group for sample in samples)
     return Needs.of([group.request.params for group in groups])
