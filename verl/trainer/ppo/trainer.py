@@ -136,7 +136,7 @@ class PPOTrainer(TrainingRun):
     # ---- score -----------------------------------------------------------------------------------
 
     def score(self, batch: DataProto, step: StepContext) -> DataProto:
-        """`token_level_scores`; prompts that could not be graded are set aside and counted."""
+        """`token_level_scores`; prompts that could not be graded are dropped and counted."""
         if "token_level_scores" in batch.batch.keys():  # noqa: SIM118  # dynamic sampling did it
             return batch
         with step.report.timed("reward"):
