@@ -1,11 +1,10 @@
 """Settings that do nothing are named before a run, and what does not exist is refused."""
 
-from verl.config.advice import advice
 from verl.config.effects import OTHER_BACK_END, absent_faults, idle_notices, without_effect
-from verl.config.keys import Keys
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
-from verl.config.variants import nested
+from verl.config.schema import Keys, nested
+from verl.config.validate import advice
 
 A = "actor_rollout_ref.actor"
 R = "actor_rollout_ref.rollout"

@@ -3,13 +3,11 @@
 import pytest
 
 from verl.config.effects import absent_faults
-from verl.config.legacy import modernise
-from verl.config.legacy_rules import RULES
-from verl.config.legacy_values import CHATML
+from verl.config.legacy import CHATML, RULES, modernise
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
+from verl.config.schema import family, nested
 from verl.config.sft import SFTConfig, SFTEngineConfig
-from verl.config.variants import family, nested
 
 R = "actor_rollout_ref.rollout"
 A = "actor_rollout_ref.actor"

@@ -10,7 +10,7 @@ from verl.config.faults import ConfigError
 from verl.config.load import load_config, load_yaml
 from verl.config.optimizer import McoreOptimizerConfig
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
-from verl.config.roots import ROOTS
+from verl.config.schema import ROOTS
 from verl.config.sft import SFTConfig, SFTEngineConfig
 
 

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.composing import from_command_line
-from verl.config.legacy_values import CHATML
+from verl.config.legacy import CHATML
 from verl.config.load import load_config, load_yaml
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.sft import SFTConfig

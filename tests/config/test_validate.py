@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import validate_machine
+from verl.config import validate_parts
 from verl.config.faults import nearest_divisors, nearest_multiples, nearest_path
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.roles import ESTIMATORS, POLICY_LOSSES
+from verl.config.schema import nested
 from verl.config.sft import SFTConfig, SFTEngineConfig
 from verl.config.validate import relation_faults, validate
-from verl.config.variants import nested
 from verl.utils.config import update_dict_with_config, validate_config
 from verl.utils.environment import temp_env_var
 
@@ -407,7 +407,7 @@ def test_a_model_on_a_hub_is_not_looked_for_here():
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_that_is_not_installed_offers_the_built_in_one(engine):
-    if validate_machine.find_spec(engine) is not None:
+    if validate_parts.find_spec(engine) is not None:
         pytest.skip(f"{engine} is installed")
     texts = [text for text in machine_texts({f"{R}.name": engine}) if text.startswith(f"{R}.name")]
     assert len(texts) == 1
@@ -417,7 +417,7 @@ def test_an_engine_that_is_not_installed_offers_the_built_in_one(engine):
 
 
 def test_trackers_that_are_not_installed_are_named():
-    if validate_machine.find_spec("swanlab") is not None:
+    if validate_parts.find_spec("swanlab") is not None:
         pytest.skip("swanlab is installed")
     texts = machine_texts({"trainer.logger": ["console", "swanlab"]}, SFTConfig)
     assert any(text.startswith('trainer.logger has "swanlab"') for text in texts)
@@ -465,7 +465,7 @@ def machine(values):
 
 
 def test_a_device_that_is_not_here_is_named_unless_the_run_is_elsewhere(monkeypatch):
-    monkeypatch.setattr(validate_machine, "DEVICE_FILES", {"npu": ("/nonexistent",)})
+    monkeypatch.setattr(validate_parts, "DEVICE_FILES", {"npu": ("/nonexistent",)})
     npu = {"trainer.device": "npu", "trainer.n_gpus_per_node": 1}
     assert any(text.startswith('trainer.device is "npu"') for text in machine(npu))
     ray = machine({**npu, "trainer.controller": "ray"})
@@ -473,7 +473,7 @@ def test_a_device_that_is_not_here_is_named_unless_the_run_is_elsewhere(monkeypa
 
 
 def test_the_package_of_a_trace_back_end_must_be_here(monkeypatch):
-    monkeypatch.setattr(validate_machine, "find_spec", lambda name: None)
+    monkeypatch.setattr(validate_parts, "find_spec", lambda name: None)
     assert any("trace.backend is" in text for text in machine({f"{R}.trace.backend": "weave"}))
 
 

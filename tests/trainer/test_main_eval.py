@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError
+from verl.config.generation import EvaluationConfig
 from verl.config.load import load_config
 from verl.trainer import main_eval
 from verl.trainer.evaluation.grading import Unscored

@@ -8,11 +8,10 @@ import pytest
 
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
+from verl.config.schema import nested
 from verl.config.validate import validate
-from verl.config.variants import nested
-from verl.trainer.plan.batch_table import batch_table, row_count, row_faults
+from verl.trainer.plan.layout import batch_table, placement, row_count, row_faults
 from verl.trainer.plan.memory import memory_plan
-from verl.trainer.plan.placement import placement
 from verl.trainer.plan.render import make_plan, print_plan
 
 A = "actor_rollout_ref.actor"

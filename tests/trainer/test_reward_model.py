@@ -18,8 +18,7 @@ from verl.config.reward import (
     RewardRolloutConfig,
 )
 from verl.protocol import DataProto
-from verl.trainer.ppo.model_scores import refuse_unsuited_reward_model
-from verl.trainer.ppo.scoring import score_batch
+from verl.trainer.ppo.scoring import refuse_unsuited_reward_model, score_batch
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.workers.reward_manager import NaiveRewardManager
 

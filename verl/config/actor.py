@@ -11,14 +11,13 @@ on one device and only trade memory for speed.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.algorithm import KL_TYPES
+from verl.config.algorithm import KL_TYPES, RolloutCorrectionConfig
 from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value, while_on
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.roles import BACK_END, CHUNKED, FUSED, ON_GPU, PACKED, ROUTES, shares_weights
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.trainer import CheckpointConfig
 
 LOSS_AGG_MODES = (
     "token-mean",

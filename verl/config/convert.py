@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.config.base import BaseConfig, FreeSection
 from verl.config.faults import ConfigError, Fault, shown
-from verl.config.keys import Keys, section_classes, type_hints, union_members
+from verl.config.schema import Keys, section_classes, type_hints, union_members
 
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0", "")

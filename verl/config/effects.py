@@ -12,8 +12,7 @@ from typing import Any
 
 from verl.config.base import Absent, BaseConfig, When
 from verl.config.faults import Fault, shown
-from verl.config.keys import Keys
-from verl.config.variants import family
+from verl.config.schema import Keys, family
 
 OTHER_BACK_END = "it belongs to another training back-end than this run's strategy"
 

@@ -18,8 +18,7 @@ from verl.config.faults import ConfigError
 from verl.config.load import Loaded, load_config
 from verl.config.ppo import PPOConfig
 from verl.config.validate import validate
-from verl.trainer.plan.batch_table import row_faults
-from verl.trainer.plan.placement import controller
+from verl.trainer.plan.layout import controller, row_faults
 from verl.trainer.plan.render import make_plan, print_plan
 from verl.utils.import_utils import lazy_attribute
 
@@ -31,8 +30,8 @@ CONFIG_DIR = Path(__file__).parent / "config"
 _LAZY = {
     "TaskRunner": "verl.trainer.task_runner:TaskRunner",
     "run_on_ray": "verl.trainer.on_ray:run_on_ray",
-    "create_rl_dataset": "verl.trainer.ppo.datasets:create_rl_dataset",
-    "create_rl_sampler": "verl.trainer.ppo.datasets:create_rl_sampler",
+    "create_rl_dataset": "verl.trainer.ppo.data:create_rl_dataset",
+    "create_rl_sampler": "verl.trainer.ppo.data:create_rl_sampler",
 }
 
 

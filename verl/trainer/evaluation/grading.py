@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from verl.config.evaluation import EvaluationDataConfig
+from verl.config.generation import EvaluationDataConfig
 from verl.protocol.trajectory import Grade, InfraError
 from verl.utils.dataset.quarantine import ANSWER_COLUMNS, ground_truth_of
 from verl.utils.dataset.tables import BadRow, DataError, Row, open_table
 from verl.utils.import_utils import require
-from verl.workers.reward_manager.worker_pool import MAX_RETRIES, WorkerPool
+from verl.workers.reward_manager.workers import MAX_RETRIES, WorkerPool
 
 RewardFunction = Callable[..., Any]
 

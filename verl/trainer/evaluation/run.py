@@ -27,8 +27,8 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError, Fault
+from verl.config.generation import EvaluationConfig
 from verl.protocol.trajectory import Grade, Score
 from verl.trainer.evaluation.grading import (
     LocalWorkers,
@@ -40,8 +40,7 @@ from verl.trainer.evaluation.grading import (
     Workers,
     grade_all,
 )
-from verl.trainer.ppo.reward import get_custom_reward_fn
-from verl.trainer.ppo.reward_functions import name_of, takes_whole_batch
+from verl.trainer.ppo.reward import get_custom_reward_fn, name_of, takes_whole_batch
 from verl.trainer.ppo.validation_metrics import pass_at_k, subset_sizes
 from verl.utils.py_functional import printable
 from verl.utils.reward_score import default_compute_score

@@ -13,7 +13,6 @@ from pathlib import Path
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.data import CustomClassConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
@@ -29,6 +28,7 @@ from verl.config.sft import (
     SFTModelConfig,
     SFTTrainerConfig,
 )
+from verl.config.trainer import CheckpointConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
 from verl.models.lora import LoraOptions, add_lora, lora_options

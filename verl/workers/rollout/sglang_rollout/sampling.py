@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native.requests import seeds_of_samples
+from verl.workers.rollout.native.sequence import seeds_of_samples
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_PENALTY = 2.0
