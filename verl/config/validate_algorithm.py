@@ -15,6 +15,7 @@ from verl.config.roles import (
     has_own_loops,
     may_register_names,
     needs_critic,
+    rollout_traits,
 )
 
 REJECTION_CRITERIA = (
@@ -129,7 +130,7 @@ def correction_faults(config: Any) -> Iterator[Fault]:
     path = "algorithm.rollout_correction"
     rollout = config.actor_rollout_ref.rollout
     is_on = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
-    always_given = rollout.name in ("native", "native_process", "hf")
+    always_given = rollout_traits(rollout.name).is_builtin
     if is_on and not rollout.calculate_log_probs and not always_given:
         key = "actor_rollout_ref.rollout.calculate_log_probs"
         text = f"{key} is False; {path} compares with the rollout's log-probs, so set it to True"

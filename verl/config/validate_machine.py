@@ -11,10 +11,16 @@ from typing import Any
 
 from verl.config.faults import Fault, nearest_path, shown
 from verl.config.ppo import PPOConfig
-from verl.config.roles import TRACKERS, critic_lora_rank, needs_critic, uses_lora, world_size
+from verl.config.roles import (
+    TRACKERS,
+    critic_lora_rank,
+    needs_critic,
+    rollout_traits,
+    uses_lora,
+    world_size,
+)
 from verl.config.sft import SFTConfig, SFTEngineConfig
 
-ENGINE_PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -92,7 +98,7 @@ def looks_local(name: str) -> bool:
 
 def engine_package_faults(config: PPOConfig) -> Iterator[Fault]:
     rollout = config.actor_rollout_ref.rollout
-    package = ENGINE_PACKAGES.get(rollout.name)
+    package = rollout_traits(rollout.name).package
     if package is not None and rollout.python is None and find_spec(package) is None:
         text = (
             f'{ROLLOUT}.name is "{rollout.name}", but the package {package} is not installed; '

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.faults import Fault, nearest_divisors
-from verl.config.roles import pool_devices, rollout_ranks, world_size
+from verl.config.roles import pool_devices, rollout_ranks, rollout_traits, world_size
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -124,7 +124,8 @@ def engine_size_faults(config: Any) -> Iterator[Fault]:
     """Not every engine can be divided among devices."""
     rollout = config.actor_rollout_ref.rollout
     key = f"{ROLLOUT}.tensor_model_parallel_size"
-    if rollout.name in ("hf", "native_process") and rollout.tensor_model_parallel_size > 1:
+    is_divisible = rollout_traits(rollout.name).is_divisible
+    if not is_divisible and rollout.tensor_model_parallel_size > 1:
         text = (
             f'{key} is {rollout.tensor_model_parallel_size}, but {ROLLOUT}.name is "{rollout.name}"'
             "; of the built-in engines only native divides its model among ranks: set one of them "

@@ -46,7 +46,7 @@ from verl.workers.roles.generator import Generator, fsdp_config, trained_dtype, 
 from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.engine_weights import ProcessWeights, exhaust
-from verl.workers.rollout.factory import adapter_engines, has_own_process, ranks_per_engine
+from verl.workers.rollout.factory import has_own_process, ranks_per_engine, rollout_engines
 from verl.workers.rollout.polling import Poll, PollReport
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
@@ -219,7 +219,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
                 "zero1, rollout.tensor_model_parallel_size=1 and model.lora.merge=False, or "
                 "rollout.exact=False"
             )
-        takes_adapters = rollout.name in adapter_engines
+        takes_adapters = rollout_engines[rollout.name].traits.takes_adapters
         sends_adapter = takes_adapters and has_lora(module) and not self.config.model.lora.merge
         generator.start_on_copy(module if sends_adapter else None)
         if self._check is not None and rollout.probe and not sends_adapter:

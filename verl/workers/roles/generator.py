@@ -33,12 +33,11 @@ from verl.workers.rollout.engine_weights import (
     load_copy,
 )
 from verl.workers.rollout.factory import (
-    EngineOrder,
-    ModuleOrder,
+    ModuleEngineSpec,
+    ProcessEngineSpec,
     has_own_process,
-    module_engines,
-    process_engines,
     ranks_per_engine,
+    rollout_engines,
 )
 from verl.workers.rollout.polling import Poller, poller_of
 from verl.workers.rollout.process.client import EngineProcess
@@ -91,10 +90,10 @@ class Generator:
 
         The ranks of `tp_group` shard the module, which must be the engine's own.
         """
-        build = module_engines[self.config.rollout.name]
+        build = rollout_engines[self.config.rollout.name].build
         self._serve(
             build(
-                ModuleOrder(
+                ModuleEngineSpec(
                     module=module,
                     rollout=self.config.rollout,
                     tokenizer=self.tokenizer,
@@ -181,7 +180,7 @@ class Generator:
         group = self._create_subgroups(ranks_per_engine(config.rollout))
         devices = devices_of_ranks(group, self.device)
         if self.leads_engine:
-            order = EngineOrder(
+            spec = ProcessEngineSpec(
                 rollout=config.rollout,
                 model_path=copy_to_local(config.model.path),
                 device=self.device,
@@ -193,7 +192,7 @@ class Generator:
                 visible_devices=devices,
                 adapter=adapter,
             )
-            process = EngineProcess(process_engines[config.rollout.name](order))
+            process = EngineProcess(rollout_engines[config.rollout.name].build(spec))
             process.start()
             self._serve(process)
         return ProcessWeights(process, tensors)
