@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.roles import ROLLOUTS
 from verl.utils.registry import Registry
 
 WAKE_SECONDS = 10.0
@@ -245,8 +244,7 @@ class BaseRollout(ABC):
 
 _PROCESS_ROLLOUT = "verl.workers.rollout.replica:EngineProcessRollout"
 rollout_classes = Registry[type[BaseRollout]](
-    "rollout",
-    **{name: _PROCESS_ROLLOUT for name, traits in ROLLOUTS.items() if traits.has_own_process},
+    "rollout", native_process=_PROCESS_ROLLOUT, vllm=_PROCESS_ROLLOUT, sglang=_PROCESS_ROLLOUT
 )
 
 
