@@ -20,8 +20,8 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoConfig
 
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.trainer import CheckpointConfig
 from verl.models.loading import random_causal_lm
 from verl.utils.checkpoint.background import Background, collect_receipts
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager

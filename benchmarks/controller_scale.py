@@ -34,13 +34,13 @@ from benchmarks.controller import package_versions
 from verl import DataProto
 from verl.single_controller import ResourcePool, Worker, WorkerGroup
 from verl.single_controller.base.backend import Backend, Call, Outcome, Share
-from verl.single_controller.base.by_reference import by_reference
 from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
 from verl.single_controller.base.failures import Failure, WorkerDied
-from verl.single_controller.local.parcel import Parcel
+from verl.single_controller.base.futures import by_reference
+from verl.single_controller.local.payload import Payload
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 WORKERS = (8, 64, 512, 2048, 8192)
@@ -89,7 +89,7 @@ class PackingBackend(Backend):
 
     reference_type = Reference
 
-    def __init__(self, answers: dict[str, list[Parcel]], world_size: int) -> None:
+    def __init__(self, answers: dict[str, list[Payload]], world_size: int) -> None:
         super().__init__()
         self.workers = list(range(world_size))
         self.answers = answers
@@ -102,7 +102,7 @@ class PackingBackend(Backend):
         for _, args, kwargs in shares:
             for value in (*args, *kwargs.values()):
                 if id(value) not in sizes:
-                    sizes[id(value)] = len(Parcel.of(value, method).content)
+                    sizes[id(value)] = len(Payload.of(value, method).content)
                 self.num_bytes += sizes[id(value)]
         self.submitted_at = time.process_time()
         return [self.start(method, share.rank) for share in shares]
@@ -121,7 +121,7 @@ class PackingBackend(Backend):
         return [self.outcome(reference) for reference in references]
 
     def outcome(self, reference: Reference) -> Outcome:
-        if not isinstance(reference.answer, Parcel):
+        if not isinstance(reference.answer, Payload):
             return Outcome(reference.answer, reference.failure)
         self.num_bytes += len(reference.answer.content)
         return Outcome(reference.answer.open())
@@ -151,17 +151,17 @@ class Simulation:
         self.num_rows = world_size * ROWS_PER_WORKER
         self.prompts = DataProto.from_dict({"prompts": torch.zeros(self.num_rows, PROMPT_TOKENS)})
         distinct = [response_lengths(rng) for _ in range(min(world_size, DISTINCT_WORKERS))]
-        rollouts = [Parcel.of(rollout_of(lengths), "a rollout") for lengths in distinct]
-        known = [Parcel.of(known_of(lengths), "what is known of it") for lengths in distinct]
+        rollouts = [Payload.of(rollout_of(lengths), "a rollout") for lengths in distinct]
+        known = [Payload.of(known_of(lengths), "what is known of it") for lengths in distinct]
         repeats = world_size // len(distinct)
         trained = DataProto.from_dict(
             {"loss": torch.zeros(ROWS_PER_WORKER)}, meta_info={"metrics": {"actor/loss": 0.0}}
         )
         self.answers = {
             "generate": rollouts * repeats,
-            "generate_here": [Parcel.of(None, "never fetched")] * world_size,
+            "generate_here": [Payload.of(None, "never fetched")] * world_size,
             "execute_with_func_generator": known * repeats,
-            "update": [Parcel.of(trained, "metrics")] * world_size,
+            "update": [Payload.of(trained, "metrics")] * world_size,
         }
         self.restart()
 

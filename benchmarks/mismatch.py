@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.controller import package_versions
 from tests.e2e.bandit import BITS, NUM_ESTIMATES, Bandit
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 
 NO_LIMIT = 1e3
 BAND = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}

@@ -10,7 +10,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tests.tiny_tokenizer import save_tiny_model
+from verl.protocol import DataProto
 from verl.trainer.main_ppo import run_ppo
+from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.task_runner import TaskRunner
 from verl.utils.environment import temp_env_var
@@ -88,13 +90,25 @@ def toy_run(
 
     `changes` are further settings, such as "algorithm.adv_estimator=rloo".
     """
-    runner = type("Runner", (runner_class or KeepsTrainer,), {"trainer_class": trainer_class})
+    keeps_batch = type(trainer_class.__name__, (KeepsBatch, trainer_class), {})
+    runner = type("Runner", (runner_class or KeepsTrainer,), {"trainer_class": keeps_batch})
     log = output / "metrics.jsonl"
     log.unlink(missing_ok=True)
     with temp_env_var("VERL_FILE_LOGGER_PATH", str(log)):
         run_ppo(OmegaConf.from_dotlist([*toy_overrides(toy, output), *changes]), runner)
     lines = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
     return [{"step": line["step"], **line["data"]} for line in lines], runner.last
+
+
+class KeepsBatch(PPOTrainer):
+    """Lets a test look at the batch of the last step."""
+
+    batch: DataProto | None = None
+
+    def finish_step(self, batch: DataProto | None, step: StepContext) -> None:
+        if not self.has_data_ended:
+            self.batch = batch
+        super().finish_step(batch, step)
 
 
 class KeepsTrainer(TaskRunner):

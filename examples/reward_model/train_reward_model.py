@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.models.value import load_reward_model, load_value_model
+from verl.models.loading import load_reward_model, load_value_model
 from verl.utils.checkpoint.hf_model import save_hf_model
 from verl.utils.dataset.rm_dataset import RMDataset
 from verl.utils.device import resolve_device

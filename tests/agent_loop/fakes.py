@@ -6,10 +6,9 @@ import os
 import threading
 from collections.abc import Callable
 
-from verl.config.agent import AgentLoopConfig
 from verl.config.data import DataConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
-from verl.config.rollout import RolloutConfig
+from verl.config.rollout import AgentLoopConfig, RolloutConfig
 from verl.config.serving import SamplingConfig
 from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
 

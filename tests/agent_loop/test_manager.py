@@ -8,10 +8,10 @@ from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
 from verl.agent_loop.manager import SEED_COLUMN, get_trajectory_info
-from verl.config.agent import AgentLoopConfig
+from verl.config.rollout import AgentLoopConfig
 from verl.protocol import DataProto
 from verl.workers.rollout.native.engine import NativeEngine
-from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import EngineLimits
 
 
 @register("echo_for_tests")

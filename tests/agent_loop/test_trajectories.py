@@ -187,7 +187,7 @@ def test_a_batch_becomes_trajectories_and_the_same_batch_again():
     batch.batch["routed"] = torch.tensor([[1, 2], [3, 4]])
     again = padded_batch(trajectories_of(batch), Padding(**LENGTHS))
     assert set(again.batch.keys()) == set(batch.batch.keys())
-    assert all(torch.equal(again.batch[name], batch.batch[name]) for name in batch.batch.keys())
+    assert all(torch.equal(again.batch[name], batch.batch[name]) for name in again.batch.keys())  # noqa: SIM118
     assert again.non_tensor_batch["note"].tolist() == ["x", None]
     assert again.non_tensor_batch["__num_turns__"].tolist() == [2, 4]
 

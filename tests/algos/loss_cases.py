@@ -9,7 +9,7 @@ from torch import Tensor
 from verl.algos.policy_losses import prepare_loss
 from verl.algos.registry import get_policy_loss_fn
 from verl.config.actor import ActorConfig, PolicyLossConfig
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 
 CLIP_COV = {"clip_cov_ratio": 0.15, "clip_cov_lb": 0.02, "clip_cov_ub": 5.0}
 KL_COV = {"kl_cov_ratio": 0.15, "ppo_kl_coef": 0.7}

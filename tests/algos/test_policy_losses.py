@@ -13,7 +13,7 @@ from verl.algos.policy_losses import (
 )
 from verl.algos.policy_losses.terms import log_ratio
 from verl.algos.registry import get_policy_loss_fn, register_policy_loss
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 
 
 def batch_with_ratios(ratios: list[list[float]], advantages: list[list[float]]) -> Batch:

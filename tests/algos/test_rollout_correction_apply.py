@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 from tests.algos.loss_cases import actor
 from verl.algos.registry import get_policy_loss_fn
 from verl.config.actor import PolicyLossConfig
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_corr_helper import (
     apply_bypass_mode,

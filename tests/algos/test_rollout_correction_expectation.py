@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.algos.loss_cases import Batch, actor, loss_of
 from verl.algos.rollout_correction import compute_rollout_correction_weights
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 
 NO_LIMIT = 1e6
 

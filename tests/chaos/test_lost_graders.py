@@ -9,9 +9,9 @@ import pytest
 from tests.chaos import table
 from tests.chaos.strikes import wait_until_gone
 from tests.toy import toy_run
-from verl.workers.reward_manager import worker_pool
+from verl.workers.reward_manager import workers
 from verl.workers.reward_manager.grader import InfraError, Score
-from verl.workers.reward_manager.worker_pool import WorkerPool
+from verl.workers.reward_manager.workers import WorkerPool
 
 NAMES = {signal.SIGKILL: "kill -9", signal.SIGSTOP: "SIGSTOP"}
 BOTH = pytest.mark.parametrize(
@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr(worker_pool, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(workers, "PROBE_SECONDS", 0.3)
 
 
 def show(phase, number, seconds):

@@ -7,6 +7,7 @@ from tests.toy import KeepsTrainer
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.failures import WorkerError
+from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.utils import Role
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
@@ -39,21 +40,18 @@ class StruckTrainer(PPOTrainer):
     def strikes(self) -> Strikes:
         return Strikes.beside(self.config.actor_rollout_ref.model.path)
 
-    def next_prompts(self) -> DataProto:
-        self.strikes.arm(self.global_steps)
-        return super().next_prompts()
+    def rollout(self, step: StepContext) -> DataProto:
+        self.strikes.arm(step.step)
+        self.strikes.strike_from_driver("rollout", step.step)
+        return super().rollout(step)
 
-    def rollout(self, prompts: DataProto) -> DataProto:
-        self.strikes.strike_from_driver("rollout", self.global_steps)
-        return super().rollout(prompts)
+    def score(self, batch: DataProto, step: StepContext) -> DataProto:
+        self.strikes.strike_from_driver("score", step.step)
+        return super().score(batch, step)
 
-    def score(self, batch: DataProto) -> DataProto:
-        self.strikes.strike_from_driver("score", self.global_steps)
-        return super().score(batch)
-
-    def _update_actor(self, batch: DataProto) -> DataProto:
-        self.strikes.strike_from_driver("update_actor", self.global_steps)
-        return super()._update_actor(batch)
+    def update(self, batch: DataProto, step: StepContext) -> DataProto:
+        self.strikes.strike_from_driver("update_actor", step.step)
+        return super().update(batch, step)
 
     def fit(self) -> None:
         try:
@@ -62,8 +60,8 @@ class StruckTrainer(PPOTrainer):
             self.strikes.note("lost", kind=type(error).__name__, message=str(error))
             raise
 
-    def finish_step(self, metrics: Any) -> None:
-        super().finish_step(metrics)
+    def finish_step(self, batch: DataProto | None, step: StepContext) -> None:
+        super().finish_step(batch, step)
         self.strikes.note("finished", step=self.global_steps)
 
 

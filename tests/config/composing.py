@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from verl.config.command import rewrite
 from verl.config.faults import ConfigError
 from verl.config.load import Loaded, load_config
-from verl.config.roots import ROOTS
+from verl.config.schema import ROOTS
 
 CONFIG_DIR = Path(__file__).parents[2] / "verl" / "trainer" / "config"
 

@@ -19,15 +19,34 @@ OWN = (PACKAGE / "config", PACKAGE / "trainer" / "config")
 def reads() -> dict[str, set[str]]:
     """Each name that is read, with the owners it is read from."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if not any(path.is_relative_to(folder) for folder in OWN):
-            for name, owners in reads_of(ast.parse(path.read_text())):
-                found[name] |= owners
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent not in OWN]
+    trees = [ast.parse(path.read_text()) for path in paths]
+    attributes: dict[str, set[str]] = defaultdict(set)
+    for tree in trees:
+        for name, classes in declared_attributes(tree):
+            attributes[name] |= classes
+    for tree in trees:
+        for name, owners in reads_of(tree, attributes):
+            found[name] |= owners
     return found
 
 
-def reads_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
+def declared_attributes(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
+    """The fields of classes, which other modules read as `spec.engine.seed`."""
+    for node in ast.walk(tree):
+        for item in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(item, ast.AnnAssign):
+                yield last_name(item.target), words(item.annotation)
+
+
+def words(annotation: ast.expr) -> set[str]:
+    return set(re.findall(r"\w+", ast.unparse(annotation)))
+
+
+def reads_of(tree: ast.Module, attributes: dict[str, set[str]]) -> Iterator[tuple[str, set[str]]]:
     aliases = aliases_of(tree)
+    for name, classes in attributes.items():
+        aliases[name] |= classes
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = last_name(node.value)
@@ -55,7 +74,7 @@ def aliases_of(tree: ast.Module) -> dict[str, set[str]]:
                     aliases[name] |= {last_name(one) for one in alternatives(value)}
         elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             name = node.arg if isinstance(node, ast.arg) else last_name(node.target)
-            aliases[name] |= set(re.findall(r"\w+", ast.unparse(node.annotation)))
+            aliases[name] |= words(node.annotation)
         elif isinstance(node, ast.Call):  # an argument carries its name into the function
             for keyword in node.keywords:
                 if keyword.arg is not None:

@@ -334,9 +334,9 @@ class Bystander:
 
 
 def test_a_runner_of_ones_own_gets_the_configuration_as_hydra_would_give_it(tmp_path):
-    (tmp_path / "t.parquet").touch()
+    (tmp_path / "t.json").touch()  # read when training begins
     (tmp_path / "model").mkdir()
-    files = {name: str(tmp_path / "t.parquet") for name in ("train_files", "val_files")}
+    files = {name: str(tmp_path / "t.json") for name in ("train_files", "val_files")}
     config = {
         "data": {**files, "seed": 3, "shuffle": False},
         "actor_rollout_ref": {"model": {"path": str(tmp_path / "model")}},

@@ -1,11 +1,10 @@
 """Settings that do nothing are named before a run, and what does not exist is refused."""
 
-from verl.config.advice import advice
 from verl.config.effects import OTHER_BACK_END, absent_faults, idle_notices, without_effect
-from verl.config.keys import Keys
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
-from verl.config.variants import nested
+from verl.config.schema import Keys, nested
+from verl.config.validate import advice
 
 A = "actor_rollout_ref.actor"
 R = "actor_rollout_ref.rollout"
@@ -208,3 +207,15 @@ def test_unusual_combinations_get_a_word_of_advice():
 def test_the_megatron_schema_has_keys_that_the_fsdp_schema_lacks():
     assert f"{A}.megatron.seed" in Keys(PPOMegatronConfig())
     assert f"{A}.megatron.seed" not in Keys(PPOConfig())
+
+
+def test_a_choice_of_attention_is_named():
+    key = "actor_rollout_ref.model.override_config.attn_implementation"
+    assert "our own" in idle({key: "flash_attention_2"})[key]
+
+
+def test_offloading_weights_that_the_rollout_shares_is_explained():
+    key = f"{A}.fsdp_config.param_offload"
+    alone = {**GRPO, key: True, "trainer.n_gpus_per_node": 1}
+    assert "stay on the device" in idle(alone)[key]
+    assert idle({**alone, f"{R}.name": "vllm"}) == {}

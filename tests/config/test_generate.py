@@ -15,9 +15,8 @@ from omegaconf.errors import ConfigAttributeError
 from verl.config import ROOTS, BaseConfig
 from verl.config.base import is_option
 from verl.config.convert import Conversion, to_dict
-from verl.config.documentation import sentences
 from verl.config.generate import PAGE, REPOSITORY, YAML_FOLDER, main, stale_files, write_files
-from verl.config.yaml_files import FILES, HEADER
+from verl.config.yaml_files import FILES, HEADER, sentences
 
 PUBLIC_FILES = """
 ppo_trainer ppo_megatron_trainer sft_trainer sft_trainer_engine generation evaluation

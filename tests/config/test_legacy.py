@@ -3,13 +3,11 @@
 import pytest
 
 from verl.config.effects import absent_faults
-from verl.config.legacy import modernise
-from verl.config.legacy_rules import RULES
-from verl.config.legacy_values import CHATML
+from verl.config.legacy import CHATML, RULES, modernise
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
+from verl.config.schema import family, nested
 from verl.config.sft import SFTConfig, SFTEngineConfig
-from verl.config.variants import family, nested
 
 R = "actor_rollout_ref.rollout"
 A = "actor_rollout_ref.actor"
@@ -147,6 +145,13 @@ CASES = [
         {f"{A}.policy_loss.loss_mode": "clip-cov"},
         {f"{A}.policy_loss.loss_mode": "clip_cov"},
     ),
+    (PPOConfig, {"trainer.save_freq": False}, {"trainer.save_freq": -1}),
+    (SFTConfig, {"trainer.test_freq": False}, {"trainer.test_freq": -1}),
+    (PPOConfig, {"trainer.tensorboard_dir": "logs"}, {}),
+    (PPOConfig, {"trainer.rl_logging_board_dir": "logs"}, {}),
+    (PPOConfig, {"reward_model.model.type": "discriminative"}, {}),
+    (PPOConfig, {f"{R}.sglang_rollout_mode": "server"}, {}),
+    (PPOConfig, {"actor_rollout_ref.model.torch_dtype": "bfloat16"}, {}),
     (PPOConfig, {f"{A}.optim.clip_grad": 0.5}, {f"{A}.grad_clip": 0.5}),
     (PPOConfig, {"critic.optim.clip_grad": 0.5}, {"critic.grad_clip": 0.5}),
     (PPOConfig, {"critic.optim.grad_clip": 0.5}, {"critic.grad_clip": 0.5}),

@@ -10,7 +10,7 @@ from verl.config.faults import ConfigError
 from verl.config.load import load_config, load_yaml
 from verl.config.optimizer import McoreOptimizerConfig
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
-from verl.config.roots import ROOTS
+from verl.config.schema import ROOTS
 from verl.config.sft import SFTConfig, SFTEngineConfig
 
 
@@ -215,3 +215,25 @@ def test_hooks_get_a_resolved_dictconfig():
 def test_a_typed_configuration_loads_as_itself():
     config = load_config({"data": {"train_batch_size": 64}}, SFTConfig).checked()
     assert load_config(config, SFTConfig).checked() == config
+
+
+def test_null_leaves_a_number_a_text_or_a_switch_at_its_default():
+    values = {
+        "custom_reward_function": {"path": "r.py", "name": None},
+        "actor_rollout_ref": {"actor": {"optim": {"lr_warmup_steps": None}}},
+    }
+    config = load_config(values, PPOConfig).checked()
+    assert config.custom_reward_function.name == "compute_score"
+    assert config.actor_rollout_ref.actor.optim.lr_warmup_steps == -1
+
+
+def test_an_unset_shell_variable_turns_a_switch_off():
+    loaded = load_config({"data": {"shuffle": ""}}, PPOConfig, overrides=["data.shuffle="])
+    assert loaded.checked().data.shuffle is False
+
+
+def test_a_key_that_is_added_is_named():
+    values = {"mine": {"depth": 1}, "data": {"seed": 3}}
+    loaded = load_config(values, PPOConfig, overrides=["+mine.depth=1", "++data.seed=3"])
+    assert loaded.notices == ["kept, though verl has no such option: mine.depth"]
+    assert loaded.checked().mine.depth == 1

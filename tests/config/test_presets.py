@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from verl.config.algorithm import AlgoConfig
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.algorithm import AlgoConfig, RolloutCorrectionConfig
 
 NONE: dict[str, Any] = {
     "rollout_is": None,

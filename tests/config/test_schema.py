@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from verl.config import ROOTS, BaseConfig
 from verl.config.actor import ActorConfig, FSDPActorConfig, McoreActorConfig
 from verl.config.base import is_option
-from verl.config.documentation import sentences, summary
 from verl.config.engine import FSDPEngineConfig, TrainingWorkerConfig, VeOmniEngineConfig
 from verl.config.optimizer import OptimizerConfig, VeOmniOptimizerConfig
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.profiler import ProfileConfig, ProfilerConfig
-from verl.config.variants import default_tree
+from verl.config.schema import default_tree
+from verl.config.yaml_files import sentences, summary
 
 SURFACE = json.loads((Path(__file__).parent / "surface_keys.json").read_text())
 

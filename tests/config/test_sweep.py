@@ -11,11 +11,9 @@ import pytest
 
 from tests.config.readers import reads
 from verl.config.effects import OTHER_BACK_END, default_of, way, why_idle, without_effect
-from verl.config.keys import Keys
 from verl.config.legacy import meaning_of
 from verl.config.roles import OWN_LOOPS
-from verl.config.roots import ROOTS
-from verl.config.variants import family
+from verl.config.schema import ROOTS, Keys, family
 from verl.trainer import main_eval, main_generation, main_ppo, sft_trainer
 from verl.trainer.sft.launch import OF_ENGINE
 

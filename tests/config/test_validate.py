@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import validate_machine
+from verl.config import validate_parts
 from verl.config.faults import nearest_divisors, nearest_multiples, nearest_path
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.roles import ESTIMATORS, POLICY_LOSSES
+from verl.config.schema import nested
 from verl.config.sft import SFTConfig, SFTEngineConfig
 from verl.config.validate import relation_faults, validate
-from verl.config.variants import nested
 from verl.utils.config import update_dict_with_config, validate_config
 from verl.utils.environment import temp_env_var
 
@@ -189,11 +189,6 @@ CASES = [
         {f"{C}.rollout_rs": "token_k1,seq_sum_k1,seq_mean_k3", f"{C}.rollout_rs_threshold": "1,2"},
         f'{C}.rollout_rs_threshold is "1,2"',
         "each of the 3 criteria",
-    ),
-    (
-        {"data.sampler.class_path": "pkg://a", "data.sampler.class_name": "B"},
-        "data.dataloader_num_workers is 8",
-        "must be 0",
     ),
     ({"data.custom_cls.path": "pkg://a"}, "data.custom_cls.name is null", "the class in pkg://a"),
     (
@@ -412,7 +407,7 @@ def test_a_model_on_a_hub_is_not_looked_for_here():
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_that_is_not_installed_offers_the_built_in_one(engine):
-    if validate_machine.find_spec(engine) is not None:
+    if validate_parts.find_spec(engine) is not None:
         pytest.skip(f"{engine} is installed")
     texts = [text for text in machine_texts({f"{R}.name": engine}) if text.startswith(f"{R}.name")]
     assert len(texts) == 1
@@ -422,7 +417,7 @@ def test_an_engine_that_is_not_installed_offers_the_built_in_one(engine):
 
 
 def test_trackers_that_are_not_installed_are_named():
-    if validate_machine.find_spec("swanlab") is not None:
+    if validate_parts.find_spec("swanlab") is not None:
         pytest.skip("swanlab is installed")
     texts = machine_texts({"trainer.logger": ["console", "swanlab"]}, SFTConfig)
     assert any(text.startswith('trainer.logger has "swanlab"') for text in texts)
@@ -463,3 +458,34 @@ def test_the_nearest_path_climbs_to_what_exists(tmp_path):
     (tmp_path / "data").mkdir()
     missing = Path(tmp_path / "dta" / "b.parquet")
     assert nearest_path(missing) == f"the closest existing path is {tmp_path / 'data'}"
+
+
+def machine(values):
+    return [fault.text for fault in faults_of(values) if fault.is_about_machine]
+
+
+def test_a_device_that_is_not_here_is_named_unless_the_run_is_elsewhere(monkeypatch):
+    monkeypatch.setattr(validate_parts, "DEVICE_FILES", {"npu": ("/nonexistent",)})
+    npu = {"trainer.device": "npu", "trainer.n_gpus_per_node": 1}
+    assert any(text.startswith('trainer.device is "npu"') for text in machine(npu))
+    ray = machine({**npu, "trainer.controller": "ray"})
+    assert not any(text.startswith("trainer.device") for text in ray)
+
+
+def test_the_package_of_a_trace_back_end_must_be_here(monkeypatch):
+    monkeypatch.setattr(validate_parts, "find_spec", lambda name: None)
+    assert any("trace.backend is" in text for text in machine({f"{R}.trace.backend": "weave"}))
+
+
+def test_a_model_must_be_chosen():
+    assert any("actor_rollout_ref.model.path is required" in text for text in machine({}))
+
+
+def test_a_misspelt_value_of_the_models_configuration_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 32, "hidden_size": 8}')
+    model = {"actor_rollout_ref.model.path": str(tmp_path)}
+    key = "actor_rollout_ref.model.override_config"
+    (text,) = mistakes({**model, f"{key}.max_position_embedings": 64})
+    assert text.endswith("did you mean max_position_embeddings?")
+    assert mistakes({**model, f"{key}.max_position_embeddings": 64}) == []
+    assert mistakes({**model, f"{key}.rope_scaling.type": "yarn"}) == []

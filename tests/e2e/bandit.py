@@ -19,14 +19,14 @@ from verl.algos.rollout_correction import (
     compute_rollout_correction_and_add_to_batch,
 )
 from verl.config.actor import FSDPActorConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.config.rollout_correction import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import EngineLimits
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.sequences import padded_sequences
 

@@ -12,7 +12,7 @@ from tests.e2e.bandit import NUM_ESTIMATES, VOCABULARY, Bandit
 from tests.toy import ROLLOUT, make_toy, toy_run
 from tests.workers.rollout.mismatched import rounded
 from verl.algos.rollout_correction import compute_offpolicy_metrics
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.single_controller import WorkerError
 from verl.trainer.ppo.mismatch_metrics import calculate_debug_metrics

@@ -26,7 +26,7 @@ CHANGES = (
     "algorithm.kl_ctrl.horizon=100",
 )
 PPO = ("algorithm.adv_estimator=gae",)
-STAGES = ("next_prompts", "rollout", "score", "annotate", "assign_credit", "update", "finish_step")
+STAGES = ("draw_prompts", "rollout", "score", "annotate", "assign_credit", "update", "finish_step")
 
 Cue = tuple[str, int] | tuple[str, int, int]
 """Stage, step, and the signal if it is not SIGKILL."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from verl.config.keys import Keys
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
+from verl.config.schema import Keys
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "lora"

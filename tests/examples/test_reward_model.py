@@ -9,7 +9,7 @@ import pytest
 from examples.reward_model.train_reward_model import parse, train
 from tests.tiny_tokenizer import CHARACTERS
 from tests.toy import make_toy, toy_run
-from verl.models.value import load_reward_model
+from verl.models.loading import load_reward_model
 from verl.trainer.ppo.trainer import PPOTrainer
 
 OTHERS = [letter for letter in CHARACTERS if letter != "7"]
@@ -80,11 +80,11 @@ class CountsSevens(PPOTrainer):
         super().init_workers()
         self.shares = []
 
-    def update(self, batch):
+    def update(self, batch, step):
         (seven,) = self.tokenizer("7")["input_ids"]
         mask = batch.batch["response_mask"].bool()
         self.shares.append((batch.batch["responses"][mask] == seven).float().mean().item())
-        return super().update(batch)
+        return super().update(batch, step)
 
 
 def test_a_policy_learns_what_the_reward_model_prefers(toy, trained, tmp_path):

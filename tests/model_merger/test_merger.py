@@ -15,7 +15,7 @@ from tests.tiny_models import tiny_config, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.utils.checkpoint.test_on_ranks import engine_of, manager_of, step
 from tests.utils.two_ranks import run_on_ranks, run_on_two_ranks
-from verl.config.checkpoint import CheckpointConfig
+from verl.config.trainer import CheckpointConfig
 from verl.model_merger import FSDPModelMerger, ModelMergerConfig
 from verl.model_merger.__main__ import main
 from verl.models.lora import LoraOptions, add_lora, merged_copy, save_adapter

@@ -5,8 +5,8 @@ from safetensors import safe_open
 
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import save_tiny_model
-from verl.models.loading import CACHE_LINE, load_causal_lm
-from verl.models.value import load_value_model
+from verl.config.faults import ConfigError
+from verl.models.loading import CACHE_LINE, load_causal_lm, load_value_model, read_config
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
@@ -22,3 +22,26 @@ def test_a_tied_weight_stays_one(tmp_path):
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_rope_scaling_is_added_to_what_the_model_has(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    plain = read_config(str(tmp_path), None, False).rope_parameters
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    config = read_config(str(tmp_path), {"rope_scaling": yarn}, False)
+    assert config.rope_parameters["rope_theta"] == plain["rope_theta"]
+    assert config.rope_parameters["rope_type"] == "yarn"
+    assert config.rope_parameters["factor"] == 4.0
+    scaled = load_causal_lm(str(tmp_path), override_config={"rope_scaling": yarn})
+    usual = load_causal_lm(str(tmp_path))
+    frequencies = [model.model.rotary_emb.inv_freq for model in (scaled, usual)]
+    assert not frequencies[0].equal(frequencies[1])
+    theta = read_config(str(tmp_path), {"rope_theta": 5e5}, False).rope_parameters
+    assert theta == {**plain, "rope_theta": 5e5}
+
+
+def test_a_value_that_the_model_does_not_have_is_refused(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="did you mean 'max_position_embeddings'"):
+        read_config(str(tmp_path), {"max_position_embedings": 64}, False)
+    assert read_config(str(tmp_path), {"attn_implementation": "eager"}, False)

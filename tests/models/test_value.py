@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import tiny_model
 from tests.workers.reward_model.models import reward_model, save
-from verl.models.value import load_reward_model, load_value_model, score_head
+from verl.models.loading import load_reward_model, load_value_model, score_head
 
 
 @pytest.mark.parametrize("kind", ["sequence", "token"])

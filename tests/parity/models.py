@@ -6,9 +6,8 @@ import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from tests.tiny_models import plain_twin, tiny_config, tiny_model
-from verl.models.loading import empty_causal_lm, load_causal_lm
+from verl.models.loading import empty_causal_lm, empty_value_model, load_causal_lm, load_value_model
 from verl.models.lora import LoraOptions, add_lora
-from verl.models.value import empty_value_model, load_value_model
 
 LORA = LoraOptions(rank=4, alpha=12)
 ARCHITECTURES = ("llama", "qwen2")  # qwen2: tied embeddings, biases

@@ -25,8 +25,7 @@ from verl.single_controller.base.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from verl.single_controller.base.group_method import _narrowed
-from verl.single_controller.base.worker_group import WorkerGroup
+from verl.single_controller.base.worker_group import WorkerGroup, _narrowed
 from verl.utils.tensordict_utils import get_tensordict
 
 

@@ -1,4 +1,4 @@
-"""The examples in docs/controllers.md run as they stand, and so does the benchmark it names."""
+"""What docs/controllers.md shows runs as it stands, and the package exports its names."""
 
 import re
 import runpy
@@ -33,3 +33,23 @@ def test_every_mode_is_in_the_table():
 
     text = PAGE.read_text()
     assert [name for name in Dispatch.names() if f"`{name}`" not in text] == []
+
+
+def test_the_package_exports_its_documented_names():
+    import verl
+    from verl.single_controller import (
+        ClassWithInitArgs,
+        ResourcePool,
+        Worker,
+        WorkerGroup,
+        __version__,
+    )
+    from verl.single_controller.base.worker import Worker as SameWorker
+    from verl.single_controller.base.worker_group import ClassWithInitArgs as SameClass
+
+    assert Worker is SameWorker
+    assert ClassWithInitArgs is SameClass
+    assert __version__ == verl.__version__
+    assert ClassWithInitArgs(dict, a=1)() == {"a": 1}
+    assert ResourcePool([1]).world_size == 1
+    assert WorkerGroup.__name__ == "WorkerGroup"

@@ -21,7 +21,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.controllers import controllers
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.single_controller.local.in_process import RankEnvironment
-from verl.single_controller.local.parcel import Parcel
+from verl.single_controller.local.payload import Payload
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_controllers_are_found_by_name():
         controllers["slurm"]
 
 
-# ---- parcels -------------------------------------------------------------------------------------
+# ---- payloads ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_controllers_are_found_by_name():
     ids=str,
 )
 def test_tensors_travel_by_value(tensor):
-    copy = Parcel.of(tensor, "a tensor").open()
+    copy = Payload.of(tensor, "a tensor").open()
     assert type(copy) is type(tensor)
     assert (copy.dtype, copy.shape, copy.requires_grad) == (
         tensor.dtype,
@@ -241,8 +241,8 @@ def test_tensors_travel_by_value(tensor):
 
 def test_an_opened_tensor_can_be_written_to_and_is_nobodys_but_ours():
     tensor = torch.zeros(2)
-    parcel = Parcel.of(tensor, "a tensor")
-    first, second = parcel.open(), parcel.open()
+    payload = Payload.of(tensor, "a tensor")
+    first, second = payload.open(), payload.open()
     first += 1
     assert (tensor.sum(), first.sum(), second.sum()) == (0, 2, 0)
 
@@ -251,7 +251,7 @@ def test_a_batch_survives_packing():
     batch = DataProto.from_dict(
         {"x": torch.arange(2)}, {"label": ["a", "b"]}, {"metrics": {"n": [1]}}
     )
-    copy = Parcel.of(batch, "a batch").open()
+    copy = Payload.of(batch, "a batch").open()
     assert copy.batch["x"].tolist() == [0, 1]
     assert copy.non_tensor_batch["label"].tolist() == ["a", "b"]
     assert copy.meta_info == {"metrics": {"n": [1]}}
@@ -259,7 +259,7 @@ def test_a_batch_survives_packing():
 
 def test_what_cannot_be_packed_is_named_with_the_rule():
     with pytest.raises(ValueError, match=r"an argument of f cannot be sent .* top level"):
-        Parcel.of(lambda: None, "an argument of f")
+        Payload.of(lambda: None, "an argument of f")
 
 
 def test_a_class_that_processes_cannot_import_is_refused_before_any_starts():

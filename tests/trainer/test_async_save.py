@@ -48,9 +48,9 @@ class OnStubbornDisk(PPOTrainer):
         self.disk.may_write, self.disk.is_full = threading.Event(), False
         worker.checkpoints = self.disk
 
-    def annotate(self, batch):
+    def annotate(self, batch, step):
         self.during_step()
-        return super().annotate(batch)
+        return super().annotate(batch, step)
 
     def during_step(self):
         raise NotImplementedError
@@ -91,8 +91,8 @@ def test_a_disk_that_refuses_is_counted_at_the_next_step_and_the_next_save_succe
             self.disk.is_full = self.global_steps <= 2
             self.disk.may_write.set()
 
-        def finish_step(self, metrics):
-            super().finish_step(metrics)
+        def finish_step(self, batch, step):
+            super().finish_step(batch, step)
             if self.global_steps == 2:
                 while self.checkpoint_manager._background.is_busy:
                     threading.Event().wait(0.01)

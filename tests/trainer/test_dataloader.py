@@ -12,7 +12,7 @@ from tests.toy import make_toy, toy_run, weights
 from verl.config.data import DataConfig, SamplerConfig
 from verl.trainer.ppo.dataloader import EndOfData, PromptLoader
 from verl.trainer.ppo.datasets import create_rl_sampler
-from verl.utils.dataset.sampler import (
+from verl.utils.dataset.rl_dataset import (
     AbstractCurriculumSampler,
     AbstractSampler,
     RandomOrder,
@@ -122,7 +122,7 @@ def test_a_batch_larger_than_the_data_is_refused():
 # ---- samplers ------------------------------------------------------------------------------------
 
 SAMPLERS = """
-from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler
 
 class Hardest(AbstractCurriculumSampler):
     def __init__(self, data_source, data_config):
@@ -296,7 +296,7 @@ def test_millions_of_rows_are_shuffled_without_a_list_of_them():
 
 GROWING = """
 from verl.utils.dataset.dynamicgen_dataset import AbstractDataGenerator
-from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler
 
 class Subtract(AbstractDataGenerator):
     def generate(self, dataset):

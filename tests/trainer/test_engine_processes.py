@@ -75,29 +75,29 @@ class Unlucky(Rollout):
 class LosesItsEngine(KeepsResponses):
     """While it serves in step 2."""
 
-    def rollout(self, prompts):
+    def rollout(self, step):
         if self.global_steps == 2:
             manager = self.async_rollout_manager
             manager.rollout_replicas[0] = Unlucky(manager.rollout_replicas[0])
             manager.rollout_replicas[0].is_due = True
             manager.recover_with(self.recover_engine)  # serves from the engines as they are now
-        return super().rollout(prompts)
+        return super().rollout(step)
 
 
 class LosesEnginesOfRanks(KeepsResponses):
     """One while it serves in step 2, the last of them while it is idle in step 3."""
 
-    def rollout(self, prompts):
+    def rollout(self, step):
         first, *_, last = engines_of_ranks(self.rollout_wg)
         if self.global_steps == 3:
             os.kill(last, signal.SIGKILL)
         if self.global_steps != 2:
-            return super().rollout(prompts)
+            return super().rollout(step)
         os.kill(first, signal.SIGSTOP)  # so that it has unfinished requests when it dies
         death = threading.Timer(1.0, os.kill, (first, signal.SIGKILL))
         death.start()
         try:
-            return super().rollout(prompts)
+            return super().rollout(step)
         finally:
             death.join(timeout=10)
 

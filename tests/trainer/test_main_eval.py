@@ -10,13 +10,21 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError
+from verl.config.generation import EvaluationConfig
 from verl.config.load import load_config
 from verl.trainer import main_eval
-from verl.trainer.evaluation.responses import Unscored
-from verl.trainer.evaluation.run import as_json, evaluate, make_workers, unscored_lines
-from verl.trainer.evaluation.summary import PromptScores, estimate, summarise, wilson_interval
+from verl.trainer.evaluation.grading import Unscored
+from verl.trainer.evaluation.run import (
+    PromptScores,
+    as_json,
+    estimate,
+    evaluate,
+    make_workers,
+    summarise,
+    unscored_lines,
+    wilson_interval,
+)
 from verl.utils.dataset.tables import DataError
 
 GRADER = '''

@@ -8,11 +8,10 @@ import pytest
 
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
+from verl.config.schema import nested
 from verl.config.validate import validate
-from verl.config.variants import nested
-from verl.trainer.plan.batch_table import batch_table, row_count
+from verl.trainer.plan.layout import batch_table, placement, row_count, row_faults
 from verl.trainer.plan.memory import memory_plan
-from verl.trainer.plan.placement import placement
 from verl.trainer.plan.render import make_plan, print_plan
 
 A = "actor_rollout_ref.actor"
@@ -278,3 +277,16 @@ def test_the_printed_plan_is_plain_readable_and_narrow(model_folder, capsys):
     assert "Missing on this machine\n  - data.train_files is" in shown
     assert 'pip install "verl[vllm]"' in shown
     assert not any(line != line.rstrip() for line in lines)
+
+
+def test_a_file_without_rows_is_refused_in_the_plan(tmp_path):
+    def faults(path):
+        config = load_config({"data": {"train_files": str(path)}}, PPOConfig).config
+        return [fault.text for fault in row_faults(config)]
+
+    empty, broken = tmp_path / "empty.parquet", tmp_path / "broken.parquet"
+    parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), empty)
+    broken.touch()
+    assert faults(empty) == [f"data.train_files ({empty}) has no rows"]
+    assert f"data.train_files ({broken}) cannot be read" in faults(broken)[0]
+    assert faults(tmp_path / "gone.parquet") == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from verl.trainer.plan.model_shape import FAMILIES, model_shape, read_model_shape
+from verl.trainer.plan.memory import FAMILIES, model_shape, read_model_shape
 
 SMALL = {
     "vocab_size": 1000,

@@ -44,9 +44,9 @@ def assert_same_run(found, expected):
 class KeepsResponses(PPOTrainer):
     """Lets a test see what was sampled."""
 
-    def update(self, batch):
+    def update(self, batch, step):
         self.seen = [*getattr(self, "seen", []), batch.batch["responses"].tolist()]
-        return super().update(batch)
+        return super().update(batch, step)
 
 
 def test_two_ranks_train_as_one_does(toy, tmp_path):
@@ -66,11 +66,11 @@ class LosesAWorkerOnce(PPOTrainer):
 
     has_lost = False
 
-    def update(self, batch):
+    def update(self, batch, step):
         if self.global_steps == 2 and not LosesAWorkerOnce.has_lost:
             LosesAWorkerOnce.has_lost = True
             raise WorkerDied("rank 1 died")
-        return super().update(batch)
+        return super().update(batch, step)
 
 
 @pytest.mark.parametrize("save_freq", [1, pytest.param(-1, marks=pytest.mark.slow)])
@@ -111,11 +111,11 @@ class KillsARankOnce(PPOTrainer):
 
     has_killed = False
 
-    def update(self, batch):
+    def update(self, batch, step):
         if self.global_steps == 2 and not KillsARankOnce.has_killed:
             KillsARankOnce.has_killed = True
             os.kill(self.actor_rollout_wg.workers[1].pid, signal.SIGKILL)
-        return super().update(batch)
+        return super().update(batch, step)
 
 
 @pytest.mark.slow

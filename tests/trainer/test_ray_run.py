@@ -154,13 +154,13 @@ def test_a_runner_without_a_place_is_reported_and_given_up(caplog):
 class KillsAnActorOnce(RayPPOTrainer):
     has_killed = False
 
-    def update(self, batch):
+    def update(self, batch, step):
         import ray
 
         if self.global_steps == 2 and not KillsAnActorOnce.has_killed:
             KillsAnActorOnce.has_killed = True
             ray.kill(self.actor_rollout_wg.workers[1])
-        return super().update(batch)
+        return super().update(batch, step)
 
 
 class RunnerThatLosesAnActor(TaskRunner):
@@ -181,11 +181,11 @@ def test_a_killed_actor_is_replaced_and_the_run_continues_from_its_last_commit(t
 class TermsItsDriver(RayPPOTrainer):
     """As when a scheduler asks the driver to end, during the first step."""
 
-    def update(self, batch):
+    def update(self, batch, step):
         if self.global_steps == 1:
             os.kill(self.config.trainer.driver_pid, signal.SIGTERM)
             time.sleep(3)  # the driver looks once a second
-        return super().update(batch)
+        return super().update(batch, step)
 
 
 class RunnerThatIsAskedToStop(TaskRunner):

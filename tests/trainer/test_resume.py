@@ -42,10 +42,10 @@ class StopsAfter(PPOTrainer):
 
     stop_at = 2
 
-    def annotate(self, batch):
+    def annotate(self, batch, step):
         if self.global_steps == self.stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return super().annotate(batch)
+        return super().annotate(batch, step)
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,10 @@ def test_two_runs_of_one_configuration_are_the_same_run(toy, tmp_path, straight)
 
 def test_what_users_code_draws_depends_on_the_step_alone(toy, tmp_path):
     class Draws(PPOTrainer):
-        def score(self, batch):
-            self.metrics["drawn"] = float(torch.rand(())) + random.random() + np.random.rand()
-            return super().score(batch)
+        def score(self, batch, step):
+            drawn = float(torch.rand(())) + random.random() + np.random.rand()
+            step.report.add("drawn", drawn)
+            return super().score(batch, step)
 
     runs = []
     for ambient in (1, 2):
@@ -139,18 +140,18 @@ def test_another_configuration_does_not_continue_the_run(toy, tmp_path):
 
 def test_a_step_with_values_that_are_not_finite_is_left_out_and_kept(toy, tmp_path):
     class Breaks(PPOTrainer):
-        def _with_old_log_probs(self, batch):
+        def _with_old_log_probs(self, batch, step):
             self.before = weights(self)
-            batch = super()._with_old_log_probs(batch)
+            batch = super()._with_old_log_probs(batch, step)
             if self.global_steps == 2:
                 batch.batch["old_log_probs"][0, 0] = float("nan")
             return batch
 
-        def finish_step(self, metrics):
+        def finish_step(self, batch, step):
             if self.global_steps == 2:
                 pairs = zip(self.before.values(), weights(self).values(), strict=True)
                 assert all(torch.equal(a, b) for a, b in pairs)
-            super().finish_step(metrics)
+            super().finish_step(batch, step)
 
     metrics, trainer = toy_run(
         toy, tmp_path, "trainer.total_training_steps=3", trainer_class=Breaks
@@ -165,8 +166,8 @@ def test_a_step_with_values_that_are_not_finite_is_left_out_and_kept(toy, tmp_pa
 
 def test_three_steps_in_a_row_that_are_not_finite_end_the_run(toy, tmp_path):
     class Broken(PPOTrainer):
-        def _with_old_log_probs(self, batch):
-            batch = super()._with_old_log_probs(batch)
+        def _with_old_log_probs(self, batch, step):
+            batch = super()._with_old_log_probs(batch, step)
             batch.batch["old_log_probs"][:] = float("inf")
             return batch
 

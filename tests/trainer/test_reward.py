@@ -15,8 +15,8 @@ from verl.trainer.ppo.reward import (
     compute_reward_async,
     get_custom_reward_fn,
     load_reward_manager,
+    takes_whole_batch,
 )
-from verl.trainer.ppo.reward_functions import takes_whole_batch
 from verl.workers.reward_manager import AbstractRewardManager, register
 
 FUNCTIONS = """

@@ -18,8 +18,7 @@ from verl.config.reward import (
     RewardRolloutConfig,
 )
 from verl.protocol import DataProto
-from verl.trainer.ppo.model_scores import refuse_unsuited_reward_model
-from verl.trainer.ppo.scoring import score_batch
+from verl.trainer.ppo.scoring import refuse_unsuited_reward_model, score_batch
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.workers.reward_manager import NaiveRewardManager
 
@@ -34,9 +33,9 @@ def model_path(tmp_path_factory):
 class KeepsBatch(PPOTrainer):
     """Lets a test see the batch of the last step."""
 
-    def update(self, batch):
+    def update(self, batch, step):
         self.seen = batch
-        return super().update(batch)
+        return super().update(batch, step)
 
 
 def run(toy, output, model_path, *changes):

@@ -6,7 +6,7 @@ from tests.toy import toy_run
 from tests.trainer.test_ranks import EVERYTHING, KeepsResponses, assert_same_run
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
-from verl.trainer.plan.placement import placement
+from verl.trainer.plan.layout import placement
 
 APART = (
     "actor_rollout_ref.hybrid_engine=false",

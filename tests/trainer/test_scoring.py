@@ -7,8 +7,7 @@ import torch
 from verl.agent_loop.manager import GRADE_COLUMN
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Abstain, InfraError, Score
-from verl.trainer.ppo.reward import RewardError
-from verl.trainer.ppo.reward_functions import WholeBatchReward
+from verl.trainer.ppo.reward import RewardError, WholeBatchReward
 from verl.trainer.ppo.scoring import reported_metrics, score_batch
 from verl.workers.reward_manager.grader import Grader
 

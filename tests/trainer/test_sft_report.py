@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from verl.trainer.sft.report import RunSummary, StepCounts, step_metrics
+from verl.trainer.sft.trainer import RunSummary, StepCounts, step_metrics
 from verl.workers.engine.base import TrainResult
 
 RESULT = TrainResult(

@@ -2,6 +2,7 @@
 
 import gc
 import re
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -27,25 +28,28 @@ class RecordingTrainer(PPOTrainer):
         super().__init__(*args, **kwargs)
         self.added = {}
 
-    def train_step(self, prompts):
+    def draw_prompts(self, step, num_prompts):
+        prompts = super().draw_prompts(step, num_prompts)
         self.added = {"prompts": set(prompts.non_tensor_batch)}
-        return super().train_step(prompts)
+        return prompts
 
-    def rollout(self, prompts):
-        return self.note("rollout", prompts, super().rollout)
+    def rollout(self, step):
+        batch = super().rollout(step)
+        self.added["rollout"] = set(batch.batch.keys())
+        return batch
 
-    def score(self, batch):
-        return self.note("score", batch, super().score)
+    def score(self, batch, step):
+        return self.note("score", batch, step, super().score)
 
-    def annotate(self, batch):
-        return self.note("annotate", batch, super().annotate)
+    def annotate(self, batch, step):
+        return self.note("annotate", batch, step, super().annotate)
 
-    def assign_credit(self, batch):
-        return self.note("assign_credit", batch, super().assign_credit)
+    def assign_credit(self, batch, step):
+        return self.note("assign_credit", batch, step, super().assign_credit)
 
-    def note(self, stage, batch, run):
-        before = set(batch.batch.keys()) if batch.batch is not None else set()
-        result = run(batch)
+    def note(self, stage, batch, step, run):
+        before = set(batch.batch.keys())
+        result = run(batch, step)
         self.added[stage] = set(result.batch.keys()) - before
         return result
 
@@ -120,8 +124,8 @@ def test_a_recipe_replaces_one_stage_and_keeps_the_loop(toy, tmp_path):
     class Constant(PPOTrainer):
         """Every response is worth its place in the group."""
 
-        def score(self, batch):
-            batch = super().score(batch)
+        def score(self, batch, step):
+            batch = super().score(batch, step)
             for row in range(len(batch)):
                 batch.batch["token_level_scores"][row] = 0
                 batch.batch["token_level_scores"][row, 0] = float(row % 4)
@@ -135,10 +139,35 @@ def test_no_stage_is_held_up_by_full_collections_of_garbage(toy, tmp_path):
     before, during = gc.get_threshold(), []
 
     class Watched(PPOTrainer):
-        def rollout(self, prompts):
+        def rollout(self, step):
             during.append(gc.get_threshold()[0])
-            return super().rollout(prompts)
+            return super().rollout(step)
 
     toy_run(toy, tmp_path, trainer_class=Watched)
     assert during == [NEW_OBJECTS, NEW_OBJECTS]
     assert gc.get_threshold() == before
+
+
+class TwoInFlight(PPOTrainer):
+    """Generates for the second step before it trains the first."""
+
+    def fit(self):
+        with self.session():
+            first, second = self.contexts = list(islice(self.steps(), 2))
+            batches = [self.rollout(first), self.rollout(second)]
+            for step, batch in zip(self.contexts, batches, strict=True):
+                for stage in (self.score, self.annotate, self.assign_credit, self.update):
+                    batch = stage(batch, step)
+
+
+def test_two_steps_are_in_flight_and_each_reports_its_own(toy, tmp_path):
+    _, trainer = toy_run(toy, tmp_path, trainer_class=TwoInFlight)
+    first, second = trainer.contexts
+    assert [group.uid for group in first.groups] == [f"1-{row}" for row in range(4)]
+    assert [group.uid for group in second.groups] == [f"2-{row}" for row in range(4)]
+    for step in trainer.contexts:
+        assert {"gen", "reward", "update_actor"} <= step.report.timing.keys()
+        assert step.report.metrics["actor/num_optimizer_steps"] == 1
+    assert [step.groups[0].version for step in trainer.contexts] == [0, 0], "one is a step old"
+    assert first.report.metrics["actor/ppo_kl"] == 0.0
+    assert first.report.metrics["actor/grad_norm"] != second.report.metrics["actor/grad_norm"]

@@ -121,6 +121,11 @@ def test_a_rank_that_takes_no_part_records_nothing(tmp_path, options):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_ranks_the_first_one_is_profiled(tmp_path):
+    assert worker(tmp_path, rank=0, ranks=[]).profiler.check_this_rank()
+    assert not worker(tmp_path, rank=1, ranks=[]).profiler.check_this_rank()
+
+
 def test_all_ranks_means_every_rank(tmp_path):
     profiler = worker(tmp_path, rank=5, all_ranks=True, ranks=[]).profiler
     assert profiler.check_enable()

@@ -116,34 +116,30 @@ class DynamicSampling(BufferPolicy):
     def discard(self, step: int, state: BufferState) -> list[int]:
         return state.ended_of(step)
 
+    def is_informative(self, group: Group) -> bool:
+        """Whether trajectories differ in the metric; a single one always counts, a fault never."""
+        if group.fault is not None:
+            return False
+        scores = [t.grade for t in group.trajectories if isinstance(t.grade, Score)]
+        values = [self._value_of(score) for score in scores]
+        return len(values) == 1 or len(set(values)) > 1
+
+    def _value_of(self, score: Score) -> Any:
+        if self.metric in SEQUENCE_SCORES and self.metric not in score.extras:
+            return np.float32(score.value)
+        return score.extras.get(self.metric)
+
     def _informative(self, step: int, state: BufferState) -> list[int]:
         groups = [state.ended[index] for index in state.ended_of(step)]
-        reported = dict.fromkeys(name for group in groups for name in extras_of(group))
-        if groups and self.metric not in (*SEQUENCE_SCORES, *reported):
+        scores = [t.grade for g in groups for t in g.trajectories if isinstance(t.grade, Score)]
+        reported = dict.fromkeys(name for score in scores for name in score.extras)
+        if scores and self.metric not in (*SEQUENCE_SCORES, *reported):
             known = ", ".join([*SEQUENCE_SCORES, *reported])
             raise ValueError(
                 f"algorithm.filter_groups.metric is {self.metric!r}, but responses only have: "
                 f"{known}"
             )
-        return [g.index for g in groups if is_informative(g, self.metric, self.metric in reported)]
-
-
-def is_informative(group: Group, metric: str, is_reported: bool) -> bool:
-    """Whether trajectories differ in `metric`; a single one always counts, a fault never."""
-    if group.fault is not None:
-        return False
-    scores = [t.grade for t in group.trajectories if isinstance(t.grade, Score)]
-    values: list[Any] = [
-        score.extras.get(metric) if is_reported else np.float32(score.value) for score in scores
-    ]
-    return len(values) == 1 or len(set(values)) > 1
-
-
-def extras_of(group: Group) -> Iterator[str]:
-    """Names of what graders reported beside the scores."""
-    for trajectory in group.trajectories:
-        if isinstance(trajectory.grade, Score):
-            yield from trajectory.grade.extras
+        return [group.index for group in groups if self.is_informative(group)]
 
 
 class Taken(NamedTuple):

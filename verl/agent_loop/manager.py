@@ -11,7 +11,7 @@ from verl.agent_loop.rollouter import Rollouter, RolloutOptions, rows_of
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.protocol import DataProto
 from verl.protocol.padded import padded_batch
-from verl.protocol.trajectory import Group, Trajectory, trajectory_timing
+from verl.protocol.trajectory import Group, Trajectory
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.factory import has_own_process
@@ -115,13 +115,8 @@ class AgentLoopManager:
         batch = padded_batch(trajectories, self.rollouter.padding, with_rows=False)
         if all(t.grade is not None for t in trajectories):
             batch.non_tensor_batch[GRADE_COLUMN] = grade_column(trajectories)
-        metrics, seconds = self.rollouter.take_report()
-        num_cut = sum(t.stop_reason == "length" for t in trajectories)
-        batch.meta_info["timing"] = {**trajectory_timing(trajectories), **seconds}
-        batch.meta_info["metrics"] = {
-            "rollout/truncated_ratio": num_cut / len(trajectories),
-            **metrics,
-        }
+        metrics, seconds = self.rollouter.take_report(groups)
+        batch.meta_info |= {"metrics": metrics, "timing": seconds}
         versions = {group.version for group in groups}
         if len(versions) == 1 and None not in versions:
             (batch.meta_info["policy_version"],) = versions

@@ -36,7 +36,13 @@ from verl.agent_loop.buffer import Buffer
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch, trajectories_of
-from verl.protocol.trajectory import Group, Segment, Trajectory, response_segments
+from verl.protocol.trajectory import (
+    Group,
+    Segment,
+    Trajectory,
+    response_segments,
+    trajectory_timing,
+)
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig
@@ -109,8 +115,9 @@ class GroupSource(ABC):
         """Begin to generate; `put` is called with each group when it has ended."""
 
     @abstractmethod
-    def take_report(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Metrics and seconds since the last time, beside those of trajectories."""
+    def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
+        """Metrics and seconds to report of groups that have ended, and of engines since the last
+        time."""
 
 
 @dataclass(frozen=True)
@@ -178,17 +185,19 @@ class Rollouter(GroupSource):
             self._generate(groups, options, put), rollout_loop(os.getpid())
         )
 
-    def take_report(self) -> tuple[dict[str, float], dict[str, float]]:
-        seconds, self._seconds = self._seconds, {}
-        if self._wake_up is None:
-            return {}, seconds
-        before = self._num_restarts, self._num_redispatched
-        self._num_restarts = sum(engine.num_restarts for engine in self.servers.server_handles)
-        self._num_redispatched = self.servers.num_redispatched
-        return {
-            "rollout/engine_restarts": self._num_restarts - before[0],
-            "rollout/redispatched": self._num_redispatched - before[1],
-        }, seconds
+    def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
+        trajectories = [t for group in groups for t in group.trajectories]
+        num_cut = sum(t.stop_reason == "length" for t in trajectories)
+        metrics = {"rollout/truncated_ratio": num_cut / len(trajectories)}
+        seconds = {**trajectory_timing(trajectories), **self._seconds}
+        self._seconds = {}
+        if self._wake_up is not None:
+            before = self._num_restarts, self._num_redispatched
+            self._num_restarts = sum(engine.num_restarts for engine in self.servers.server_handles)
+            self._num_redispatched = self.servers.num_redispatched
+            metrics["rollout/engine_restarts"] = self._num_restarts - before[0]
+            metrics["rollout/redispatched"] = self._num_redispatched - before[1]
+        return metrics, seconds
 
     async def _generate(
         self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
@@ -345,7 +354,7 @@ class BatchSource(GroupSource):
         work.set_result(None)
         return work
 
-    def take_report(self) -> tuple[dict[str, float], dict[str, float]]:
+    def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
         report = self._metrics, self._seconds
         self._metrics, self._seconds = {}, {}
         return report

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.algos.advantages.rewards import require_finite
+from verl.algos.advantages.returns import require_finite
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto

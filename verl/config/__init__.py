@@ -1,6 +1,6 @@
 """Every option once: a dataclass field, its default, and the sentence that documents it."""
 
 from verl.config.base import BaseConfig
-from verl.config.roots import ROOTS
+from verl.config.schema import ROOTS
 
 __all__ = ["ROOTS", "BaseConfig"]

@@ -11,14 +11,13 @@ on one device and only trade memory for speed.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.algorithm import KL_TYPES
+from verl.config.algorithm import KL_TYPES, RolloutCorrectionConfig
 from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value, while_on
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.roles import BACK_END, CHUNKED, FUSED, ON_GPU, PACKED, ROUTES
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.roles import BACK_END, CHUNKED, FUSED, ON_GPU, PACKED, ROUTES, shares_weights
+from verl.config.trainer import CheckpointConfig
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -328,6 +327,15 @@ class FSDPActorOptimizerConfig(FSDPOptimizerConfig):
 @dataclass(kw_only=True)
 class FSDPActorEngineConfig(FSDPEngineConfig):
     """The actor's FSDP; what the actor states itself is followed here."""
+
+    param_offload: bool = option(
+        False,
+        used_if=When(
+            lambda here, run: not shares_weights(run),
+            "the built-in rollout engine generates with these weights, so they stay on the device; "
+            "optimizer_offload frees more",
+        ),
+    )
 
     strategy: str = option("fsdp", yaml="${oc.select:actor_rollout_ref.actor.strategy,fsdp}")
     """Name of the training back-end; follows `actor.strategy`."""

@@ -69,6 +69,7 @@ def option(
     absent: Absent | None = None,
     reads: tuple[str, ...] | None = None,
     unread: str = "",
+    ignores: Mapping[str, str] | None = None,
 ) -> Any:
     """A field with rules. `minimum` and `maximum` are inclusive, `above` is exclusive.
 
@@ -78,7 +79,8 @@ def option(
     `used_if` says when the option, or a section with all that is below it, has an effect; all its
     conditions must hold. `absent` marks values that are refused because what they ask for does not
     exist. `reads` lists the keys of a shared section that have an effect where this field mounts
-    it; for the others `unread` is the reason.
+    it; for the others `unread` is the reason. `ignores` has keys of a free dict that have no
+    effect, with the reasons.
     """
     rule = {
         "yaml": yaml,
@@ -88,6 +90,7 @@ def option(
         "above": above,
         "used_if": (used_if,) if isinstance(used_if, When) else used_if,
         "absent": absent,
+        "ignores": ignores,
         "reads": None if reads is None else (reads, unread),
     }
     metadata = {name: value for name, value in rule.items() if value is not None}

@@ -24,11 +24,9 @@ from yaml import YAMLError
 from verl.config.base import BaseConfig
 from verl.config.convert import unknown_text
 from verl.config.faults import ConfigError, Fault
-from verl.config.keys import Keys
 from verl.config.legacy import is_old, renamed
 from verl.config.load import Loaded, load_config
-from verl.config.roots import ROOTS
-from verl.config.variants import family
+from verl.config.schema import ROOTS, Keys, family
 from verl.utils.environment import EndsTheRun, set_variable
 
 FLAGS_WITH_VALUE = {

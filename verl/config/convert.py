@@ -14,10 +14,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.config.base import BaseConfig, FreeSection
 from verl.config.faults import ConfigError, Fault, shown
-from verl.config.keys import Keys, section_classes, type_hints, union_members
+from verl.config.schema import Keys, section_classes, type_hints, union_members
 
 TRUE_WORDS = ("true", "yes", "on", "1")
-FALSE_WORDS = ("false", "no", "off", "0")
+FALSE_WORDS = ("false", "no", "off", "0", "")
 
 
 class Mismatch(Exception):
@@ -55,7 +55,7 @@ class Conversion:
             if classes and isinstance(value, Mapping):
                 cls = chosen_class(item, classes, value)
                 arguments[item.name] = self.section(cls, value, key)
-            else:
+            elif value is not None or not is_plain(hint):  # null leaves a number or text as it is
                 arguments[item.name] = converted(value, hint)
         except Mismatch as mismatch:
             text = f"{key} is {shown(value)} ({type(value).__name__}); it must be {mismatch}"
@@ -73,6 +73,11 @@ class Conversion:
                 self.faults.append(Fault(join(path, line), (join(path, line.split()[0]),)))
             sound = {name: value for name, value in arguments.items() if name not in names}
             return unchecked(cls, sound)
+
+
+def is_plain(hint: Any) -> bool:
+    """Whether an option is a number, a text or a switch, and nothing else."""
+    return all(member in SCALARS for member in union_members(hint))
 
 
 def converted(value: Any, hint: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from verl.config.actor import LOSS_AGG_MODES
 from verl.config.base import BaseConfig, When, never, option, runtime_value, while_on
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.model import (
     DEFAULT_MODEL,
@@ -25,6 +24,7 @@ from verl.config.model import (
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.roles import BACK_END, ON_GPU, PACKED_CRITIC, RECORDED_WITH_ACTOR
+from verl.config.trainer import CheckpointConfig
 
 
 @dataclass(kw_only=True)

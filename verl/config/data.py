@@ -32,8 +32,7 @@ class SamplerConfig(BaseConfig):
     """The order in which training rows are drawn, for example a curriculum."""
 
     class_path: str | None = None
-    """File, or `pkg://package.module`, of a sampler; null draws at random or in order. Needs
-    `data.dataloader_num_workers=0`."""
+    """File, or `pkg://package.module`, of a sampler; null draws at random or in order."""
 
     class_name: str | None = option(
         None, used_if=When(lambda here, run: here.class_path is not None, "class_path is null")
@@ -107,7 +106,7 @@ class DataConfig(BaseConfig):
         8, minimum=0, used_if=never("a row is read when it is needed")
     )
     """Accepted for older scripts: a row is read when it is needed, which takes well under a
-    millisecond. Must be 0 with a sampler of your own."""
+    millisecond."""
 
     prompt_key: str = "prompt"
     """Column with the prompt."""

@@ -6,14 +6,13 @@ with the reason. A setting that asks for something that does not exist is refuse
 differ from the default are looked at: scripts may state a default without hearing of it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
 from verl.config.base import Absent, BaseConfig, When
 from verl.config.faults import Fault, shown
-from verl.config.keys import Keys
-from verl.config.variants import family
+from verl.config.schema import Keys, family
 
 OTHER_BACK_END = "it belongs to another training back-end than this run's strategy"
 
@@ -56,6 +55,9 @@ def why_idle(config: BaseConfig, key: str) -> str | None:
         reads = stop.rule("reads")
         if reads is not None and not any(is_at_or_below(stop.rest, name) for name in reads[0]):
             return reads[1]
+        ignored: Mapping[str, str] = stop.rule("ignores") or {}
+        if stop.rest in ignored:
+            return ignored[stop.rest]
         if is_switch_of(stop):
             continue
         conditions: tuple[When, ...] = stop.rule("used_if") or ()

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.roles import CHUNKED, ON_GPU, SEVERAL_RANKS, SHARDED
+from verl.config.trainer import CheckpointConfig
 
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")
 
@@ -35,8 +35,8 @@ class EngineConfig(BaseConfig):
     _target_: str = "verl.workers.config.EngineConfig"
 
     param_offload: bool = False
-    """Keep the weights in CPU memory while the role is idle. Not for an actor whose weights the
-    built-in rollout engine shares."""
+    """Keep the weights in CPU memory while the role is idle. Weights that the built-in rollout
+    engine shares stay on the device."""
 
     optimizer_offload: bool = option(
         False,

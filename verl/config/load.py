@@ -6,11 +6,14 @@ file may hold a whole configuration composed by Hydra or three lines without `de
 load the same way. Old keys are translated, unknown keys are refused (or, when the configuration
 comes from somebody else's program, kept aside with a notice), interpolations are resolved, types
 are converted. Relations between sections are left to `validate`.
+
+A deprecated `<name>_micro_batch_size` counts over all devices: it is divided by the number of
+data-parallel ranks and becomes `<name>_micro_batch_size_per_gpu`, unless the user set that too.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.base import BaseConfig
 from verl.config.convert import Conversion, to_dict, unknown_text
-from verl.config.faults import ConfigError, Fault
-from verl.config.keys import Keys
+from verl.config.faults import ConfigError, Fault, nearest_multiples
 from verl.config.legacy import modernise
-from verl.config.micro_batches import sizes_per_gpu
-from verl.config.variants import (
+from verl.config.roles import data_parallel_size, world_size
+from verl.config.schema import (
+    Keys,
     Values,
     Variant,
     differences,
@@ -82,10 +85,15 @@ def load_config(
     notices, faults = modern.notices, modern.faults
     tree = Tree(variant, modern.values)
     unknown = unknown_paths(modern.values, forms.keys, tree, written)
-    if keeps_unknown and unknown:
-        notices.append("kept, though verl has no such option: " + ", ".join(sorted(unknown)))
-    else:
+    if not keeps_unknown:
         faults += [Fault(unknown_text(path, forms.keys), (path,)) for path in unknown]
+        unknown = [
+            path
+            for path in map(".".join, modern.values)
+            if path not in forms.keys and path not in unknown and written.get(path)
+        ]
+    if unknown:
+        notices.append("kept, though verl has no such option: " + ", ".join(sorted(unknown)))
     user_set = set_by_user(modern.values, variant, written)
     sizes = sizes_per_gpu(tree.config, user_set, variant.keys)
     if sizes.values:
@@ -175,3 +183,56 @@ def raw(config: DictConfig | Mapping[str, Any]) -> Mapping[Any, Any]:
 
 def is_at_or_below(path: str, ancestor: str) -> bool:
     return path == ancestor or path.startswith(f"{ancestor}.")
+
+
+@dataclass
+class SizesPerGpu:
+    """Values to add, under today's keys, and what to say about it."""
+
+    values: dict[tuple[str, ...], int] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+
+def global_sizes(config: Any, user_set: set[str] | frozenset[str], keys: Keys) -> dict[str, int]:
+    """The deprecated sizes that the user set, by key."""
+    sizes = {}
+    for path in sorted(user_set):
+        if path.endswith("micro_batch_size") and f"{path}_per_gpu" in keys:
+            value = value_at(config, path)
+            if value is not None:
+                sizes[path] = value
+    return sizes
+
+
+def sizes_per_gpu(config: Any, user_set: set[str], keys: Keys) -> SizesPerGpu:
+    result = SizesPerGpu()
+    for path, size in global_sizes(config, user_set, keys).items():
+        if f"{path}_per_gpu" in user_set:
+            continue
+        ranks = ranks_of(config, path)
+        if size % ranks:
+            text = (
+                f"{path} is {size}; it is divided by the {ranks} data-parallel ranks, so it must "
+                f"be a multiple of {ranks}: {nearest_multiples(size, of=ranks)}; "
+                f"or set {path}_per_gpu"
+            )
+            result.faults.append(Fault(text, (path,)))
+            continue
+        result.values[tuple(f"{path}_per_gpu".split("."))] = size // ranks
+        result.notices.append(f"{path} is now {path}_per_gpu={size // ranks}")
+    return result
+
+
+def ranks_of(config: Any, path: str) -> int:
+    if "actor_rollout_ref" not in config:
+        return world_size(config)
+    return data_parallel_size(
+        config, "critic" if path.startswith("critic.") else "actor_rollout_ref"
+    )
+
+
+def value_at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = config[name]
+    return config

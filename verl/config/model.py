@@ -14,6 +14,7 @@ from verl.config.base import Absent, BaseConfig, When, never, option
 from verl.config.roles import FUSED, NEW_ADAPTERS, PACKED, is_training, uses_lora
 
 DEFAULT_MODEL = "~/models/deepseek-llm-7b-chat"
+OUR_ATTENTION = {"attn_implementation": "attention is always our own, on packed rows"}
 NO_MTP = never("mtp.enable is refused")
 
 
@@ -29,7 +30,7 @@ class BaseModelConfig(BaseConfig):
     tokenizer_path: str | None = None
     """Tokenizer, when it is not beside the weights."""
 
-    override_config: dict[str, Any] = option(default_factory=dict)
+    override_config: dict[str, Any] = option(default_factory=dict, ignores=OUR_ATTENTION)
     """Values that replace those of the model's `config.json`."""
 
     external_lib: str | list[str] | None = None
@@ -208,9 +209,9 @@ class HFModelConfig(BaseConfig):
     external_lib: str | list[str] | None = None
     """Modules to import before the model is loaded, for example to register its class."""
 
-    override_config: dict[str, Any] = option(default_factory=dict)
-    """Values that replace those of the model's `config.json`, for example `attn_implementation`,
-    `max_position_embeddings` or `rope_scaling`."""
+    override_config: dict[str, Any] = option(default_factory=dict, ignores=OUR_ATTENTION)
+    """Values that replace those of the model's `config.json`, for example `max_position_embeddings`
+    or, for longer contexts, `rope_scaling.rope_type=yarn` with `rope_scaling.factor`."""
 
     enable_gradient_checkpointing: bool = True
     """Compute activations again in the backward pass: less memory, about a third more compute."""

@@ -119,7 +119,7 @@ class ProfilerConfig(BaseConfig):
         default_factory=list,
         used_if=When(lambda here, run: here.enable, "this profiler is not enabled"),
     )
-    """Ranks to profile when `all_ranks` is off."""
+    """Ranks to profile when `all_ranks` is off; without any, rank 0."""
 
     save_path: str | None = option(
         "outputs/profile",

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.config.base import BaseConfig, When, never, option, while_on
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
-from verl.config.model import DEFAULT_MODEL
+from verl.config.model import DEFAULT_MODEL, OUR_ATTENTION
 from verl.config.profiler import ProfilerConfig, SharedToolProfilerConfig
 from verl.config.ref import FollowingMcoreEngineConfig
 from verl.config.roles import BACK_END, LIMITED, PACKED, RECORDED_WITH_ACTOR, REWARD_MODEL
@@ -130,7 +130,7 @@ class RewardModelModelConfig(BaseConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for authors you trust."""
 
-    override_config: dict[str, Any] = option(default_factory=dict)
+    override_config: dict[str, Any] = option(default_factory=dict, ignores=OUR_ATTENTION)
     """Values that replace those of the model's `config.json`."""
 
 

@@ -208,6 +208,20 @@ def data_parallel_size(config: Any, role: str = "actor_rollout_ref") -> int:
     return max(1, role_ranks(config, role) // ranks_per_sequence(engine_of(config, role)))
 
 
+def has_whole_weights(config: Any) -> bool:
+    """Whether every rank of the policy is sure to hold the whole model."""
+    engine = engine_of(config, "actor_rollout_ref")
+    is_zero1 = engine.get("sharding") == "zero1"
+    return role_ranks(config, "actor_rollout_ref") == 1 or is_zero1
+
+
+def shares_weights(config: Any) -> bool:
+    """Whether the rollout engine is sure to generate with the policy's own weights."""
+    section = config.actor_rollout_ref
+    is_here = section.hybrid_engine and section.rollout.name in ("native", "hf")
+    return is_here and has_whole_weights(config) and not section.model.lora.merge
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(name, known, n=1)

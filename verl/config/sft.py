@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import Absent, BaseConfig, When, never, option, while_on
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.data import CustomClassConfig
 from verl.config.engine import DTYPES, EngineConfig, FSDPEngineConfig, WrapPolicyConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.config.profiler import TOOLS, ProfilerConfig
 from verl.config.roles import PACKED
-from verl.config.trainer import DEVICES, LOCAL_DIR, RESUME_MODES
+from verl.config.trainer import DEVICES, LOCAL_DIR, RESUME_MODES, CheckpointConfig
 
 EACH_EPOCH = "after_each_epoch"
 """A value of `save_freq` and `test_freq`."""

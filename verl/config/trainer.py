@@ -1,4 +1,4 @@
-"""The run: how long, on what, how often it saves, and where it reports."""
+"""The run: how long, on what, how often it saves, what a checkpoint holds, where it reports."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,6 +9,8 @@ from verl.config.roles import WITH_CRITIC
 RESUME_MODES = ("auto", "disable", "resume_path")
 DEVICES = ("auto", "cuda", "cpu", "npu")
 LOCAL_DIR = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+CONTENTS = ["model", "optimizer", "extra"]
+CHOICES = (*CONTENTS, "hf_model")
 
 
 @dataclass(kw_only=True)
@@ -185,3 +187,22 @@ class TransferQueueConfig(BaseConfig):
         8, minimum=1, used_if=never("transfer_queue.enable is refused")
     )
     """Processes that hold the data."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig(BaseConfig):
+    """Contents of one role's checkpoint. Where and how often is in `trainer`."""
+
+    _target_: str = "verl.trainer.config.CheckpointConfig"
+
+    save_contents: list[str] = option(default_factory=CONTENTS.copy, choices=CHOICES)
+    """Any of `model`, `optimizer`, `extra` (schedule and random state) and `hf_model` (a folder
+    that `from_pretrained` loads)."""
+
+    load_contents: list[str] = option(
+        default_factory=CONTENTS.copy, yaml="${.save_contents}", choices=CHOICES
+    )
+    """What a resumed run restores, from the same list."""
+
+    async_save: bool = False
+    """Copy the state to host memory and write it in the background while training goes on."""

@@ -1,8 +1,9 @@
 """Relations between sections, checked before anything heavy is loaded.
 
 Each rule is a small generator of faults; `validate` runs them all, so that a user sees every
-mistake at once. Rules about one value alone are with its field; rules about this machine (files,
-packages) are in `validate_machine`. A key already found at fault is not reported twice.
+mistake at once. Rules about one value alone are metadata of its field; those about the algorithm,
+generation and this machine are in `validate_parts`. A key already at fault is not reported twice.
+`advice` names configurations that are allowed and probably not meant.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +17,10 @@ from verl.config.base import BaseConfig
 from verl.config.effects import absent_faults
 from verl.config.engine import FSDPEngineConfig
 from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, shown
-from verl.config.keys import Keys, walk_leaves
-from verl.config.load import load_config
-from verl.config.micro_batches import global_sizes
+from verl.config.load import global_sizes, load_config
 from verl.config.ppo import PPOConfig
 from verl.config.roles import (
+    GROUP_ESTIMATORS,
     POOL_ROLES,
     Roles,
     data_parallel_size,
@@ -31,10 +31,9 @@ from verl.config.roles import (
     role_ranks,
     world_size,
 )
+from verl.config.schema import Keys, walk_leaves
 from verl.config.sft import SFTConfig, SFTEngineConfig, SFTEngineDataConfig
-from verl.config.validate_algorithm import algorithm_faults
-from verl.config.validate_machine import machine_faults
-from verl.config.validate_rollout import rollout_faults
+from verl.config.validate_parts import algorithm_faults, machine_faults, rollout_faults
 
 ACTOR = "actor_rollout_ref.actor"
 ALWAYS_CHECKED = {f"{ACTOR}.strategy"}
@@ -80,6 +79,7 @@ def relation_faults(
         for rule in PPO_RULES:
             yield from rule(config, roles or Roles.of(config))
         yield from rollout_faults(config)
+        yield from loader_faults(config)
         yield from algorithm_faults(config, names_are_open=names_are_open)
     elif isinstance(config, SFTConfig | SFTEngineConfig):
         yield from sft_faults(config)
@@ -333,3 +333,52 @@ PPO_RULES: list[Callable[[PPOConfig, Roles], Iterator[Fault]]] = [
     parallel_faults,
     placement_faults,
 ]
+
+
+def advice(config: Any) -> list[str]:
+    return list(sentences(config))
+
+
+def sentences(config: Any) -> Iterator[str]:
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    estimator = config.algorithm.adv_estimator
+    if rollout.n == 1 and estimator in GROUP_ESTIMATORS:
+        yield (
+            f"algorithm.adv_estimator={estimator} compares the responses to a prompt with each "
+            "other, but actor_rollout_ref.rollout.n is 1"
+        )
+    if config.algorithm.use_kl_in_reward and actor.use_kl_loss:
+        yield (
+            "the KL to the reference counts twice: in the reward (algorithm.use_kl_in_reward) and "
+            "in the loss (actor_rollout_ref.actor.use_kl_loss)"
+        )
+    if rollout.val_kwargs.n > 1 and not rollout.val_kwargs.do_sample:
+        yield (
+            f"validation draws {rollout.val_kwargs.n} responses per prompt, all of them the same: "
+            "set actor_rollout_ref.rollout.val_kwargs.do_sample=True and a temperature"
+        )
+    if config.trainer.save_freq < 1 and (config.trainer.total_training_steps or 2) > 1:
+        yield "no checkpoint is saved: trainer.save_freq is not positive"
+
+
+def loader_faults(config: Any) -> Iterator[Fault]:
+    data = config.data
+    pairs = (
+        ("data.custom_cls", data.custom_cls.path, "name", data.custom_cls.name),
+        ("data.datagen", data.datagen.path, "name", data.datagen.name),
+        ("data.sampler", data.sampler.class_path, "class_name", data.sampler.class_name),
+    )
+    for key, path, field, name in pairs:
+        if path is not None and name is None:
+            text = f"{key}.{field} is null; it must name the class in {path}"
+            yield Fault(text, (f"{key}.{field}",))
+    manager = config.reward_manager
+    if manager.source == "importlib" and (manager.module is None or manager.module.path is None):
+        text = "reward_manager.module.path is null; reward_manager.source=importlib needs the file"
+        yield Fault(text, ("reward_manager.module.path",))
+    if manager.name == "model" and manager.source == "register" and not config.reward_model.enable:
+        text = (
+            "reward_manager.name is model, but reward_model.enable is False; it takes the score of "
+            "a reward model: set reward_model.enable=True and reward_model.model.path"
+        )
+        yield Fault(text, ("reward_manager.name", "reward_model.enable"))

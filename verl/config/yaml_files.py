@@ -1,22 +1,28 @@
 """The YAML files that Hydra composes, written from the dataclasses.
 
 Users compose on these files and swap groups (`engine=megatron`), so which file holds which section
-is public: `FILES` says it. A file that pulls other files in by its `defaults` list states only
-what differs from them.
+is public: `FILES` lists it. A file that pulls other files in by its `defaults` list states only
+what differs from them. The comment above a key is the sentence below its field, which Python throws
+away and the parser still sees; a subclass that states a field anew may leave the sentence to its
+base class.
 """
 
+import ast
+import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import yaml
 
 from verl.config.actor import FSDPActorConfig, McoreActorConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.base import BaseConfig, is_option
 from verl.config.critic import FSDPCriticConfig, McoreCriticConfig
 from verl.config.data import DataConfig
-from verl.config.documentation import sentences, summary
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, VeOmniEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmniOptimizerConfig
@@ -28,25 +34,12 @@ from verl.config.reward import (
     RewardModelConfig,
 )
 from verl.config.rollout import RolloutConfig
-from verl.config.rollout_correction import RolloutCorrectionConfig
-from verl.config.roots import ROOTS
-from verl.config.variants import default_tree
+from verl.config.schema import ROOTS, default_tree
 
 COMMAND = "python -m verl.config.generate"
 HEADER = f"# Written by `{COMMAND}`"
 WIDTH = 100
 INDENT = "  "
-
-
-@dataclass(frozen=True)
-class File:
-    """A section, the file of the same group it extends, and the files mounted inside it."""
-
-    section: Callable[[], BaseConfig]
-    extends: str | None = None
-    mounts: Mapping[str, str] = field(default_factory=dict)
-
-
 PPO_MOUNTS = {
     "data": "data/legacy_data",
     "actor_rollout_ref.model": "model/hf_model",
@@ -78,6 +71,16 @@ ROOT_MOUNTS = {
 OPTIM_FSDP = {"optim": "optim/fsdp"}
 OPTIM_MEGATRON = {"optim": "optim/megatron"}
 ENGINE_MEGATRON = {"megatron": "engine/megatron"}
+
+
+@dataclass(frozen=True)
+class File:
+    """A section, the file of the same group it extends, and the files mounted inside it."""
+
+    section: Callable[[], BaseConfig]
+    extends: str | None = None
+    mounts: Mapping[str, str] = field(default_factory=dict)
+
 
 FILES: dict[str, File] = {
     "optim/fsdp": File(FSDPOptimizerConfig),
@@ -218,3 +221,38 @@ def inline(value: Any) -> str:
 def comment(text: str, depth: int) -> str:
     mark = f"{INDENT * depth}# "
     return textwrap.fill(text, WIDTH, initial_indent=mark, subsequent_indent=mark)
+
+
+@cache
+def sentences(cls: type[BaseConfig]) -> dict[str, str]:
+    """The documentation of every field of a section, inherited ones included."""
+    found: dict[str, str] = {}
+    for ancestor in reversed(cls.__mro__):
+        if issubclass(ancestor, BaseConfig) and ancestor is not BaseConfig:
+            found |= _classes(ancestor.__module__)[ancestor.__name__]
+    return found
+
+
+def summary(cls: type[BaseConfig]) -> str:
+    """What a section is for: the docstring of its class."""
+    return " ".join(inspect.cleandoc(cls.__doc__ or "").split())
+
+
+@cache
+def _classes(module: str) -> dict[str, dict[str, str]]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: _fields(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _fields(node: ast.ClassDef) -> dict[str, str]:
+    found = {}
+    for item, below in zip(node.body, node.body[1:], strict=False):
+        if (
+            isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            found[item.target.id] = " ".join(below.value.value.split())
+    return found

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from verl.config import command
 from verl.config.effects import idle_notices
-from verl.config.evaluation import EvaluationConfig
 from verl.config.faults import ConfigError, Fault
+from verl.config.generation import EvaluationConfig
 from verl.config.load import Loaded, load_config
 from verl.config.validate import validate
 from verl.utils.environment import WentWrong

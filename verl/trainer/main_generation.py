@@ -54,10 +54,12 @@ def run(loaded: Loaded) -> None:
     if config.trainer.dry_run:
         if mistakes:
             raise ConfigError(mistakes)
+        command.say(idle_notices(config, loaded.user_set))
         say_plan(config, faults)
     elif faults:
         raise ConfigError(faults)
     else:
+        command.say(idle_notices(config, loaded.user_set))
         generate_and_report(loaded)
 
 
@@ -69,7 +71,6 @@ def say_plan(config: GenerationConfig, missing: list[Fault]) -> None:
 def generate_and_report(loaded: Loaded) -> None:
     config: GenerationConfig = loaded.config
     dtype = config.rollout.dtype if "rollout.dtype" in loaded.user_set else "auto"
-    command.say(idle_notices(config, loaded.user_set))
 
     def start(model_path: str, num_batches: int) -> Any:
         start_engines = lazy_attribute(__name__, _LAZY, "start_engines")

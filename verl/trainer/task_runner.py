@@ -13,14 +13,13 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.config.ppo import PPOConfig
-from verl.single_controller.base.controller import Controller
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
-from verl.single_controller.controllers import controllers
-from verl.trainer.plan.placement import controller as controller_name
-from verl.trainer.ppo.model_scores import asks_over_http
+from verl.single_controller.controllers import Controller, controllers
+from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager
-from verl.trainer.ppo.run import as_ppo_config
+from verl.trainer.ppo.scoring import asks_over_http
+from verl.trainer.ppo.session import as_ppo_config
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.utils.dataset.prompts import set_chat_template

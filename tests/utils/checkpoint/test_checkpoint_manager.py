@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.tiny_models import tiny_model
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.trainer import CheckpointConfig
 from verl.utils.checkpoint.checkpoint_manager import (
     BaseCheckpointManager,
     capture_rng,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tiny_models import tiny_model
-from verl.utils.checkpoint.identity import (
+from verl.utils.checkpoint.manifest import (
     SAMPLE_BYTES,
     compare,
     config_identity,

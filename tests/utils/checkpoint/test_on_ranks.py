@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import tiny_config, tiny_model
 from tests.utils.two_ranks import run_on_ranks, run_on_two_ranks
 from tests.workers.engine.test_one_device import batch, weighted_sum
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.trainer import CheckpointConfig
 from verl.models.loading import random_causal_lm
 from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.checkpoint.layout import CheckpointMismatchError

@@ -1,4 +1,4 @@
-"""A prompt becomes the ids that the model is given: templates, truncation, special tokens as words."""
+"""A prompt becomes the ids that a model is given: templates, truncation, special words."""
 
 import random
 import time

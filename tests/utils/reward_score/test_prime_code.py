@@ -9,7 +9,7 @@ from tests.utils.sandbox.needs import require_namespaces
 from verl.utils.reward_score import default_compute_score, prime_code
 from verl.utils.reward_score.prime_code import apps_check_correctness
 from verl.workers.reward_manager.grader import InfraError
-from verl.workers.reward_manager.worker_process import grade_of
+from verl.workers.reward_manager.workers import grade_of
 
 DOUBLE = {"inputs": ["1", "2", "3", "4"], "outputs": ["2", "4", "6", "8"]}
 RIGHT = "print(int(input()) * 2)"
@@ -184,6 +184,8 @@ def test_the_data_source_leads_here_and_a_broken_service_is_a_fault_of_the_grade
     row = {"data_source": "apps", "solution_str": solution, "ground_truth": json.dumps(DOUBLE)}
     assert default_compute_score(**row) == 0.5
     arguments = row | {"sandbox_fusion_url": "http://127.0.0.1:9"}
-    fault = grade_of(default_compute_score, arguments, asyncio.new_event_loop())
+    loop = asyncio.new_event_loop()
+    fault = grade_of(default_compute_score, arguments, loop)
+    loop.close()
     assert isinstance(fault, InfraError)
     assert "did not run test case 0" in fault.reason

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from verl.utils.sandbox.jail.call_filter import REFUSED_CALLS, build_filter
+from verl.utils.sandbox.jail.kernel import REFUSED_CALLS, build_filter
 from verl.utils.sandbox.jail.namespaces import id_map
 from verl.utils.sandbox.jail.supervisor import resident_bytes
 

@@ -203,10 +203,10 @@ def test_without_namespaces_nothing_runs_and_the_error_tells_the_way_out():
     script = """
 import os
 from verl.utils.reward_score import prime_code
-from verl.utils.sandbox.jail import call_filter, kernel
-call_filter.REFUSED_CALLS = {"unshare": call_filter.REFUSED_CALLS["unshare"]}
+from verl.utils.sandbox.jail import kernel
+kernel.REFUSED_CALLS = {"unshare": kernel.REFUSED_CALLS["unshare"]}
 kernel.forbid_new_privileges()
-kernel.install_filter(call_filter.build_filter(os.uname().machine))
+kernel.install_filter(kernel.build_filter(os.uname().machine))
 try:
     prime_code.compute_score("print(1)", {"inputs": ["1"], "outputs": ["1"]})
 except RuntimeError as error:

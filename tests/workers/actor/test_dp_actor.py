@@ -165,7 +165,7 @@ def test_a_shuffle_changes_the_mini_batches_and_repeats_itself():
 @pytest.mark.gpu
 def test_a_critic_on_a_gpu_takes_rows_in_cpu_memory(tmp_path):
     from tests.tiny_models import plain_twin
-    from verl.models.value import load_value_model
+    from verl.models.loading import load_value_model
 
     plain_twin(tiny_model("llama")).save_pretrained(tmp_path)
     engine = OneDeviceEngine(
@@ -183,7 +183,7 @@ def test_a_critic_on_a_gpu_takes_rows_in_cpu_memory(tmp_path):
 
 def test_the_critic_learns_returns_and_counts_only_response_tokens(tmp_path):
     from tests.tiny_models import plain_twin
-    from verl.models.value import load_value_model
+    from verl.models.loading import load_value_model
 
     plain_twin(tiny_model("llama")).save_pretrained(tmp_path)
     engine = OneDeviceEngine(

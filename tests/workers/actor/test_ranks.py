@@ -13,8 +13,7 @@ from verl.config.actor import FSDPActorConfig, PolicyLossConfig
 from verl.config.critic import FSDPCriticConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.models.loading import random_causal_lm
-from verl.models.value import empty_value_model, load_value_model
+from verl.models.loading import empty_value_model, load_value_model, random_causal_lm
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine.fsdp import FSDPEngine

@@ -117,7 +117,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_no_version():
 def test_a_value_model_gives_one_value_per_response_token_and_starts_at_zero(tmp_path):
     from transformers import AutoModelForTokenClassification
 
-    from verl.models.value import load_value_model
+    from verl.models.loading import load_value_model
 
     plain_twin(tiny_model("llama")).save_pretrained(tmp_path)
     built = OneDeviceEngine(

@@ -8,7 +8,7 @@ from tests.tiny_models import plain_twin, tiny_model
 from tests.utils.two_ranks import run_on_ranks, run_on_two_ranks
 from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.models.value import load_value_model, score_head
+from verl.models.loading import load_value_model, score_head
 from verl.workers.engine.one_device import OneDeviceEngine
 
 PASSES = [[0], [1, 2, 3], [], [4, 5, 6]]  # row 0 has no response; a pass may have no rows

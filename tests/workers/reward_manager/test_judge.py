@@ -25,9 +25,15 @@ from verl.utils.environment import temp_env_var
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.adapters import grades_of
 from verl.workers.reward_manager.grader import Abstain, InfraError, Score
-from verl.workers.reward_manager.judge import Judge, JudgeRewardManager
-from verl.workers.reward_manager.judge_client import JudgeClient, JudgeEndpoint, JudgeUnavailable
-from verl.workers.reward_manager.judge_prompt import NoVerdict, Question
+from verl.workers.reward_manager.judge import (
+    Judge,
+    JudgeClient,
+    JudgeEndpoint,
+    JudgeRewardManager,
+    JudgeUnavailable,
+    NoVerdict,
+    Question,
+)
 from verl.workers.reward_manager.registry import get_reward_manager_cls
 
 KEY = "TEST_JUDGE_KEY"

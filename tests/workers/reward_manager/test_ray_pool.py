@@ -10,7 +10,7 @@ from tests.workers.reward_manager.batches import batch
 from verl.workers.reward_manager.adapters import grades_of
 from verl.workers.reward_manager.grader import InfraError
 from verl.workers.reward_manager.prime import RemoteRewardManager
-from verl.workers.reward_manager.ray_pool import RayWorkerPool, is_attached
+from verl.workers.reward_manager.workers import RayWorkerPool, is_attached
 
 CONFIG = OmegaConf.create({"reward_model": {"num_workers": 2}})
 

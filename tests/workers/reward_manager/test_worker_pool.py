@@ -10,7 +10,7 @@ import time
 import pytest
 
 from verl.workers.reward_manager.grader import InfraError, Score
-from verl.workers.reward_manager.worker_pool import WorkerPool
+from verl.workers.reward_manager.workers import WorkerPool
 
 
 @pytest.fixture
@@ -114,10 +114,10 @@ def test_a_stopped_worker_counts_as_one_that_hangs(pool_of):
     assert pool_of(stops, timeout_seconds=0.5).call({}).is_timeout
 
 
-def test_without_its_nursery_the_pool_goes_on(pool_of):
+def test_without_its_fork_server_the_pool_goes_on(pool_of):
     pool = pool_of(pid_of)
     before = pool.call({}).extras["pid"]
-    os.kill(pool._family._nursery, signal.SIGKILL)
+    os.kill(pool._processes._server_pid, signal.SIGKILL)
     wait_until(lambda: not is_running(before))  # workers die with it
     after = pool.call({})
     assert after.extras["pid"] != before
@@ -137,9 +137,9 @@ def test_a_large_argument_and_a_large_report_arrive_whole(pool_of):
 
 def test_a_pool_that_nobody_needs_ends_its_processes():
     pool = WorkerPool(pid_of, timeout_seconds=20.0)
-    worker, nursery = pool.call({}).extras["pid"], pool._family._nursery
+    worker, server = pool.call({}).extras["pid"], pool._processes._server_pid
     del pool
-    wait_until(lambda: not is_running(worker) and not is_running(nursery))
+    wait_until(lambda: not is_running(worker) and not is_running(server))
 
 
 def train(line):
@@ -151,7 +151,7 @@ def train(line):
         child.wait(timeout=600)
 
     pool = WorkerPool(hangs, timeout_seconds=600.0)
-    line.send([pool._family._nursery])
+    line.send([pool._processes._server_pid])
     pool.call({})
 
 
@@ -160,7 +160,7 @@ def test_when_the_trainer_is_killed_nothing_is_left():
     ours, theirs = context.Pipe(duplex=False)
     trainer = context.Process(target=train, args=(theirs,))
     trainer.start()
-    pids = ours.recv() + ours.recv()  # the nursery, a worker, what the worker started
+    pids = ours.recv() + ours.recv()  # the fork server, a worker, what the worker started
     assert all(is_running(pid) for pid in pids)
     trainer.kill()
     trainer.join(timeout=10)

@@ -9,8 +9,12 @@ import torch
 
 from tests.workers.reward_model.models import character_tokenizer, reward_model, save
 from verl.config.reward import FSDPRewardModelConfig, FSDPRewardModelModelConfig
-from verl.workers.reward_model.manager import RewardModelManager
-from verl.workers.reward_model.server import MAX_BODY_BYTES, MAX_TEXTS, RewardModelServer
+from verl.workers.reward_model.server import (
+    MAX_BODY_BYTES,
+    MAX_TEXTS,
+    RewardModelManager,
+    RewardModelServer,
+)
 
 
 @pytest.fixture

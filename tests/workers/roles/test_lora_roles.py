@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from tests.tiny_tokenizer import save_tiny_model
 from tests.workers.roles.test_roles import PROMPT, RESPONSE, annotated, group, rollout_batch
 from verl.config.actor import FSDPActorConfig
-from verl.config.checkpoint import CheckpointConfig
 from verl.config.critic import FSDPCriticConfig, FSDPCriticModelCfg
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig, LoraConfig
@@ -17,6 +16,7 @@ from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig, RefModelConfig
 from verl.config.rollout import RolloutConfig
+from verl.config.trainer import CheckpointConfig
 from verl.models.lora import adapter_weights, has_lora, is_adapter
 from verl.single_controller.base.failures import WorkerError
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker

@@ -38,10 +38,10 @@ def built(model_path, config, **options):
     )
 
 
-def test_an_actor_whose_weights_the_rollout_shares_is_not_offloaded(model_path):
-    config = FSDPEngineConfig(param_offload=True)
-    with pytest.raises(ValueError, match=r"param_offload is on.*optimizer_offload=True"):
-        built(model_path, config, is_shared=True)
+def test_an_actor_whose_weights_the_rollout_shares_keeps_them_on_the_device(model_path):
+    config = FSDPEngineConfig(param_offload=True, optimizer_offload=True)
+    memory = built(model_path, config, is_shared=True).memory
+    assert (memory.param_offload, memory.optimizer_offload) == (False, True)
 
 
 def test_an_actor_beside_an_engine_with_weights_of_its_own_may_be_offloaded(model_path):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from verl.workers.rollout.native import memory
-from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native import cache as memory
+from verl.workers.rollout.native.sequence import EngineLimits
 
 
 def test_the_budget_is_a_share_of_what_the_machine_has():

@@ -1,7 +1,7 @@
 """What a prefill computes: the tokens that are not known yet, end to end."""
 
+from verl.workers.rollout.native.attention import PrefillSequence
 from verl.workers.rollout.native.model_runner import packed_tokens
-from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.sessions import KnownTokens
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.workers.rollout.native.page_pool import NOBODYS, PAGE, PagePool, pages_for
+from verl.workers.rollout.native.pages import PAGE, SCRATCH, PagePool, pages_for
 
 HOLDERS = ["a", "b", "c", "d"]
 CALLS = st.lists(
@@ -31,11 +31,11 @@ def test_every_page_is_free_or_held_by_one_and_none_is_lost(num_pages, calls):
             assert held[holder][: len(before)] == before, "pages that one has stay where they are"
             assert len(held[holder]) == len(before) + number
         elif call == "give back" and holder in held:
-            pool.give_back(holder)
+            pool.free(holder)
             del held[holder]
         in_use = [page for pages in held.values() for page in pages]
         assert len(in_use) == len(set(in_use))
-        assert NOBODYS not in in_use
+        assert SCRATCH not in in_use
         assert len(in_use) + pool.num_free == pool.capacity == num_pages - 1
 
 
@@ -44,9 +44,9 @@ def test_pages_cannot_be_given_back_twice_or_taken_where_there_are_none():
     pool.take("a", 2)
     with pytest.raises(AssertionError, match="1 of 0 pages"):
         pool.take("b", 1)
-    pool.give_back("a")
+    pool.free("a")
     with pytest.raises(KeyError):
-        pool.give_back("a")
+        pool.free("a")
     assert pool.num_free == 2
 
 
@@ -57,7 +57,7 @@ def test_the_list_of_a_holder_grows_with_it_and_is_another_when_it_comes_back():
     pool.take("a", 2)
     assert pool.held("a") is first
     assert len(first) == 3
-    pool.give_back("a")
+    pool.free("a")
     pool.take("a", 3)
     assert pool.held("a") is not first
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from verl.workers.rollout.native.page_pool import NOBODYS, PagePool
-from verl.workers.rollout.native.page_table import PageTable
+from verl.workers.rollout.native.pages import SCRATCH, PagePool, PageTable
 
 
 def build_table():
@@ -22,10 +21,10 @@ def update(pool, table, **slots):
 
 def row(pool, name):
     pages = [*pool.held("prompt"), *pool.held(name)]
-    return pages + [NOBODYS] * (5 - len(pages))
+    return pages + [SCRATCH] * (5 - len(pages))
 
 
-NOTHING = [NOBODYS] * 5
+NOTHING = [SCRATCH] * 5
 
 
 def test_a_slot_leads_to_the_prompts_pages_and_then_to_its_own():
@@ -34,7 +33,7 @@ def test_a_slot_leads_to_the_prompts_pages_and_then_to_its_own():
     assert update(pool, table, a=2, b=0) == [row(pool, "b"), NOTHING, row(pool, "a"), NOTHING]
     pool.take("a", 2)
     assert update(pool, table, a=2, b=0)[2] == row(pool, "a")
-    assert NOBODYS not in table.pages[2].tolist()
+    assert SCRATCH not in table.pages[2].tolist()
     assert table.pages.data_ptr() == address, "captured steps find it where it was"
 
 
@@ -49,7 +48,7 @@ def test_who_comes_back_to_its_slot_with_as_many_other_pages_is_noticed():
     pool, table = build_table()
     update(pool, table, a=2, b=0)
     before = pool.held("b")
-    pool.give_back("b")
+    pool.free("b")
     pool.take("c", 1)
     pool.take("b", 2)
     assert pool.held("b") != before

@@ -42,8 +42,8 @@ def test_a_refused_request_takes_the_rest_of_its_batch_along():
 
 
 def test_a_limit_below_one_is_refused_by_name():
-    with pytest.raises(ValueError, match="steps_per_visit is 0"):
-        EngineLimits(steps_per_visit=0)
+    with pytest.raises(ValueError, match="tokens_per_step is 0"):
+        EngineLimits(tokens_per_step=0)
 
 
 # The tiny llama keeps 2 layers x (8 + 8 numbers) x 2 KV heads x 4 bytes = 256 bytes of a token.

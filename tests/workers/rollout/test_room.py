@@ -3,83 +3,82 @@
 import random
 
 from tests.workers.rollout.test_scheduler import build_group
-from verl.workers.rollout.native.page_pool import PAGE
-from verl.workers.rollout.native.room import PagedRoom
+from verl.workers.rollout.native.pages import PAGE, PageBudget
 from verl.workers.rollout.native.scheduler import Scheduler
 
 
-def build_room(num_pages, *, num_rows=8, max_tokens=8 * PAGE, stretch=8):
-    return PagedRoom(num_pages, num_rows=num_rows, max_tokens=max_tokens, stretch=stretch)
+def build_budget(num_pages, *, num_rows=8, max_tokens=8 * PAGE, lookahead=8):
+    return PageBudget(num_pages, num_rows=num_rows, max_tokens=max_tokens, lookahead=lookahead)
 
 
-def paged_group(room, name, num_samples, prompt_length, num_tokens):
+def paged_group(budget, name, num_samples, prompt_length, num_tokens):
     group = build_group(name, num_samples, prompt_length, num_tokens)
-    group.num_shared = room.most_shared(prompt_length)
+    group.num_shared = budget.most_shared(prompt_length)
     return group
 
 
 def test_prompts_share_whole_blocks_only():
-    room = build_room(20)
-    assert [room.most_shared(n) for n in (5, PAGE, PAGE + 1, 3 * PAGE - 1)] == [
+    budget = build_budget(20)
+    assert [budget.most_shared(n) for n in (5, PAGE, PAGE + 1, 3 * PAGE - 1)] == [
         0, PAGE, PAGE, 2 * PAGE,
     ]  # fmt: skip
 
 
 def test_a_group_is_no_larger_than_what_fits_at_full_length():
     # 12 pages: 2 for the prompt's whole blocks, and a sample takes 10 + 128 tokens, 3 pages.
-    room = build_room(13)
-    assert room.most_samples(2 * PAGE + 10, 2 * PAGE) == 3
-    assert room.most_samples(2 * PAGE + 10, 10_000) == 1  # bounded by the longest sequence
-    assert room.most_samples(1, 1) == 8  # rows
+    budget = build_budget(13)
+    assert budget.most_samples(2 * PAGE + 10, 2 * PAGE) == 3
+    assert budget.most_samples(2 * PAGE + 10, 10_000) == 1  # bounded by the longest sequence
+    assert budget.most_samples(1, 1) == 8  # rows
 
 
 def test_a_group_enters_with_pages_for_its_prompt_and_for_the_first_token_of_each_sample():
-    room = build_room(40)
-    group = paged_group(room, "a", 2, 2 * PAGE + 63, 4 * PAGE)
-    room.look_around([])
-    room.enter(group)
-    assert len(room.pool.held(group)) == 2
-    assert [len(room.pool.held(sample)) for sample in group.samples] == [1, 1]
-    first, second = (room.pages_of(sample) for sample in group.samples)
+    budget = build_budget(40)
+    group = paged_group(budget, "a", 2, 2 * PAGE + 63, 4 * PAGE)
+    budget.begin_admission([])
+    budget.admit(group)
+    assert len(budget.pool.held(group)) == 2
+    assert [len(budget.pool.held(sample)) for sample in group.samples] == [1, 1]
+    first, second = (budget.pages_of(sample) for sample in group.samples)
     assert first[:2] == second[:2]
     assert first[2] != second[2]
 
 
 def test_rows_grow_all_together_or_not_at_all():
-    room = build_room(5)  # 4 to be had
-    group = paged_group(room, "a", 2, 10, 4 * PAGE)
-    room.look_around([])
-    room.enter(group)
-    assert room.grow(group.samples, [PAGE, PAGE])  # 10 + 64 tokens: a second page each
-    assert not room.grow(group.samples, [2 * PAGE, 3])
-    assert [len(room.pool.held(sample)) for sample in group.samples] == [2, 2]
-    assert room.grow(group.samples, [1, 1])
+    budget = build_budget(5)  # 4 to be had
+    group = paged_group(budget, "a", 2, 10, 4 * PAGE)
+    budget.begin_admission([])
+    budget.admit(group)
+    assert budget.grow(group.samples, [PAGE, PAGE])  # 10 + 64 tokens: a second page each
+    assert not budget.grow(group.samples, [2 * PAGE, 3])
+    assert [len(budget.pool.held(sample)) for sample in group.samples] == [2, 2]
+    assert budget.grow(group.samples, [1, 1])
 
 
 def test_nobody_gets_pages_for_more_tokens_than_it_may_have():
-    room = build_room(5)
-    group = paged_group(room, "a", 1, 10, 40)
-    room.enter(group)
-    assert room.grow(group.samples, [1000])
-    assert len(room.pool.held(group.samples[0])) == 1
+    budget = build_budget(5)
+    group = paged_group(budget, "a", 1, 10, 40)
+    budget.admit(group)
+    assert budget.grow(group.samples, [1000])
+    assert len(budget.pool.held(group.samples[0])) == 1
 
 
-def test_a_group_waits_until_there_is_a_stretch_for_all_who_run_beside_what_it_brings():
+def test_a_group_waits_until_there_is_a_lookahead_for_all_who_run_beside_what_it_brings():
     # A page for 10 + 1 tokens, and one for the next steps, of each.
     for num_pages, num_admitted in ((4, 1), (5, 2)):
-        room = build_room(num_pages)
-        scheduler = Scheduler(8, 1000, room)
+        budget = build_budget(num_pages)
+        scheduler = Scheduler(8, 1000, budget)
         for name in "ab":
-            scheduler.add(paged_group(room, name, 1, 10, 4 * PAGE))
+            scheduler.add(paged_group(budget, name, 1, 10, 4 * PAGE))
         assert len(scheduler.admit()) == num_admitted
         assert scheduler.admit() == []
 
 
 def test_nothing_is_kept_for_who_cannot_become_longer():
-    room = build_room(3)
-    scheduler = Scheduler(8, 1000, room)
+    budget = build_budget(3)
+    scheduler = Scheduler(8, 1000, budget)
     for name in "ab":
-        scheduler.add(paged_group(room, name, 1, 10, PAGE - 10))
+        scheduler.add(paged_group(budget, name, 1, 10, PAGE - 10))
     assert len(scheduler.admit()) == 2
 
 
@@ -92,20 +91,20 @@ class Simulation:
         self.steps = rng.choice([4, 16])
         max_tokens = self.max_prompt + self.max_response
         least = -(-max_tokens // PAGE) + 1
-        self.room = build_room(
+        self.budget = build_budget(
             least + rng.choice([0, 1, 5, 30]),
             num_rows=rng.randint(1, 8),
             max_tokens=max_tokens,
-            stretch=2 * self.steps,
+            lookahead=2 * self.steps,
         )
-        self.scheduler = Scheduler(self.room.num_rows, 10_000, self.room)
+        self.scheduler = Scheduler(self.budget.num_rows, 10_000, self.budget)
         self.lengths = {}
         self.num_gave_way = 0
 
     def submit(self, name):
         prompt, limit = self.rng.randint(1, self.max_prompt), self.rng.randint(1, self.max_response)
-        num_samples = self.rng.randint(1, self.room.most_samples(prompt, limit))
-        group = paged_group(self.room, name, num_samples, prompt, limit)
+        num_samples = self.rng.randint(1, self.budget.most_samples(prompt, limit))
+        group = paged_group(self.budget, name, num_samples, prompt, limit)
         self.lengths |= {sample: self.rng.randint(1, limit) for sample in group.samples}
         self.scheduler.add(group)
         return group
@@ -114,7 +113,7 @@ class Simulation:
         for group in self.scheduler.admit():
             self.give_tokens(group.unfinished, 1)
         rows = self.scheduler.rows
-        while not self.room.grow(rows, [row.num_tokens + self.steps for row in rows]):
+        while not self.budget.grow(rows, [row.num_tokens + self.steps for row in rows]):
             youngest = self.scheduler.youngest
             assert len(self.scheduler.groups) > 1, "the oldest never gives way"
             self.take_out(youngest)
@@ -141,12 +140,12 @@ class Simulation:
 
     def check(self):
         rows, waiting = self.scheduler.rows, self.scheduler.waiting
-        own = [page for row in rows for page in self.room.pool.held(row)]
-        shared = [page for group in self.scheduler.groups for page in self.room.pool.held(group)]
+        own = [page for row in rows for page in self.budget.pool.held(row)]
+        shared = [page for group in self.scheduler.groups for page in self.budget.pool.held(group)]
         assert len({*own, *shared}) == len(own) + len(shared)
         for row in rows:
             reach = min(row.num_tokens + self.steps, row.group.token_limit)
-            assert len(self.room.pages_of(row)) * PAGE >= len(row.group.prompt_ids) + reach
+            assert len(self.budget.pages_of(row)) * PAGE >= len(row.group.prompt_ids) + reach
         arrivals = [group.arrival for group in waiting]
         assert arrivals == sorted(arrivals)
         if self.scheduler.groups and waiting:
@@ -167,7 +166,7 @@ def test_every_group_finishes_however_few_pages_there_are():
                 break
             simulation.step()
         assert not simulation.scheduler.unfinished, f"schedule {seed} does not come to an end"
-        assert simulation.room.pool.num_free == simulation.room.pool.capacity
+        assert simulation.budget.pool.num_free == simulation.budget.pool.capacity
         assert all(s.num_tokens == simulation.lengths[s] for g in groups for s in g.samples)
         num_gave_way += simulation.num_gave_way
     assert num_gave_way > 50

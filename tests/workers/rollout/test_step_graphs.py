@@ -2,7 +2,7 @@
 
 import itertools
 
-from verl.workers.rollout.native.step_graphs import batch_sizes, prefill_sizes
+from verl.workers.rollout.native.model_runner import batch_sizes, prefill_sizes
 
 
 def test_sizes_go_up_to_the_largest_number_that_can_come():

@@ -1,6 +1,6 @@
 """Where a response ends because of its text."""
 
-from verl.workers.rollout.native.stop_text import tokens_until_stop
+from verl.workers.rollout.native.sequence import tokens_until_stop
 
 PIECES = ["a", "b", "END", "E", "ND", " ", "é", "xENDy"]
 

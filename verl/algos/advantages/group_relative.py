@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages.rewards import outcome_reward, spread_over_tokens
+from verl.algos.advantages.returns import outcome_reward, spread_over_tokens
 from verl.algos.registry import AdvantageEstimator, register_adv_est
 from verl.utils.groupwise import as_torch_index, group_mean_std, group_top_two, group_weighted_mean
 

@@ -1,7 +1,8 @@
-"""Advantages from the return of every token: GAE, REINFORCE++ and ReMax.
+"""Rewards, returns, and the advantages that follow from the return of every token.
 
-In generalized advantage estimation a critic's values bootstrap the return; REINFORCE++ scales
-returns over the whole batch, ReMax subtracts the reward of a greedy response.
+GAE lets a critic's values bootstrap the return, REINFORCE++ scales returns over the whole batch,
+ReMax subtracts the reward of a greedy response. The helpers serve every estimator: all rewards are
+finite, and a reward paid on a masked token belongs to the trained token before it.
 """
 
 from typing import TYPE_CHECKING
@@ -10,16 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages.rewards import (
-    discounted_returns,
-    outcome_reward,
-    require_finite,
-    reward_of_trained_tokens,
-    spread_over_tokens,
-    whiten,
-)
 from verl.algos.registry import AdvantageEstimator, register_adv_est
 from verl.utils.groupwise import as_torch_index, group_mean_std
+from verl.utils.torch_functional import masked_whiten
 
 if TYPE_CHECKING:
     from verl.config.algorithm import AlgoConfig
@@ -115,3 +109,75 @@ def compute_remax_outcome_advantage(
     returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
     baseline = require_finite(reward_baselines, "reward_baselines")[:, None]
     return torch.where(response_mask.bool(), returns - baseline, 0.0), returns
+
+
+def require_finite(rewards: Tensor, name: str = "token_level_rewards") -> Tensor:
+    """`rewards` (B, ...) unchanged; ValueError naming the rows that hold NaN or infinity."""
+    is_bad = ~torch.isfinite(rewards.reshape(len(rewards), -1)).all(-1)
+    if is_bad.any():
+        rows = is_bad.nonzero().flatten().tolist()
+        shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+        raise ValueError(
+            f"{name} holds NaN or infinity in {len(rows)} of {len(rewards)} rows (row {shown}); "
+            "a response without a score must be left out of the batch, together with its group"
+        )
+    return rewards
+
+
+def outcome_reward(token_level_rewards: Tensor) -> Tensor:
+    """One reward per response, (B,): the sum over its tokens, wherever on them it was paid."""
+    total = require_finite(token_level_rewards).sum(-1)
+    return total if total.is_floating_point() else total.float()
+
+
+def spread_over_tokens(advantage: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every trained token of response i the advantage (B,) of i; the returns are the same."""
+    per_token = torch.where(response_mask.bool(), advantage[:, None], 0.0)  # (B, T)
+    return per_token, per_token
+
+
+def reward_of_trained_tokens(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Move what was paid on a masked token (tool output) to the trained token before it, (B, T).
+
+    That token is the action that led there. Without this, a score placed on the last token of a
+    response that ends in tool output would be lost. What is paid before the first trained token is
+    not owed to any action and is left out.
+    """
+    rewards = require_finite(token_level_rewards)
+    position = torch.arange(rewards.shape[-1], device=rewards.device).expand_as(rewards)
+    action = torch.where(response_mask.bool(), position, -1).cummax(-1).values  # last trained <= t
+    owed = torch.where(action >= 0, rewards, 0.0)
+    return torch.zeros_like(owed).scatter_add_(-1, action.clamp(min=0), owed)
+
+
+def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """R_t = r_t + gamma R_next, `next` being the next trained token; (B, T), 0 outside the mask.
+
+    Returns cross masked tokens: a turn is credited with what later turns earn, and tool output is
+    not discounted.
+    """
+    rewards = reward_of_trained_tokens(token_level_rewards, response_mask)
+    if gamma == 1.0:
+        returns = rewards.flip(-1).cumsum(-1).flip(-1)
+        return torch.where(response_mask.bool(), returns, 0.0)
+    is_trained = response_mask.bool().T  # (T, B): one row per step of the recursion
+    rewards = rewards.T.contiguous()
+    returns = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        following = torch.where(is_trained[t], rewards[t] + gamma * following, following)
+        returns[t] = following
+    return torch.where(is_trained, returns, 0.0).T.contiguous()
+
+
+def whiten(values: Tensor, response_mask: Tensor) -> Tensor:
+    """Mean 0 and variance 1 over all trained tokens of the batch, 0 elsewhere.
+
+    Equal values whiten to exactly 0: they are measured from one of them, so that no rounding of
+    the mean is left to be blown up.
+    """
+    is_trained = response_mask.bool()
+    if not is_trained.any():
+        return torch.zeros_like(values)
+    from_largest = values - values[is_trained].max()
+    return torch.where(is_trained, masked_whiten(from_largest, is_trained), 0.0)

@@ -7,6 +7,8 @@ from verl.algos.policy_losses.cov import compute_policy_loss_clip_cov, compute_p
 from verl.algos.policy_losses.ppo import (
     compute_policy_loss,
     compute_policy_loss_cispo,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gspo,
     compute_policy_loss_sapo,
     compute_policy_loss_vanilla,
 )
@@ -14,10 +16,6 @@ from verl.algos.policy_losses.reinforce import (
     compute_policy_loss_bypass_mode,
     compute_policy_loss_gpg,
     compute_policy_loss_reinforce,
-)
-from verl.algos.policy_losses.sequence_ratio import (
-    compute_policy_loss_geo_mean,
-    compute_policy_loss_gspo,
 )
 from verl.algos.policy_losses.terms import prepare_loss, prepared_by
 

@@ -18,7 +18,7 @@ from verl.algos.policy_losses.terms import aggregate, log_ratio, options, token_
 from verl.algos.registry import register_policy_loss
 from verl.algos.rollout_correction.correction import correct_rollout
 from verl.config.actor import ActorConfig
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 
 
 def compute_policy_loss_reinforce(

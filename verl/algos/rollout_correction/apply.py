@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl.algos.rollout_correction.correction import correct_rollout
 from verl.config.actor import PolicyLossConfig
-from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 
 

@@ -1,5 +1,5 @@
-"""Older import path of `verl.utils.dataset.sampler`."""
+"""Older import path of `verl.utils.dataset.rl_dataset`."""
 
-from verl.utils.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, AbstractSampler
 
 __all__ = ["AbstractCurriculumSampler", "AbstractSampler"]

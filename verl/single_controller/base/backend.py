@@ -1,24 +1,50 @@
-"""What a controller back-end supplies: start the ranks, run a method on them, stop them.
+"""What a controller back-end supplies, and waiting for its ranks.
 
-`Backend` is the whole contract. It knows ranks, method names and arguments; it knows nothing of
-dispatch modes, batches or errors' wording, which `WorkerGroup` and `answers` add on top and which
-are therefore the same for every back-end. A back-end is shared by all views of a group (`spawn`,
-`with_deadline`) and ends when the last of them is gone, at `shutdown`, or when the interpreter
-exits.
+`Backend` is the whole contract: start the ranks, run a method on them, stop them. It knows nothing
+of dispatch modes, batches or the wording of errors, which are the same for every back-end. It is
+shared by all views of a group (`spawn`, `with_deadline`) and ends when the last of them is gone, at
+`shutdown`, or when the interpreter exits.
+
+`wait_for_results` waits for the ranks of one call. Every wait is bounded, and the first failure
+ends it:
+
+    driver                                      ranks
+      submit ------------------------------->   run the method
+      wait in slices  <----- a result --------  done
+        | an exception or a death: a moment for the other failures, then raise
+        | now and then: is a silent rank stopped by a signal?  twice in a row: raise
+        | the deadline: ask the silent ranks for their stacks, then raise
+
+The ranks never wait for the driver, so nobody has to be woken when it gives up. Between calls
+`watch_ranks` logs a death, on a daemon thread that holds the back-end weakly and never acts on it:
+the next call raises `WorkerDied` on the caller's thread, where it can be handled.
 """
 
+import logging
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from verl.single_controller.base.failures import Failure
+from verl.single_controller.base.failures import Failure, failure_error, timeout_error
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CALL_TIMEOUT_SECONDS = 3600.0
 """Longer than the longest single stage seen in practice (half-hour rollouts, checkpoint saves), so
 that it never ends healthy work; collectives inside a worker have their own, shorter limits."""
+
+
+SLICE_SECONDS = 0.5
+AFTER_EXCEPTION_SECONDS = 2.0
+"""How long to collect further failures: a death is often seen after the exceptions it causes, by
+Ray up to 1.2 s later, and only a death lets a run start over."""
+AFTER_DEATH_SECONDS = 0.2
+MAX_STACKS = 8
+"""Silent ranks whose stack is shown; peers in a collective mostly stand in the same place."""
 
 
 @dataclass(frozen=True)
@@ -124,3 +150,121 @@ class Backend(ABC):
     def share(self, parts: list[Any]) -> list[Any]:
         """Make each part cheap to give to several ranks of one call."""
         return parts
+
+
+def wait_for_results(
+    backend: Backend, call: Call, ranks: Sequence[int], references: Sequence[Any]
+) -> list[Any]:
+    """The values of `references`, which belong to `ranks`, in their order; or a `WorkerError`."""
+    return ResultWait(backend, call, ranks, references).collect()
+
+
+class ResultWait:
+    """The state of one wait."""
+
+    def __init__(
+        self, backend: Backend, call: Call, ranks: Sequence[int], references: Sequence[Any]
+    ) -> None:
+        self.backend = backend
+        self.call = call
+        self.ranks = ranks
+        self.values: list[Any] = [None] * len(references)
+        self.waiting = dict(enumerate(references))  # position -> reference
+        self.failures: dict[int, Failure] = {}  # rank -> failure, in order of arrival
+        self.give_up_at = call.deadline
+        self.next_probe = time.monotonic() + backend.probe_seconds
+        self.suspects: set[int] = set()
+
+    def collect(self) -> list[Any]:
+        while self.waiting:
+            remaining = self.give_up_at - time.monotonic()
+            self.take_finished(min(max(remaining, 0.0), SLICE_SECONDS))
+            if remaining <= 0 and self.waiting:
+                break
+            self.probe()
+        if self.failures:
+            raise self.failure()
+        if self.waiting:
+            raise self.timeout(f"no answer within {self.call.timeout_seconds:g} s")
+        return self.values
+
+    def take_finished(self, timeout_seconds: float) -> None:
+        positions = list(self.waiting)
+        references = list(self.waiting.values())
+        finished = self.backend.wait(references, timeout_seconds)
+        outcomes = self.backend.outcomes([references[index] for index in finished])
+        for index, outcome in zip(finished, outcomes, strict=True):
+            position = positions[index]
+            del self.waiting[position]
+            if outcome.failure is None:
+                self.values[position] = outcome.value
+            else:
+                self.note_failure(self.ranks[position], outcome.failure)
+
+    def note_failure(self, rank: int, failure: Failure) -> None:
+        self.failures[rank] = failure
+        patience = AFTER_DEATH_SECONDS if failure.is_death else AFTER_EXCEPTION_SECONDS
+        self.give_up_at = min(self.give_up_at, time.monotonic() + patience)
+
+    def probe(self) -> None:
+        """A stopped process looks like a slow one; its state in the kernel tells them apart."""
+        if self.failures or not self.waiting or time.monotonic() < self.next_probe:
+            return
+        self.next_probe = time.monotonic() + self.backend.probe_seconds
+        stopped = set(self.backend.stopped_ranks(self.silent()))
+        if stopped & self.suspects:
+            seconds = self.backend.probe_seconds
+            raise self.timeout(f"a rank has been stopped by a signal for {seconds:g} s")
+        self.suspects = stopped
+
+    def silent(self) -> list[int]:
+        return [self.ranks[position] for position in self.waiting]
+
+    def failure(self) -> Exception:
+        involved = [*self.failures, *self.silent()]
+        labels = {rank: self.backend.label(rank) for rank in involved}
+        return failure_error(
+            self.call.group, self.call.method, self.failures, labels, self.silent()
+        )
+
+    def timeout(self, reason: str) -> Exception:
+        silent = self.silent()
+        places = {rank: self.backend.label(rank) for rank in silent}
+        for rank in silent[:MAX_STACKS]:
+            places[rank] += f": {self.backend.stack_of(rank)}"
+        return timeout_error(
+            self.call.group, self.call.method, self.call.timeout_seconds, places, reason
+        )
+
+
+def watch_ranks(backend: Backend, group: str, every_n_seconds: float) -> threading.Thread:
+    thread = threading.Thread(
+        target=_watch,
+        args=(weakref.ref(backend), backend.is_closed, group, every_n_seconds),
+        name=f"watch {group}",
+        daemon=True,
+    )
+    thread.start()
+    return thread
+
+
+def _watch(
+    backend: "weakref.ref[Backend]",
+    is_closed: threading.Event,
+    group: str,
+    every_n_seconds: float,
+) -> None:
+    dead: set[int] = set()
+    while not is_closed.wait(every_n_seconds):
+        dead |= _newly_dead(backend(), group, dead)
+
+
+def _newly_dead(backend: Backend | None, group: str, known: set[int]) -> set[int]:
+    if backend is None:
+        return set()
+    dead = set(backend.dead_ranks()) - known
+    if backend.is_closed.is_set():  # they have been ended, not died
+        return dead
+    for rank in sorted(dead):
+        logger.error("worker group %r: %s has died", group, backend.label(rank))
+    return dead

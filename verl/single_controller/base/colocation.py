@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from verl.single_controller.base.decorator import registered_methods
-from verl.single_controller.base.modes import MAGIC_ATTR
+from verl.single_controller.base.dispatch import MAGIC_ATTR
 from verl.single_controller.base.worker import Worker
 from verl.utils.environment import temp_env_var
 

@@ -15,28 +15,28 @@ from typing import Any, TypeVar
 from verl.protocol import DataProtoFuture
 from verl.protocol.future import DEFAULT_TIMEOUT_SECONDS
 from verl.single_controller.base.dispatch import (
+    MAGIC_ATTR,
+    Dispatch,
+    Execute,
     collect_all_to_all,
     collect_dp_compute,
     collect_dp_compute_data_proto,
+    collect_lazy_compute_data_proto,
+    collect_nd_compute,
+    collect_nd_compute_dataproto,
     direct_rollout_call,
     dispatch_all_to_all,
     dispatch_dp_compute,
     dispatch_dp_compute_data_proto,
     dispatch_dp_compute_data_proto_with_func,
-    dispatch_one_to_all,
-    map_arguments,
-)
-from verl.single_controller.base.futures import put_together
-from verl.single_controller.base.mesh_dispatch import (
-    collect_lazy_compute_data_proto,
-    collect_nd_compute,
-    collect_nd_compute_dataproto,
     dispatch_lazy_compute_data_proto,
     dispatch_nd_compute,
     dispatch_nd_compute_dataproto,
+    dispatch_one_to_all,
     make_nd_compute_dataproto_dispatch_fn,
+    map_arguments,
 )
-from verl.single_controller.base.modes import MAGIC_ATTR, Dispatch, Execute
+from verl.single_controller.base.futures import put_together
 
 __all__ = [
     "DISPATCH_MODE_FN_REGISTRY",

@@ -2,11 +2,17 @@
 
 A dispatch function takes `(worker_group, *args, **kwargs)` and returns `(args, kwargs)` in which
 each value is a list with one entry per rank. A collect function takes `(worker_group, output)`,
-where `output` is a list with one result (or reference to one) per rank. Batches are cut and joined
-by `split` and `join`, which know `DataProto`, `DataProtoFuture` and `TensorDict`; another kind of
-batch is added with `split.register(...)` and `join.register(...)`.
+where `output` is a list with one result (or reference to one) per rank. `Dispatch` and `Execute`
+name the modes, to which users may add; which functions belong to which mode is in
+`decorator.DISPATCH_MODE_FN_REGISTRY`. Batches are split and joined by `split` and `join`, which
+know `DataProto`, `DataProtoFuture` and `TensorDict`; another kind of batch is added with
+`split.register(...)` and `join.register(...)`.
 
-Splitting over a mesh, where several ranks share a part, is in `mesh_dispatch`.
+In a mesh the ranks of one data-parallel group share a part of the batch. A worker registers for
+each mesh its data-parallel rank and whether its result counts
+(`Worker._register_dispatch_collect_info`); the group asks once. A batch is split into as many parts
+as there are data-parallel ranks, each part is transported once and given to every rank of its
+group, and the results of the collecting ranks are joined in the order of the parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +24,46 @@ from tensordict import TensorDictBase
 
 from verl.protocol import BatchError, DataProto, DataProtoFuture, pad_dataproto_to_divisor
 from verl.protocol.union import concat_meta_info
-from verl.single_controller.base.modes import PADDING_KEY
 from verl.utils import tensordict_utils
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker_group import WorkerGroup
+from typing import ClassVar
+
+from verl.utils.py_functional import DynamicEnum
+
+MAGIC_ATTR = "attrs_3141562937"
+"""The attribute of a method that holds what `register` was told."""
+
+PADDING_KEY = "_padding_size_key_x123d"
+"""The keyword in which a dispatch function tells how many rows it added; never sent to a worker."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Dispatch(DynamicEnum):
+    """How arguments are split over the ranks and results are joined."""
+
+    RANK_ZERO: ClassVar["Dispatch"]
+    ONE_TO_ALL: ClassVar["Dispatch"]
+    ALL_TO_ALL: ClassVar["Dispatch"]
+    DP_COMPUTE: ClassVar["Dispatch"]
+    DP_COMPUTE_PROTO: ClassVar["Dispatch"]
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar["Dispatch"]
+    DP_COMPUTE_METRIC: ClassVar["Dispatch"]
+    DIRECT_ROLLOUT_METHOD: ClassVar["Dispatch"]
+
+
+class Execute(DynamicEnum):
+    """Which ranks run the method."""
+
+    ALL: ClassVar["Execute"]
+    RANK_ZERO: ClassVar["Execute"]
+
+
+for _enumeration in (Dispatch, Execute):
+    for _name in _enumeration.__annotations__:
+        _enumeration.register(_name)
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -207,3 +246,85 @@ def split_with_padding(parts: int, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def wants_padding(arg: Any) -> bool:
     return isinstance(arg, DataProto) and arg.is_padding_enabled()
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
+    """The dispatch mode for a method that works on the mesh called `mesh_name`."""
+    return {
+        "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
+        "collect_fn": partial(collect_lazy_compute_data_proto, mesh_name),
+    }
+
+
+def dispatch_lazy_compute_data_proto(
+    mesh_name: str, worker_group: "WorkerGroup", *args: Any, **kwargs: Any
+) -> Arguments:
+    dp_ranks = worker_group.mesh_dp_ranks(mesh_name)
+    dp_size = max(dp_ranks) + 1
+    return dispatch_nd_compute_dataproto(dp_ranks, dp_size, worker_group, *args, **kwargs)
+
+
+def collect_lazy_compute_data_proto(
+    mesh_name: str, worker_group: "WorkerGroup", output: list[Any]
+) -> Any:
+    """Join the collecting ranks' results by data-parallel rank, so rows return in their order."""
+    mask = worker_group.mesh_collect_mask(mesh_name)
+    ranks = collect_nd_compute(mask, worker_group, list(range(len(output))))
+    ranks.sort(key=worker_group.mesh_dp_ranks(mesh_name).__getitem__)
+    return collect_batches(worker_group, output, ranks)
+
+
+def dispatch_nd_compute_dataproto(
+    dp_rank_mapping: Sequence[int],
+    dp_size: int,
+    worker_group: "WorkerGroup",
+    *args: Any,
+    **kwargs: Any,
+) -> Arguments:
+    parts, keyword_parts = split_with_padding(dp_size, args, kwargs)
+    return dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *parts, **keyword_parts)
+
+
+def dispatch_nd_compute(
+    dp_rank_mapping: Sequence[int],
+    dp_size: int,
+    worker_group: "WorkerGroup",
+    *args: Any,
+    **kwargs: Any,
+) -> Arguments:
+    """Of each argument, a list of `dp_size` parts, give part `dp_rank_mapping[rank]` to a rank."""
+    if len(dp_rank_mapping) != worker_group.world_size:
+        raise BatchError(
+            f"the mesh names a data-parallel rank for {len(dp_rank_mapping)} workers, "
+            f"but the group has {worker_group.world_size}"
+        )
+    padding = kwargs.pop(PADDING_KEY, 0)
+
+    def place(parts: Any) -> list[Any]:
+        if not isinstance(parts, (list, tuple)) or len(parts) != dp_size:
+            raise BatchError(f"each argument must be a list of {dp_size} parts, got {parts!r:.80}")
+        shared = list(parts)
+        if not isinstance(shared[0], DataProtoFuture):  # a future is only a handle already
+            shared = worker_group.put_once(shared)
+        return [shared[dp_rank] for dp_rank in dp_rank_mapping]
+
+    placed, keyword_placed = map_arguments(place, args, kwargs)
+    if padding:
+        keyword_placed[PADDING_KEY] = padding
+    return placed, keyword_placed
+
+
+def collect_nd_compute(
+    collect_mask: Sequence[bool], worker_group: "WorkerGroup", output: list[Any]
+) -> list[Any]:
+    """The results of the ranks whose collect flag is true."""
+    if len(collect_mask) != len(output):
+        raise BatchError(f"{len(output)} results for a collect mask of {len(collect_mask)} ranks")
+    return [result for result, counts in zip(output, collect_mask, strict=True) if counts]
+
+
+def collect_nd_compute_dataproto(
+    collect_mask: Sequence[bool], worker_group: "WorkerGroup", output: list[Any]
+) -> Any:
+    ranks = collect_nd_compute(collect_mask, worker_group, list(range(len(output))))
+    return collect_batches(worker_group, output, ranks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl.single_controller.base.decorator import register
-from verl.single_controller.base.modes import Dispatch, Execute
+from verl.single_controller.base.dispatch import Dispatch, Execute
 from verl.utils import environment
 from verl.utils.ray_utils import node_ip_address, visible_device_index
 

@@ -1,7 +1,7 @@
 """Workers on this machine without Ray: in this process, or as its child processes."""
 
 from verl.single_controller.base.colocation import ClassWithInitArgs
-from verl.single_controller.base.controller import Controller
+from verl.single_controller.controllers import Controller
 from verl.single_controller.local.future import LocalFuture
 from verl.single_controller.local.worker_group import (
     LocalResourcePoolManager,

@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from verl.single_controller.local import child
+from verl.single_controller.local.rank import run_rank
 from verl.utils import environment
 from verl.utils.device import is_cuda_available, is_npu_available
 
@@ -196,7 +196,7 @@ def _run_and_exit(pipe: "Connection[Any, Any]") -> NoReturn:
     """Be a rank, then run the exit handlers and leave the inherited objects to the kernel."""
     code = 1
     try:
-        child.main(pipe)
+        run_rank(pipe)
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)

@@ -10,10 +10,9 @@ import threading
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from verl.single_controller.base.answers import wait_for_answers
-from verl.single_controller.base.backend import Backend, Call, Outcome
+from verl.single_controller.base.backend import Backend, Call, Outcome, wait_for_results
 from verl.single_controller.base.failures import Failure, failure_error
-from verl.single_controller.local.parcel import Parcel
+from verl.single_controller.local.payload import Payload
 
 
 class LocalFuture:
@@ -45,7 +44,7 @@ class LocalFuture:
     @property
     def outcome(self) -> Outcome:
         """Only when done. Unpacks the answer anew each time."""
-        answer = self._answer.open() if isinstance(self._answer, Parcel) else self._answer
+        answer = self._answer.open() if isinstance(self._answer, Payload) else self._answer
         return Outcome(answer, self._failure)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -54,7 +53,7 @@ class LocalFuture:
             call = self.call
             if timeout is not None:
                 call = Call(call.group, call.method, timeout)
-            return wait_for_answers(self._backend, call, [self.rank], [self])[0]
+            return wait_for_results(self._backend, call, [self.rank], [self])[0]
         value, failure = self.outcome
         if failure is not None:
             label = {self.rank: f"rank {self.rank}"}
@@ -65,11 +64,11 @@ class LocalFuture:
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.to_thread(self.result).__await__()
 
-    def packed(self) -> Parcel:
+    def packed(self) -> Payload:
         """The answer in the form in which it travels; only when done and not failed."""
-        if isinstance(self._answer, Parcel):
+        if isinstance(self._answer, Payload):
             return self._answer
-        return Parcel.of(self._answer, f"the result of {self.call.method}")
+        return Payload.of(self._answer, f"the result of {self.call.method}")
 
     @property
     def failure(self) -> Failure | None:
@@ -80,15 +79,15 @@ class LocalFuture:
             raise ValueError(
                 f"the result of {self.call.method} is not there yet; wait for it first"
             )
-        parcel = None if self._failure else self.packed()
-        return _delivered, (self.call, self.rank, parcel, self._failure)
+        payload = None if self._failure else self.packed()
+        return _delivered, (self.call, self.rank, payload, self._failure)
 
 
 def _delivered(
-    call: Call, rank: int, parcel: Parcel | None, failure: Failure | None
+    call: Call, rank: int, payload: Payload | None, failure: Failure | None
 ) -> LocalFuture:
     future = LocalFuture(call, rank, None, threading.Condition())
-    future.complete(parcel, failure)
+    future.complete(payload, failure)
     return future
 
 

@@ -18,8 +18,8 @@ from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
 from verl.single_controller.base.worker import available_master_addr_port
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.local.in_process import InProcessBackend
-from verl.single_controller.local.messages import CONSTRUCT
-from verl.single_controller.local.process_backend import ProcessBackend
+from verl.single_controller.local.payload import CONSTRUCT
+from verl.single_controller.local.processes import ProcessBackend
 
 DEFAULT_LAUNCH_TIMEOUT_SECONDS = 300.0
 

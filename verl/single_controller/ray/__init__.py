@@ -1,8 +1,8 @@
 """Workers as Ray actors in placement groups. The only folder that imports Ray when it is loaded."""
 
-from verl.single_controller.base.controller import Controller
-from verl.single_controller.ray.actors import RayClassWithInitArgs
-from verl.single_controller.ray.colocation import (
+from verl.single_controller.controllers import Controller
+from verl.single_controller.ray.actors import (
+    RayClassWithInitArgs,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,

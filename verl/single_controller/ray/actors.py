@@ -1,6 +1,10 @@
-"""`RayClassWithInitArgs`: an actor class, its arguments, and the Ray options to start it with."""
+"""`RayClassWithInitArgs`: an actor class, its arguments, and the Ray options to start it with.
+
+The colocated classes of `base.colocation` become actor classes here.
+"""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -11,7 +15,12 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from verl.single_controller.base.colocation import ClassWithInitArgs
+from verl.single_controller.base.colocation import (
+    ClassWithInitArgs,
+    ColocatedWorker,
+    colocated_class,
+    fused_class,
+)
 from verl.utils import environment
 
 CREATION_TIMEOUT_SECONDS = 300.0
@@ -89,3 +98,26 @@ def unwrap_ray_remote(actor_class: Any) -> type:
 def _node_and_devices(worker: Any) -> tuple[str, str]:
     node_id = ray.get_runtime_context().get_node_id()
     return node_id, environment.variable("CUDA_VISIBLE_DEVICES")
+
+
+def create_colocated_worker_cls(
+    class_dict: Mapping[str, RayClassWithInitArgs],
+) -> RayClassWithInitArgs:
+    """One actor class for all roles; then `group.spawn(class_dict)`."""
+    return RayClassWithInitArgs(colocated_class(class_dict))
+
+
+def create_colocated_worker_raw_cls(
+    class_dict: Mapping[str, RayClassWithInitArgs],
+) -> type[ColocatedWorker]:
+    """The fused class of all roles, before it is an actor class."""
+    return fused_class(class_dict)
+
+
+def create_colocated_worker_cls_fused(
+    class_dict: Mapping[str, RayClassWithInitArgs],
+) -> RayClassWithInitArgs:
+    """One actor class for all roles; then `group.fuse(class_dict)`."""
+    spec = RayClassWithInitArgs(create_colocated_worker_raw_cls(class_dict))
+    spec.fused_worker_used = True
+    return spec

@@ -1,21 +1,24 @@
 """Ranks as Ray actors. A reference is Ray's own, so users may `ray.get` it or pass it on.
 
-Ray tells of a dead actor by failing all its pending calls at once. It does not tell of a stopped
-process; for that, and for the stack of a silent one, `nodes` asks the node. Actor calls are not
-retried (Ray's default), so a method runs at most once per call.
+Ray reports a dead actor by failing all its pending calls at once. It does not report a stopped
+process; for that, and for the stack of a silent one, the node is asked: each actor gives its pid
+and node once, when it starts, and later questions go to a small task on that node, or are answered
+here when it is the driver's node. A node that does not answer in time gives the default. Actor
+calls are not retried (Ray's default), so a method runs at most once per call.
 """
 
 import os
 import re
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -23,7 +26,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import process_probe
 from verl.single_controller.base.backend import Backend, Call, Outcome, Share
 from verl.single_controller.base.failures import Failure, first_line, summary_of
-from verl.single_controller.ray.nodes import ActorAddress, announce_actor, ask_node, stopped_pids
+from verl.single_controller.base.process_probe import ProcessAddress
 from verl.utils.ray_utils import parallel_put
 
 LARGE_TYPES = (DataProto, TensorDictBase, Tensor, np.ndarray)
@@ -33,6 +36,16 @@ FETCH_SECONDS = 300.0
 
 HEARING_SECONDS = 0.5
 """What ranks that have not started yet may delay the first message that names them."""
+NODE_ANSWER_SECONDS = 10.0
+
+
+Reply = TypeVar("Reply")
+
+
+class ActorAddress(NamedTuple):
+    process: ProcessAddress
+    node_id: str
+    node_ip: str
 
 
 class RayBackend(Backend):
@@ -177,3 +190,26 @@ def kill_actors(workers: list[ActorHandle], driver_pid: int) -> None:
     if os.getpid() == driver_pid and ray.is_initialized():
         for worker in workers:
             ray.kill(worker)
+
+
+def announce_actor(worker: Any) -> ActorAddress:
+    """Runs in the actor."""
+    process = process_probe.announce(all_threads=True)
+    node_id = ray.get_runtime_context().get_node_id()
+    return ActorAddress(process, node_id, ray.util.get_node_ip_address())
+
+
+def stopped_pids(pids: Sequence[int]) -> list[int]:
+    return [pid for pid in pids if process_probe.is_stopped(pid)]
+
+
+def ask_node(node_id: str, question: Callable[..., Reply], argument: Any, default: Reply) -> Reply:
+    """`question(argument)`, asked on a node of the cluster."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return question(argument)
+    strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    task: Any = ray.remote(question).options(num_cpus=0, scheduling_strategy=strategy)
+    try:
+        return ray.get(task.remote(argument), timeout=NODE_ANSWER_SECONDS)
+    except RayError:  # the node is lost or too busy; that is an answer too
+        return default

@@ -1,7 +1,7 @@
 """The names that users import from `verl.single_controller.ray.base`."""
 
-from verl.single_controller.ray.actors import RayClassWithInitArgs
-from verl.single_controller.ray.colocation import (
+from verl.single_controller.ray.actors import (
+    RayClassWithInitArgs,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,

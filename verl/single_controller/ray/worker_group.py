@@ -1,23 +1,34 @@
 """`RayWorkerGroup`: the ranks are actors, one in each bundle of a resource pool.
 
-How actors are started is in `launch`, how they are called in `backend`, and all that a group can do
-in `base.worker_group`. Actors end with the driver, or when nobody holds the group any more, unless
+`Launch` starts them: where each rank goes, its name and its environment. Ray shows a worker only
+its own device, so `LOCAL_RANK` (the number of the device among the visible ones) is 0 on GPUs; on a
+CPU it is the rank on the node. The ranks meet at an address that is chosen on the node of rank 0,
+before any actor starts. Actors end with the driver, or when nobody holds the group any more, unless
 they are `detached`; detached ones are found again with `from_detached`.
 """
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.base.backend import DEFAULT_CALL_TIMEOUT_SECONDS
+from verl.single_controller.base.worker import available_master_addr_port
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.ray.actors import RayClassWithInitArgs
 from verl.single_controller.ray.backend import RayBackend
-from verl.single_controller.ray.launch import Launch
-from verl.single_controller.ray.resource_pool import RayResourcePool
+from verl.single_controller.ray.resource_pool import (
+    RayResourcePool,
+    Strategy,
+    SubRayResourcePool,
+    node_of_bundle,
+)
+from verl.utils.environment import temp_env_var
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -119,3 +130,117 @@ def _place_in_name(name: str) -> tuple[int, int]:
     """Node and bundle, with which `launch` ends each actor's name."""
     node, _, bundle = name.rpartition("_")[2].partition(":")
     return int(node), int(bundle)
+
+
+class Place(NamedTuple):
+    """Where one rank runs."""
+
+    rank: int
+    group: PlacementGroup
+    node: int
+    bundle: int
+    local_rank: int
+    local_world_size: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that the actors of one group have in common."""
+
+    spec: RayClassWithInitArgs
+    pool: RayResourcePool
+    name_prefix: str
+    detached: bool
+    use_gpu: bool
+    device_name: str
+    strategy: Strategy
+    timeout_seconds: float
+    master_addr: str | None = None
+    master_port: str | None = None
+    worker_env: Mapping[str, str] = field(default_factory=dict)
+    nsight: Mapping[str, Any] | None = None
+
+    def start(self) -> tuple[list[ActorHandle], list[str], tuple[str, str]]:
+        """The actors, their names, and where they meet."""
+        groups = self.pool.get_placement_groups(
+            strategy=self.strategy, device_name=self.device_name
+        )
+        places = places_in(self.pool, groups)
+        address, port = self.master_addr, self.master_port
+        if address is None or port is None:
+            found = free_address_in(places[0].group, places[0].bundle, self.timeout_seconds)
+            address, port = address or found[0], port or found[1]
+        names = [self._name(place) for place in places]
+        workers = [
+            self._start_one(place, name, self._variables(place, address, port))
+            for place, name in zip(places, names, strict=True)
+        ]
+        return workers, names, (address, port)
+
+    def _name(self, place: Place) -> str:
+        return f"{self.name_prefix}{self.spec.worker_class.__name__}_{place.node}:{place.bundle}"
+
+    def _variables(self, place: Place, address: str, port: str) -> dict[str, str]:
+        own = {
+            "WORLD_SIZE": str(self.pool.world_size),
+            "RANK": str(place.rank),
+            "LOCAL_RANK": "0" if self.use_gpu else str(place.local_rank),
+            "WG_PREFIX": self.name_prefix,
+            "WG_BACKEND": "ray",
+            "RAY_LOCAL_WORLD_SIZE": str(place.local_world_size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+        }
+        clash = sorted(own.keys() & self.worker_env.keys())
+        if clash:
+            raise ValueError(f"worker_env sets {clash}, which the worker group sets itself")
+        return {**own, **self.worker_env}
+
+    def _start_one(self, place: Place, name: str, variables: dict[str, str]) -> ActorHandle:
+        runtime_env = dict(self.spec.options.get("runtime_env", {}))
+        runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **variables}
+        if self.nsight is not None:
+            runtime_env["nsight"] = dict(self.nsight)
+        options: dict[str, Any] = {"runtime_env": runtime_env, "name": name}
+        if self.detached:
+            options["lifetime"] = "detached"
+        return self.spec.with_options(options)(
+            placement_group=place.group,
+            placement_group_bundle_idx=place.bundle,
+            use_gpu=self.use_gpu,
+            num_gpus=1 / self.pool.max_colocate_count,
+            device_name=self.device_name,
+        )
+
+
+def places_in(pool: RayResourcePool, groups: Sequence[PlacementGroup]) -> list[Place]:
+    """One place per rank, in the order of the groups and their bundles."""
+    bundles = [
+        (group, node, bundle)
+        for node, (group, count) in enumerate(zip(groups, pool.store, strict=True))
+        for bundle in range(count)
+    ]
+    if isinstance(pool, SubRayResourcePool):
+        start = pool.start_bundle_index
+        bundles = bundles[start : start + pool.subgroup_world_size]
+    nodes = [node for _, node, _ in bundles]
+    return [
+        Place(rank, group, node, bundle, nodes[:rank].count(node), nodes.count(node))
+        for rank, (group, node, bundle) in enumerate(bundles)
+    ]
+
+
+def free_address_in(group: PlacementGroup, bundle: int, timeout_seconds: float) -> tuple[str, str]:
+    """An address and a free port on the node that holds a bundle."""
+    if node_of_bundle(group, bundle) == ray.get_runtime_context().get_node_id():
+        return free_address()
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=bundle
+    )
+    task = ray.remote(free_address).options(num_cpus=0, scheduling_strategy=strategy)
+    return ray.get(task.remote(), timeout=timeout_seconds)
+
+
+def free_address() -> tuple[str, str]:
+    with temp_env_var("WG_BACKEND", "ray"):  # the cluster's address of this node, not loopback
+        return available_master_addr_port()

@@ -1,27 +1,35 @@
-"""Grades for many responses, in processes that can be killed.
+"""The responses of a file, and a grade for each from processes that can be killed.
 
     this thread, an event loop          workers
       num_workers coroutines: each        call the reward function; a process that takes too long
       takes the next task and waits       is killed, one that dies is replaced
 
-Tasks are read as they are needed, so the file's size does not matter. Grades arrive in the order in
-which they are finished. Workers are processes of this machine, or actors of a Ray cluster with one
-CPU each. The time limit of a response is kept by the process pool where the function runs. What is
-waited for here is a Ray actor itself: one that is lost with its machine is started again by Ray and
-the call repeated; one that does not answer at all leaves its response without a score.
+A row has a prompt's responses (a list, or one text), its data source and its answer. What is
+missing in one row makes that row unscored, with the reason; a column that is missing altogether is
+an error. Tasks are read as they are needed, so the file's size does not matter. Grades arrive in
+the order in which they are finished.
+
+Workers are processes of this machine, or actors of a Ray cluster with one CPU each. The time limit
+of a response is kept by the process pool where the function runs. What is waited for here is a Ray
+actor itself: one that is lost with its machine is started again by Ray and the call repeated; one
+that does not answer at all leaves its response without a score.
 """
 
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
+from verl.config.generation import EvaluationDataConfig
 from verl.protocol.trajectory import Grade, InfraError
-from verl.trainer.evaluation.responses import Task
+from verl.utils.dataset.quarantine import ANSWER_COLUMNS, ground_truth_of
+from verl.utils.dataset.tables import BadRow, DataError, Row, open_table
 from verl.utils.import_utils import require
-from verl.workers.reward_manager.worker_pool import MAX_RETRIES, WorkerPool
+from verl.workers.reward_manager.workers import MAX_RETRIES, WorkerPool
 
 RewardFunction = Callable[..., Any]
 
@@ -56,6 +64,17 @@ class LocalWorkers(Workers):
     def close(self) -> None:
         self._pool.close()
         self._threads.shutdown()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One response; `row` and `number` (the response within its row) count from 1."""
+
+    row: int
+    number: int
+    data_source: str
+    response: str
+    ground_truth: Any
 
 
 def grade_all(
@@ -132,3 +151,87 @@ class Grader:
 
     def grade(self, arguments: tuple[Any, ...]) -> Grade:
         return self._pool.call({"arguments": arguments})
+
+
+NO_SOURCE = "unknown"
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """A response without a score; `number` is None where a whole row has none."""
+
+    row: int
+    number: int | None
+    data_source: str
+    reason: str
+
+
+class ResponseFile:
+    """Iterating gives a `Task` for each response, and an `Unscored` where that is impossible.
+
+    `needs_answer` says that the reward function cannot do without the right answer, so that a row
+    without one is unscored rather than compared with nothing.
+    """
+
+    def __init__(self, config: EvaluationDataConfig, *, needs_answer: bool) -> None:
+        self._config = config
+        self._needs_answer = needs_answer
+        self._table = open_table(config.path)
+        self.num_rows = len(self._table)
+        self._check_columns()
+
+    def __iter__(self) -> Iterator[Task | Unscored]:
+        for place, row in enumerate(self._rows(), start=1):
+            if isinstance(row, BadRow):
+                yield Unscored(place, None, NO_SOURCE, row.reason)
+            else:
+                yield from self._tasks(place, row)
+
+    def _rows(self) -> Iterator[Row]:
+        config = self._config
+        keys = (config.response_key, config.data_source_key, config.reward_model_key)
+        return self._table.scan({*keys, *ANSWER_COLUMNS})
+
+    def _tasks(self, place: int, row: Mapping[str, Any]) -> Iterator[Task | Unscored]:
+        config = self._config
+        source = str(row.get(config.data_source_key) or NO_SOURCE)
+        responses = row.get(config.response_key)
+        answer = ground_truth_of({**row, "reward_model": row.get(config.reward_model_key)})
+        fault = self._fault(responses, answer)
+        if fault is not None:
+            yield Unscored(place, None, source, fault)
+            return
+        for number, response in enumerate(as_list(responses), start=1):
+            if isinstance(response, str):
+                yield Task(place, number, source, response, answer)
+            else:
+                kind = type(response).__name__
+                yield Unscored(place, number, source, f"the response is {kind}, not text")
+
+    def _fault(self, responses: Any, answer: Any) -> str | None:
+        key = self._config.response_key
+        if responses is None or len(as_list(responses)) == 0:
+            return f"there are no responses in {key!r}"
+        if answer is None and self._needs_answer:
+            return f"there is no ground_truth in {self._config.reward_model_key!r}"
+        return None
+
+    def _check_columns(self) -> None:
+        rows = (row for file in self._table.files for row in file)
+        first = next((row for row in rows if isinstance(row, dict)), None)
+        if first is None:
+            raise DataError(f"{self._config.path} (data.path) has no row that can be read")
+        for option in ("response_key", "data_source_key"):
+            name = self._config[option]
+            if name not in first:
+                close = get_close_matches(name, first, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise DataError(
+                    f"{self._config.path} has no column {name!r} (data.{option}); {hint}"
+                    f"it has: {', '.join(first)}"
+                )
+
+
+def as_list(responses: Any) -> Sequence[Any]:
+    """A row may hold one response by itself."""
+    return [responses] if not isinstance(responses, list | tuple) else responses

@@ -29,8 +29,8 @@ from filelock import FileLock, Timeout
 
 from verl.config.convert import to_dict
 from verl.config.generation import GenerationConfig
-from verl.utils.checkpoint.identity import compare, config_identity, dataset_identity, fingerprint
 from verl.utils.checkpoint.layout import make_folders, sync_folder, write_durably
+from verl.utils.checkpoint.manifest import compare, config_identity, dataset_identity, fingerprint
 from verl.utils.dataset.tables import DataError
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""What a run will do, worked out from its configuration alone and printed before it starts.
+"""What a run will do, computed from its configuration alone and printed before it starts.
 
-`batch_table` counts prompts, sequences and steps, `placement` says what runs where, `memory`
-estimates bytes per phase, `render` makes it readable. Nothing here imports torch.
+`layout` counts prompts, sequences, steps and ranks, `memory` estimates bytes per phase, `render`
+makes it readable. Nothing here imports torch.
 """

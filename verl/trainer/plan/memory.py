@@ -18,10 +18,19 @@ Per token of a micro-batch, with h hidden, i inner units and q, k the width of q
     head                       chunks of tokens, in fp32: 8 * V to train, 4 * V to score
 
 Framework overhead and fragmentation come on top; a tenth of the device is a fair allowance.
+
+The number of parameters follows from a model's `config.json`. A decoder is an embedding, L layers
+of attention and MLP, a last norm and a head; families differ in a few terms, which are named below.
+With h hidden units, n query heads and k key/value heads of size d, i inner units and V words,
+
+    attention = h*n*d + 2*h*k*d + n*d*h    (+ biases, + norms of queries and keys)
+    mlp       = 3*h*i                      (per expert, + h*E for the router of E experts)
+    total     = V*h + L*(attention + mlp + norms) + h    (+ V*h unless the head is tied)
 """
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,13 +46,121 @@ from verl.config.roles import (
     needs_reference,
     ranks_per_sequence,
     role_ranks,
+    shares_weights,
     uses_lora,
 )
-from verl.trainer.plan.model_shape import ModelShape, read_model_shape
-from verl.trainer.plan.placement import has_whole_weights, replicas
+from verl.trainer.plan.layout import has_whole_weights, replicas
 
 HEAD_CHUNK = 1024  # tokens whose logits exist at the same time
 FULL_DTYPES = ("float32", "fp32")
+# model_type -> what differs from Llama.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "phi3": {},
+    "qwen2": {"has_qkv_bias": True},
+    "qwen3": {"has_qk_norm": True},
+    "gemma": {"is_tied_by_default": True},
+    "gemma2": {"is_tied_by_default": True, "norms_per_layer": 4},
+    "gemma3_text": {"is_tied_by_default": True, "norms_per_layer": 4, "has_qk_norm": True},
+    "mixtral": {},
+    "qwen2_moe": {"has_qkv_bias": True},
+    "qwen3_moe": {"has_qk_norm": True},
+    "olmoe": {"has_wide_qk_norm": True},
+    "smollm3": {"is_tied_by_default": True},
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that parameter counts and memory estimates need."""
+
+    model_type: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    is_tied: bool
+    is_family_known: bool
+    norms_per_layer: int = 2
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    has_wide_qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
+    dense_layers: int = 0
+
+    @property
+    def attention_params(self) -> int:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        count = self.hidden * (2 * queries + 2 * keys)
+        count += (queries + 2 * keys) if self.has_qkv_bias else 0
+        count += self.hidden if self.has_output_bias else 0
+        count += 2 * self.head_dim if self.has_qk_norm else 0
+        count += queries + keys if self.has_wide_qk_norm else 0
+        return count
+
+    @property
+    def dense_mlp_params(self) -> int:
+        bias = 2 * self.inner + self.hidden if self.has_mlp_bias else 0
+        return 3 * self.hidden * self.inner + bias
+
+    @property
+    def sparse_mlp_params(self) -> int:
+        """All experts, the router, and the shared expert with its gate."""
+        count = self.experts * (3 * self.hidden * self.expert_inner + self.hidden)
+        if self.shared_inner:
+            count += 3 * self.hidden * self.shared_inner + self.hidden
+        return count
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def layer_params(self) -> int:
+        """The largest layer: what FSDP gathers at a time."""
+        mlp = self.sparse_mlp_params if self.experts else self.dense_mlp_params
+        return self.attention_params + mlp + self.norms_per_layer * self.hidden
+
+    @property
+    def body_params(self) -> int:
+        """Everything but the head: what a critic or reward model shares with a policy."""
+        sparse = self.layers - self.dense_layers if self.experts else 0
+        dense = self.layers - sparse
+        per_layer = self.attention_params + self.norms_per_layer * self.hidden
+        return (
+            self.embedding_params
+            + self.layers * per_layer
+            + dense * self.dense_mlp_params
+            + sparse * self.sparse_mlp_params
+            + self.hidden
+        )
+
+    @property
+    def params(self) -> int:
+        return self.body_params + (0 if self.is_tied else self.embedding_params)
+
+    @property
+    def value_model_params(self) -> int:
+        """The body with one output per token instead of a head."""
+        return self.body_params + self.hidden
+
+    def lora_params(self, rank: int) -> int:
+        """Adapters of this rank on every linear layer of the body (router and head excluded)."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * (self.hidden + queries) + 2 * (self.hidden + keys)
+        mlp = 3 * (self.hidden + self.inner)
+        if self.experts:
+            mlp = 3 * (self.hidden + self.expert_inner) * self.experts
+        return rank * self.layers * (attention + mlp)
 
 
 @dataclass(frozen=True)
@@ -124,6 +241,7 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
     compute = compute_bytes(config, engine)
     trained = trained_params(config, role, shape, params)
     gathered = 0.0
+    stays = role != "critic" and shares_weights(config)
     if not isinstance(engine, FSDPEngineConfig):
         parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
         weights, gradients = compute * params / parts, 4 * trained / parts
@@ -144,7 +262,7 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
         optimizer=optimizer,
         gradients=gradients,
         gathered=gathered,
-        idle_weights=0.0 if engine.param_offload else weights,
+        idle_weights=0.0 if engine.param_offload and not stays else weights,
         idle_optimizer=0.0 if engine.optimizer_offload else optimizer,
     )
 
@@ -190,9 +308,9 @@ def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
     size = 4 if config.trainer.device == "cpu" else (1 if rollout.quantization == "fp8" else 2)
     tensor = rollout.tensor_model_parallel_size
     parts: dict[str, float] = {}
-    shares_weights = rollout.name in ("native", "hf")
+    is_built_in = rollout.name in ("native", "hf")
     is_apart = not config.actor_rollout_ref.hybrid_engine
-    if is_apart or not (shares_weights and has_whole_weights(config)):
+    if is_apart or not (is_built_in and has_whole_weights(config)):
         parts["engine weights"] = size * shape.params / tensor
     sequences = math.ceil(config.data.train_batch_size * rollout.n / replicas(config))
     running = min(sequences, rollout.max_num_seqs)
@@ -244,3 +362,58 @@ def compute_bytes(config: Any, engine: Any) -> int:
     if config.trainer.device == "cpu":
         return 4
     return 4 if engine.dtype in FULL_DTYPES else 2
+
+
+def read_model_shape(folder: str | Path) -> ModelShape:
+    """Read `config.json` in a model's folder; FileNotFoundError when there is none."""
+    text = (Path(folder).expanduser() / "config.json").read_text()
+    return model_shape(json.loads(text))
+
+
+def model_shape(described: Mapping[str, Any]) -> ModelShape:
+    """The shape that a `config.json` describes; of a multimodal model, its language part."""
+    if "text_config" in described:
+        described = {
+            "tie_word_embeddings": described.get("tie_word_embeddings"),
+            **described["text_config"],
+        }
+    model_type = str(described["model_type"])
+    traits = dict(FAMILIES.get(model_type, {}))
+    tied = described.get("tie_word_embeddings")
+    is_tied_by_default = traits.pop("is_tied_by_default", False)
+    heads, layers = described["num_attention_heads"], described["num_hidden_layers"]
+    has_bias = bool(described.get("attention_bias"))
+    traits.setdefault("has_qkv_bias", has_bias)
+    return ModelShape(
+        model_type=model_type,
+        hidden=described["hidden_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=described.get("num_key_value_heads") or heads,
+        head_dim=described.get("head_dim") or described["hidden_size"] // heads,
+        inner=described["intermediate_size"],
+        vocab=described["vocab_size"],
+        is_tied=is_tied_by_default if tied is None else bool(tied),
+        is_family_known=model_type in FAMILIES,
+        has_output_bias=has_bias,
+        has_mlp_bias=bool(described.get("mlp_bias")),
+        **traits,
+        **expert_sizes(described, layers),
+    )
+
+
+def expert_sizes(described: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Sizes of a mixture of experts, under the names that the families use."""
+    experts = described.get("num_experts") or described.get("num_local_experts") or 0
+    if not experts:
+        return {}
+    step = described.get("decoder_sparse_step") or 1
+    dense_only = set(described.get("mlp_only_layers") or [])
+    sparse = [n for n in range(layers) if n not in dense_only and (n + 1) % step == 0]
+    return {
+        "experts": experts,
+        "experts_per_token": described.get("num_experts_per_tok") or 2,
+        "expert_inner": described.get("moe_intermediate_size") or described["intermediate_size"],
+        "shared_inner": described.get("shared_expert_intermediate_size") or 0,
+        "dense_layers": layers - len(sparse),
+    }

@@ -14,14 +14,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from verl.config.advice import advice
 from verl.config.effects import without_effect
 from verl.config.faults import Fault
-from verl.config.keys import walk_leaves
 from verl.config.load import Loaded, load_config
-from verl.trainer.plan.batch_table import BatchTable, batch_table
+from verl.config.schema import walk_leaves
+from verl.config.validate import advice
+from verl.trainer.plan.layout import BatchTable, Placement, batch_table, placement
 from verl.trainer.plan.memory import MemoryPlan, memory_plan
-from verl.trainer.plan.placement import Placement, placement
 
 WIDTH = 100
 GIB = 1024**3

@@ -29,8 +29,8 @@ from verl.utils.checkpoint.background import (
     collect_receipts,
     upload_step,
 )
-from verl.utils.checkpoint.identity import config_identity, dataset_identity, fingerprint
 from verl.utils.checkpoint.layout import CheckpointError, step_folder
+from verl.utils.checkpoint.manifest import config_identity, dataset_identity, fingerprint
 from verl.utils.checkpoint.store import CheckpointStore, steps_to_keep
 from verl.utils.checkpoint.tensor_store import (
     EncodedState,

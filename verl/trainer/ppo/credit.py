@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.algos.advantages.rewards import require_finite
+from verl.algos.advantages.returns import require_finite
 from verl.algos.kl import KLController
 from verl.algos.kl import kl_penalty as estimate_kl
 from verl.algos.pf_ppo import compute_pf_ppo_reweight_data

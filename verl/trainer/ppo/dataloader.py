@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, EpochSampler, Stateful
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
-from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler, Stateful
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,12 @@ from verl.config.ppo import PPOConfig
 from verl.trainer.ppo.dataloader import PromptLoader
 from verl.trainer.ppo.seeds import DEFAULT_SEED
 from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
-from verl.utils.dataset.rl_dataset import get_dataset_class
-from verl.utils.dataset.sampler import AbstractSampler, RandomOrder, SequentialOrder
+from verl.utils.dataset.rl_dataset import (
+    AbstractSampler,
+    RandomOrder,
+    SequentialOrder,
+    get_dataset_class,
+)
 from verl.utils.import_utils import load_extern_object
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
@@ -43,11 +47,6 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset[Any]) -> Sampler
     """`data.sampler`, or a random order by `data.seed`, or the order of the files."""
     chosen = data_config.sampler
     if chosen.class_path is not None:
-        if data_config.dataloader_num_workers:
-            raise ValueError(
-                f"data.dataloader_num_workers is {data_config.dataloader_num_workers}; with "
-                "data.sampler it must be 0, because rows read ahead miss the sampler's updates"
-            )
         cls = load_extern_object(chosen.class_path, chosen.class_name or "")
         if not isinstance(cls, type) or not issubclass(cls, AbstractSampler):
             raise TypeError(

@@ -13,8 +13,8 @@ from typing import Any
 from verl.config.ppo import PPOConfig
 from verl.config.roles import pool_devices, ranks_beside, world_size
 from verl.single_controller.base.colocation import ClassWithInitArgs
-from verl.single_controller.base.controller import Controller
 from verl.single_controller.base.resource_pool import PoolManager
+from verl.single_controller.controllers import Controller
 from verl.single_controller.local import CONTROLLER as LOCAL
 from verl.trainer.ppo.utils import Role
 from verl.utils.device import get_visible_devices_keyword

@@ -11,6 +11,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_dump import dump_generations
 from verl.trainer.ppo.validation import dump_batch
 from verl.utils.profiler import marked_timer
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.tracking import ValidationGenerationsLogger
 
 
@@ -22,6 +23,26 @@ class RecipeMembers:
     global_steps: int
     validation_generations_logger: ValidationGenerationsLogger
     actor_rollout_wg: Any
+
+    def _balance_batch(
+        self,
+        batch: DataProto,
+        metrics: MutableMapping[str, Any],
+        logging_prefix: str = "global_seqlen",
+    ) -> None:
+        """Report how evenly tokens are spread over ranks; the rows stay in their order.
+
+        Rows are shared out by tokens where they are dealt to ranks (`verl.workers.roles.dispatch`),
+        so neither the rows of an optimizer step nor their order depends on the number of ranks.
+        """
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        num_ranks = min(self.actor_rollout_wg.world_size, len(lengths))
+        parts = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=False)
+        metrics.update(log_seqlen_unbalance(lengths, parts, logging_prefix))
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        """The columns that a manager of agent loops sees."""
+        return DataProto(non_tensor_batch=dict(batch.non_tensor_batch))
 
     def _start_profiling(self, do_profile: bool) -> None:
         """Let the policy's ranks record this step, if the actor's profiler is enabled."""

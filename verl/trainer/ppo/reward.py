@@ -1,36 +1,52 @@
-"""From the configuration to a reward for every response.
+"""From the configuration to what grades every response.
 
-`load_reward_manager` builds what scores a batch, `compute_reward` calls it and checks the answer.
-An error in a reward function stops the step with the error as its cause: it is never a reward of
-0, and no batch is scored twice.
+`load_reward_manager` makes the reward manager. The signature of a user's function decides how it is
+called. A per-sample function scores one response and is called with keywords:
+
+    compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number | dict
+
+A whole-batch function takes the batch and returns the rewards, (B,) or (B, T):
+
+    compute_reward(data: DataProto) -> Tensor
+
+A function is called with the whole batch if a parameter is annotated `DataProto`, or if exactly one
+parameter has no default and its name is none that a per-sample call passes; every other function is
+called per sample. The manager `batch` calls it with lists instead:
+
+    compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list
+
+`RewardLoopWorker` and `RewardLoopManager` score for programs of one's own; a trainer grades
+trajectories as they end.
 """
 
+import asyncio
 import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
 from importlib import import_module
+from inspect import Parameter
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.reward_functions import (
-    WholeBatchReward,
-    refuse_other_form,
-    takes_whole_batch,
-    with_fixed_kwargs,
-)
+from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_class_from_fqn, load_extern_object, load_module, require
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.reward_manager.abstract import scores_on_last_token
 from verl.workers.reward_manager.adapters import (
     GradingManager,
     RewardManagerBase,
     compute_reward,
     name_of,
 )
-from verl.workers.reward_manager.grader import RewardError
-from verl.workers.reward_manager.managers import BatchRewardManager
+from verl.workers.reward_manager.grader import RewardError, is_async
+from verl.workers.reward_manager.managers import DEFAULT_BATCH_SECONDS, BatchRewardManager
 from verl.workers.reward_manager.registry import get_reward_manager_cls
 
 __all__ = [
@@ -45,6 +61,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
+
+_PER_SAMPLE = {"data_source", "solution_str", "ground_truth", "extra_info"}
+_PER_SAMPLE_LISTS = {"data_sources", "solution_strs", "ground_truths", "extra_infos"}
+_SERVED = {"reward_router_address", "reward_model_tokenizer"}
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _prepared_classes: set[type[RewardManagerBase]] = set()
 
 
@@ -163,7 +184,7 @@ def _fixed_kwargs(section: Any) -> dict[str, Any]:
     return dict(section["reward_kwargs"] or {}) if "reward_kwargs" in section else {}
 
 
-def _whole_batch(function: RewardFunction, reward_kwargs: Mapping[str, Any]) -> WholeBatchReward:
+def _whole_batch(function: RewardFunction, reward_kwargs: Mapping[str, Any]) -> "WholeBatchReward":
     """There is no manager then, so its options say nothing, but for the time."""
     options = {k: v for k, v in reward_kwargs.items() if k == "timeout_seconds"}
     unused = sorted(reward_kwargs.keys() - options.keys())
@@ -224,3 +245,196 @@ def _loop_style_manager(
         if name in reward_kwargs:
             setattr(manager, name, reward_kwargs[name])
     return manager
+
+
+def takes_whole_batch(
+    function: Callable[..., Any], given: Collection[str] = ()
+) -> tuple[bool, str]:
+    """Whether a function is called with the batch, and the reason in words.
+
+    `given` are parameters that `custom_reward_function.reward_kwargs` sets.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    for parameter in parameters:
+        if _is_data_proto(parameter.annotation):
+            return True, f"its parameter {parameter.name!r} is a DataProto"
+    required = [
+        p.name
+        for p in parameters
+        if p.default is Parameter.empty and p.kind not in _VARIADIC and p.name not in given
+    ]
+    if len(required) == 1 and required[0] not in _PER_SAMPLE | _PER_SAMPLE_LISTS | _SERVED:
+        return True, f"its only required parameter is {required[0]!r}"
+    return False, f"its required parameters are {required}"
+
+
+def refuse_other_form(function: Callable[..., Any], *, takes_lists: bool) -> None:
+    """Say that a function is for lists and the manager is not, or the other way round."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    names = {parameter.name for parameter in parameters}
+    if takes_lists and not names & _PER_SAMPLE_LISTS:
+        raise ValueError(
+            f"reward_manager.name is batch, which calls the reward function with "
+            f"{', '.join(sorted(_PER_SAMPLE_LISTS))}; {name_of(function)} takes "
+            f"{', '.join(sorted(names))}: set reward_manager.name=naive, or "
+            "custom_reward_function.path to a function of lists"
+        )
+    if not takes_lists and names & _PER_SAMPLE_LISTS:
+        raise ValueError(
+            f"reward function {name_of(function)} takes lists "
+            f"({', '.join(sorted(names & _PER_SAMPLE_LISTS))}); set reward_manager.name=batch"
+        )
+
+
+def with_fixed_kwargs(function: Callable[..., Any], fixed: Mapping[str, Any]) -> Callable[..., Any]:
+    """The same function, called with `fixed` too; they win over what a call passes.
+
+    An async function stays async, and the signature stays that of the original.
+    """
+    if not fixed:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{**kwargs, **fixed})
+
+    @functools.wraps(function)
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        return await function(*args, **{**kwargs, **fixed})
+
+    return call_async if is_async(function) else call
+
+
+class WholeBatchReward:
+    """Lets a `(DataProto) -> Tensor` function stand where a reward manager is expected.
+
+    It is called on a thread of its own and may take `timeout_seconds`.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, timeout_seconds: float = DEFAULT_BATCH_SECONDS
+    ) -> None:
+        if is_async(function):
+            raise ValueError(
+                f"reward function {name_of(function)} takes the whole batch and is async; "
+                "only per-sample functions may be async"
+            )
+        self.function = function
+        self.timeout_seconds = timeout_seconds
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        rewards = self._rewards(data)
+        if not return_dict:
+            return rewards
+        return {"reward_tensor": rewards, "reward_extra_info": {}}
+
+    def _rewards(self, data: DataProto) -> Tensor:
+        call = functools.partial(self.function, data)
+        rewards = call_with_deadline(call, self.timeout_seconds, name_of(self.function))
+        expected = data.batch["responses"].shape  # (B, T)
+        if not isinstance(rewards, Tensor) or rewards.shape not in (expected, expected[:1]):
+            got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
+            raise ValueError(
+                f"reward function {name_of(self.function)} returned {got}; it must return a tensor "
+                f"of shape {tuple(expected[:1])}, a score per response, or {tuple(expected)}, a "
+                "reward per token"
+            )
+        if rewards.ndim == 1:
+            return scores_on_last_token(rewards, data)
+        return rewards.to(torch.float32)
+
+
+def call_with_deadline(call: Callable[[], Any], seconds: float, name: str) -> Any:
+    """What `call` returns or raises, on a thread of its own; `TimeoutError` if it takes longer."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"{name} took longer than {seconds} s")
+    return future.result(timeout=0)
+
+
+def _is_data_proto(annotation: Any) -> bool:
+    if isinstance(annotation, str):  # `from __future__ import annotations`
+        return annotation.rpartition(".")[2] == "DataProto"
+    return isinstance(annotation, type) and issubclass(annotation, DataProto)
+
+
+class RewardLoopWorker:
+    """Scores with the reward manager that the configuration names.
+
+    `reward_router_address` is where a served reward model answers; a custom reward function gets it
+    as a keyword argument.
+    """
+
+    def __init__(self, config: Any, reward_router_address: str | None = None) -> None:
+        self.config = config
+        self.reward_router_address = reward_router_address
+        self.reward_manager = _manager(config, reward_router_address)
+
+    async def compute_score(self, data: DataProto) -> dict[str, Any]:
+        """`reward_score` and `reward_extra_info` of a batch of one response."""
+        manager = self.reward_manager
+        is_single = isinstance(manager, GradingManager) and manager.scope == "trajectory"
+        if not is_single and not isinstance(manager, RewardManagerBase):
+            raise ValueError(
+                f"reward_manager.name={self.config.reward_manager.name} scores whole batches; a "
+                "reward loop asks for one response: use naive, dapo, prime, remote or rate_limited"
+            )
+        return await manager.run_single(data)
+
+    async def compute_score_batch(self, data: DataProto) -> list[dict[str, Any]]:
+        """The same for every row, at the same time."""
+        rows = [data[row : row + 1] for row in range(len(data))]
+        return list(await asyncio.gather(*(self.compute_score(row) for row in rows)))
+
+
+class RewardLoopManager:
+    """Scores batches with the reward manager that the configuration names."""
+
+    def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
+        self.config = config
+        self.reward_manager = _manager(config, None)
+
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """`rm_scores` (B, T), a column for each thing that was reported, and their names in
+        `meta_info["reward_extra_keys"]`. A response that cannot be scored is an error."""
+        rewards, extras = compute_reward(data, self.reward_manager)
+        columns: dict[str, Any] = {}
+        for name, values in extras.items():
+            columns[name] = np.empty(len(data), dtype=object)
+            columns[name][:] = values
+        return DataProto.from_dict(
+            tensors={"rm_scores": rewards},
+            non_tensors=columns,
+            meta_info={"reward_extra_keys": list(extras)},
+        )
+
+
+def _manager(config: Any, reward_router_address: str | None) -> RewardFunction:
+    model = config.actor_rollout_ref.model
+    served: dict[str, Any] = {}
+    if reward_router_address is not None:
+        served["reward_router_address"] = reward_router_address
+        served["reward_model_tokenizer"] = _tokenizer(config.reward_model.model.path, config)
+    return load_reward_manager(
+        config,
+        _tokenizer(model.tokenizer_path or model.path, config),
+        num_examine=0,
+        **served,
+        **config.reward_model.reward_kwargs,
+    )
+
+
+def _tokenizer(path: str, config: Any) -> Any:
+    trusts = config.actor_rollout_ref.model.trust_remote_code
+    return hf_tokenizer(copy_to_local(path), trust_remote_code=trusts)

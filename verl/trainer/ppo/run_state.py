@@ -21,6 +21,9 @@ class RunState:
 
     tripwires: dict[str, Any] = field(default_factory=dict)
     max_steps_duration: float = 0.0
+    buffer: dict[str, Any] = field(default_factory=dict)
+    """Prompts drawn and updates published so far."""
+
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,33 +2,34 @@
 
     rollout -> score -> annotate -> assign_credit -> update
 
-A stage takes the batch and returns it with more columns (docs/batch.md lists them); it may drop
-rows. It reports into `self.metrics` and `self.timing`, which are new for every step. What happens
-between steps (validation, checkpoints, tracking) is in `verl.trainer.ppo.run`.
+A stage takes the batch and the context of the step, and returns the batch with more columns
+(docs/batch.md lists them); it may drop rows. It reports into `step.report`. What happens between
+steps (validation, checkpoints, tracking) is in `verl.trainer.ppo.session`.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
+from verl.agent_loop.buffer import DynamicSampling, Taken
+from verl.agent_loop.rollouter import RolloutOptions, new_groups
 from verl.algos.rollout_correction.apply import (
     apply_bypass_mode,
     compute_rollout_correction_and_add_to_batch,
 )
 from verl.protocol import DataProto
+from verl.protocol.trajectory import Group, Score, Trajectory
+from verl.trainer.ppo.context import StepBatch, StepContext
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.dataloader import EndOfData
-from verl.trainer.ppo.dynamic_sampling import fill_batch
 from verl.trainer.ppo.mismatch_metrics import calculate_debug_metrics
 from verl.trainer.ppo.reporting import groups_without_spread
-from verl.trainer.ppo.run import Metrics, TrainingRun
-from verl.trainer.ppo.scoring import Scored, reported_metrics, score_batch
-from verl.trainer.ppo.seeds import keyed_seed
+from verl.trainer.ppo.scoring import reported_metrics, score_batch
+from verl.trainer.ppo.session import TrainingRun
 from verl.trainer.ppo.tripwires import require_finite
-from verl.utils.metric import reduce_metrics
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.torch_functional import masked_mean
-from verl.workers.rollout.sequences import SEED_COLUMN
+
+ROW_COLUMN = "__row__"
 
 
 class PPOTrainer(TrainingRun):
@@ -39,77 +40,89 @@ class PPOTrainer(TrainingRun):
         with self.session():
             self._load_checkpoint()
             self.validate_at_start()
-            if self.config.trainer.val_only:
-                return
-            try:
-                for prompts in self.prompt_batches():
-                    metrics = self.guarded_step(self.train_step, prompts)
-                    self.finish_step(metrics)
-            except EndOfData as end:
-                self.stop_early(end)
+            for step in self.steps():
+                batch = self.guarded(self.train_step, step)
+                self.finish_step(batch, step)
             self.finish_run()
 
-    def train_step(self, prompts: DataProto) -> Metrics:
-        batch = self.rollout(prompts)  # responses and the log-probs they were sampled with
-        batch = self.score(batch)  # one score per response
-        batch = self.annotate(batch)  # log-probs under the old and reference policies, values
-        batch = self.assign_credit(batch)  # KL penalty, advantages, returns
-        return self.update(batch)  # critic, actor; then the rollouts see the new weights
+    def train_step(self, step: StepContext) -> DataProto:
+        batch = self.rollout(step)  # responses and the log-probs they were sampled with
+        batch = self.score(batch, step)  # one score per response
+        batch = self.annotate(batch, step)  # log-probs under the old and reference policies, values
+        batch = self.assign_credit(batch, step)  # KL penalty, advantages, returns
+        return self.update(batch, step)  # critic, actor; then the rollouts see the new weights
 
     # ---- rollout ---------------------------------------------------------------------------------
 
-    def rollout(self, prompts: DataProto) -> DataProto:
+    def rollout(self, step: StepContext) -> DataProto:
         """`rollout.n` responses per prompt; with dynamic sampling, to prompts worth training."""
-        with self.timed("gen"):
-            batch = self.respond(prompts)
-        groups = self.config.algorithm.filter_groups
-        if groups.enable:
-            filled = fill_batch(
-                batch,
-                config=groups,
-                num_prompts=self.config.data.train_batch_size,
-                score=self.score,
-                generate_more=self._respond_to_more,
-            )
-            batch = filled.batch
-            self.metrics["train/num_gen_batches"] = filled.num_gen_batches
-            self.metrics["train/num_groups_dropped"] = filled.num_dropped_groups
-        if self.config.actor_rollout_ref.rollout.free_cache_engine:
+        rollout = self.config.actor_rollout_ref.rollout
+        is_filtered = self.config.algorithm.filter_groups.enable
+        settle = partial(self._settle_grades, step) if is_filtered else None
+        with step.report.timed("gen"):
+            for num_prompts in self.buffer.demands(step.step, settle):
+                prompts = self.draw_prompts(step, num_prompts)
+                groups = new_groups(prompts, rollout.n, step=step.step, seed_of=step.seed_of)
+                self.rollouter.submit(groups, RolloutOptions(step=step.step), self.buffer)
+            taken = self.buffer.take(step.step)
+            step.groups = taken.groups
+            batch = StepBatch(taken.groups, self.padding).data
+            self._report_rollout(taken, step)
+            if self.config.algorithm.adv_estimator == "remax":
+                batch = self._with_greedy_baselines(batch, step)
+        if rollout.free_cache_engine:
             self.async_rollout_manager.sleep()
         return batch
 
-    def respond(self, prompts: DataProto) -> DataProto:
-        """Responses to each prompt, and what the estimator compares them with."""
-        batch = self.generate(prompts, self.config.actor_rollout_ref.rollout.n)
-        self.timing.update(batch.meta_info.pop("timing"))
-        self.metrics.update(batch.meta_info.pop("metrics"))
-        if self.config.algorithm.adv_estimator == "remax":
-            batch = self._with_greedy_baselines(batch, prompts)
-        return batch
+    def _report_rollout(self, taken: Taken, step: StepContext) -> None:
+        groups = [*taken.groups, *taken.discarded]
+        metrics, seconds = self.rollouter.take_report(groups)
+        step.report.merge(metrics)
+        step.report.timing.update(seconds)
+        policy = self.buffer.policy
+        if isinstance(policy, DynamicSampling):
+            num_dull = sum(g.fault is None and not policy.is_informative(g) for g in groups)
+            step.report.add("train/num_gen_batches", len(groups) // policy.gen_batch_size)
+            step.report.add("train/num_groups_dropped", num_dull)
 
-    def generate(self, prompts: DataProto, num_samples: int, **meta_info: Any) -> DataProto:
-        """Repeat each prompt and let the agent loops continue it."""
-        samples = prompts.repeat(num_samples, interleave=True)
-        request = self._get_gen_batch(samples)
-        request.meta_info = {"global_steps": self.global_steps, **meta_info}
-        key = ("validation",) if meta_info.get("validate") else ("training", self.global_steps)
-        seeds = [
-            keyed_seed(self.seed, *key, uid, row % num_samples)
-            for row, uid in enumerate(samples.non_tensor_batch["uid"])
-        ]
-        request.non_tensor_batch[SEED_COLUMN] = np.array(seeds, dtype=object)
-        return samples.union(self.async_rollout_manager.generate_sequences(request))
+    def _settle_grades(self, step: StepContext, groups: Sequence[Group]) -> None:
+        """Give groups their final scores; those that have none leave their group."""
+        batch = StepBatch(list(groups), self.padding)
+        batch.data.non_tensor_batch[ROW_COLUMN] = np.arange(len(batch.data))
+        scored = self.score(batch.data, step)
+        rewards = scored.batch["token_level_scores"]
+        names = scored.meta_info["reward_extra_keys"]
+        rows = scored.non_tensor_batch[ROW_COLUMN].tolist()
+        for place, (row, total) in enumerate(zip(rows, rewards.sum(-1).tolist(), strict=True)):
+            extras = {name: scored.non_tensor_batch[name][place] for name in names}
+            batch.trajectories[row].grade = Score(total, extras, rewards[place].numpy())
+        kept = {id(batch.trajectories[row]) for row in rows}
+        for group in groups:
+            group.trajectories = [t for t in group.trajectories if id(t) in kept]
+            if not group.trajectories:
+                group.fault = "its responses could not be scored"
 
-    def _respond_to_more(self) -> DataProto:
-        with self.timed("gen"):
-            return self.respond(self.next_prompts())
-
-    def _with_greedy_baselines(self, batch: DataProto, prompts: DataProto) -> DataProto:
+    def _with_greedy_baselines(self, batch: DataProto, step: StepContext) -> DataProto:
         """ReMax: `reward_baselines`, the score of the greedy response; prompts without one go."""
-        greedy = self.generate(prompts, 1, do_sample=False)
+        prompts = [group.trajectories[0] for group in step.groups]
+        greedy = [
+            Group(
+                index=index,
+                uid=first.uid,
+                drawn_at=step.step,
+                trajectories=[
+                    Trajectory(
+                        uid=first.uid, sample=0, row=first.row, seed=step.seed_of(first.uid, 0)
+                    )
+                ],
+            )
+            for index, first in enumerate(prompts)
+        ]
+        self.rollouter.generate(greedy, RolloutOptions(step=step.step, does_sample=False))
+        answers = StepBatch(greedy, self.padding).data
         if self.use_rm:
-            greedy, _ = self.with_model_scores(greedy)
-        scored = score_batch(greedy, self.reward_fn).batch
+            answers, _ = self.with_model_scores(answers)
+        scored = score_batch(answers, self.reward_fn).batch
         totals = scored.batch["token_level_scores"].sum(-1).tolist()
         baseline_of = dict(zip(scored.non_tensor_batch["uid"], totals, strict=True))
         uids = batch.non_tensor_batch["uid"]
@@ -119,71 +132,63 @@ class PPOTrainer(TrainingRun):
         batch.batch["reward_baselines"] = scores
         return batch
 
-    def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        """The columns that agent loops see."""
-        return DataProto(non_tensor_batch=dict(batch.non_tensor_batch))
-
     # ---- score -----------------------------------------------------------------------------------
 
-    def score(self, batch: DataProto) -> DataProto:
+    def score(self, batch: DataProto, step: StepContext) -> DataProto:
         """`token_level_scores`; prompts that could not be graded are set aside and counted."""
         if "token_level_scores" in batch.batch.keys():  # noqa: SIM118  # dynamic sampling did it
             return batch
-        with self.timed("reward"):
+        with step.report.timed("reward"):
             if self.use_rm:
                 batch, found = self.with_model_scores(batch)
-                self.metrics.update(found)
+                step.report.merge(found)
             scored = score_batch(batch, self.reward_fn)
-        return self._report_scores(scored)
-
-    def _report_scores(self, scored: Scored) -> DataProto:
-        for name, count in scored.metrics.items():  # dynamic sampling scores several batches
-            self.metrics[name] = self.metrics.get(name, 0.0) + count
-        self.metrics["reward/ratio_groups_without_spread"] = groups_without_spread(scored.batch)
-        self.metrics.update(reported_metrics(scored.batch))
+        step.report.count(scored.metrics)  # dynamic sampling scores several batches
+        step.report.add("reward/ratio_groups_without_spread", groups_without_spread(scored.batch))
+        step.report.merge(reported_metrics(scored.batch))
         return scored.batch
 
     # ---- annotate --------------------------------------------------------------------------------
 
-    def annotate(self, batch: DataProto) -> DataProto:
+    def annotate(self, batch: DataProto, step: StepContext) -> DataProto:
         """`old_log_probs`, and `ref_log_prob` and `values` where the algorithm needs them."""
-        self._balance_batch(batch, self.metrics)
+        self._balance_batch(batch, step.report.metrics)
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
-        batch = self._with_old_log_probs(batch)
+        batch = self._with_old_log_probs(batch, step)
         mask = batch.batch["response_mask"]
         if self.use_reference_policy:
-            with self.timed("ref"):
+            with step.report.timed("ref"):
                 batch = batch.union(self.ref_policy_wg.compute_ref_log_prob(batch))
             distance = batch.batch["old_log_probs"] - batch.batch["ref_log_prob"]
-            self.metrics["actor/ref_kl"] = masked_mean(distance, mask).item()
+            step.report.add("actor/ref_kl", masked_mean(distance, mask).item())
             if self.config.actor_rollout_ref.ref.model.path is None:  # else it is another model
-                self.metrics["actor/ref_distance"] = masked_mean(distance.abs(), mask).item()
+                step.report.add("actor/ref_distance", masked_mean(distance.abs(), mask).item())
         if self.use_critic:
-            with self.timed("values"):
+            with step.report.timed("values"):
                 batch = batch.union(self.critic_wg.compute_values(batch))
         require_finite(batch, "old_log_probs", "ref_log_prob", "values")
         return batch
 
-    def _with_old_log_probs(self, batch: DataProto) -> DataProto:
+    def _with_old_log_probs(self, batch: DataProto, step: StepContext) -> DataProto:
         correction = self.config.algorithm.rollout_correction
         if correction.bypass_mode:
             loss = self.config.actor_rollout_ref.actor.policy_loss
             apply_bypass_mode(batch, correction, loss)
             return batch
-        if self._sampled_log_probs_will_do(batch):
+        if self._sampled_log_probs_will_do(batch, step):
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
             return batch
-        with self.timed("old_log_prob"):
+        with step.report.timed("old_log_prob"):
             found = self.actor_rollout_wg.compute_log_prob(batch)
-        self.metrics.update(reduce_metrics(found.meta_info.pop("metrics")))
+        step.report.merge(found.meta_info.pop("metrics"))
         entropy = masked_mean(found.batch.pop("entropys"), batch.batch["response_mask"])
-        self.metrics["actor/entropy"] = entropy.item()
+        step.report.add("actor/entropy", entropy.item())
         batch = batch.union(found)
         if "rollout_log_probs" in batch.batch.keys():  # noqa: SIM118
-            self.metrics.update(calculate_debug_metrics(batch))
+            step.report.merge(calculate_debug_metrics(batch))
         return batch
 
-    def _sampled_log_probs_will_do(self, batch: DataProto) -> bool:
+    def _sampled_log_probs_will_do(self, batch: DataProto, step: StepContext) -> bool:
         """Whether a pass for `old_log_probs` is left out; counted, so that a curve shows it.
 
         In exact mode it would return the very numbers that came with the tokens, as long as all of
@@ -195,37 +200,24 @@ class PPOTrainer(TrainingRun):
         if does_skip:
             batch.meta_info["old_policy_version"] = batch.meta_info["policy_version"]
         does_skip = does_skip or section.actor.use_rollout_log_probs
-        self.metrics["training/old_log_prob_pass_skipped"] = float(does_skip)
+        step.report.add("training/old_log_prob_pass_skipped", float(does_skip))
         return does_skip
-
-    def _balance_batch(
-        self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen"
-    ) -> None:
-        """Report how evenly tokens are spread over ranks; the rows stay in their order.
-
-        Rows are shared out by tokens where they are dealt to ranks (`verl.workers.roles.dispatch`),
-        so neither the rows of an optimizer step nor their order depends on the number of ranks.
-        """
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        num_ranks = min(self.actor_rollout_wg.world_size, len(lengths))
-        parts = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=False)
-        metrics.update(log_seqlen_unbalance(lengths, parts, logging_prefix))
 
     # ---- assign credit ---------------------------------------------------------------------------
 
-    def assign_credit(self, batch: DataProto) -> DataProto:
+    def assign_credit(self, batch: DataProto, step: StepContext) -> DataProto:
         """`token_level_rewards`, `advantages`, `returns`; corrects for a rollout that drifted."""
         algorithm = self.config.algorithm
         correction = algorithm.rollout_correction
-        with self.timed("adv"):
+        with step.report.timed("adv"):
             if algorithm.use_kl_in_reward:
                 batch, found = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
-                self.metrics.update(found)
+                step.report.merge(found)
             else:
                 batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
             if (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode:
                 batch, found = compute_rollout_correction_and_add_to_batch(batch, correction)
-                self.metrics.update(found)
+                step.report.merge(found)
             batch = compute_advantage(
                 batch,
                 algorithm.adv_estimator,
@@ -240,17 +232,17 @@ class PPOTrainer(TrainingRun):
 
     # ---- update ----------------------------------------------------------------------------------
 
-    def update(self, batch: DataProto) -> Metrics:
-        """Train the critic, and the actor once that is warm; the rollout shares its weights."""
-        self.batch = batch
+    def update(self, batch: DataProto, step: StepContext) -> DataProto:
+        """Train the critic, and the actor once that is warm; then the rollout sees the weights."""
         if self.use_critic:
-            with self.timed("update_critic"):
+            with step.report.timed("update_critic"):
                 found = self.critic_wg.update_critic(batch)
-            self.metrics.update(reduce_metrics(found.meta_info["metrics"]))
-        if self.config.trainer.critic_warmup <= self.global_steps:
-            with self.timed("update_actor"):
+            step.report.merge(found.meta_info["metrics"])
+        if self.config.trainer.critic_warmup <= step.step:
+            with step.report.timed("update_actor"):
                 found = self.actor_rollout_wg.update_actor(batch)
-                found.meta_info["metrics"].update(self.sync_rollout())
+                found.meta_info["metrics"].update(step.publisher.publish())
             # What was measured before the update is about the policy that sampled.
-            self.metrics = {**reduce_metrics(found.meta_info["metrics"]), **self.metrics}
-        return self.metrics
+            step.report.merge(found.meta_info["metrics"], keeps_own=True)
+            self.buffer.publish(step.step)
+        return batch

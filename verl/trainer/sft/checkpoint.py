@@ -26,13 +26,13 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     AdapterCheckpointManager,
     checkpoint_manager,
 )
-from verl.utils.checkpoint.identity import (
+from verl.utils.checkpoint.layout import step_folder
+from verl.utils.checkpoint.manifest import (
     config_identity,
     dataset_identity,
     fingerprint,
     model_identity,
 )
-from verl.utils.checkpoint.layout import step_folder
 from verl.utils.checkpoint.store import CheckpointStore
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.fs import copy_to_local

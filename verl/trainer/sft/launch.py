@@ -61,10 +61,10 @@ def run(loaded: Loaded, train: Train) -> None:
         faults = [fault for fault in faults if not fault.is_about_machine]
     if faults:
         raise ConfigError(faults)
+    say(idle_notices(config, loaded.user_set))
     if config.trainer.dry_run:
         sys.stdout.write(f"{plan(config)}\n")
         return
-    say(idle_notices(config, loaded.user_set))
     train(loaded)
 
 

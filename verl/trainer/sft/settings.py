@@ -1,13 +1,19 @@
-"""What a supervised run does, under one name for each option.
+"""What a supervised run does, under one name for each option, and the parts built from it.
 
 `sft_trainer.yaml` and `sft_trainer_engine.yaml` say the same things in different places. Here they
-become one `SFTSettings`, which is all that the loop and its parts read. Only options that have an
-effect are looked at, so that the others are reported as unused at the end of a run.
+become one `SFTSettings`, which is all that the loop, the tokenizer, the datasets and the engine
+are made from.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from verl.config.checkpoint import CheckpointConfig
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.config.data import CustomClassConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
@@ -22,8 +28,24 @@ from verl.config.sft import (
     SFTModelConfig,
     SFTTrainerConfig,
 )
-from verl.models.lora import LoraOptions, lora_options
+from verl.config.trainer import CheckpointConfig
+from verl.models.fuse import fuse_model
+from verl.models.loading import load_causal_lm
+from verl.models.lora import LoraOptions, add_lora, lora_options
+from verl.trainer.sft.batches import Ranks, Row
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.prompts import set_chat_template
+from verl.utils.dataset.sft_dataset import SFTDataset
+from verl.utils.device import resolve_device
+from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import import_external_libs, load_extern_object
+from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_functional import get_wsd_schedule_with_warmup
 from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.spec import compute_dtype
+from verl.workers.engine.stepping import SteppingEngine
+from verl.workers.engine.zero1 import ReplicatedEngine
 
 AnySFTConfig = SFTConfig | SFTEngineConfig
 
@@ -132,3 +154,123 @@ def _as_conversations(data: SFTDataConfig) -> SFTEngineDataConfig:
 def steps_between(frequency: int | str, steps_per_epoch: int) -> int:
     """`trainer.save_freq` or `test_freq` in steps; -1 waits for the last one."""
     return steps_per_epoch if frequency == EACH_EPOCH else int(frequency)
+
+
+def build_tokenizer(settings: SFTSettings) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the chat template that the configuration asks for."""
+    model = settings.model
+    import_external_libs(model.external_lib)
+    path = local_path(model.tokenizer_path or model.path, use_shm=model.use_shm)
+    tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    set_chat_template(tokenizer, model.custom_chat_template)
+    return tokenizer
+
+
+def build_datasets(
+    settings: SFTSettings, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset[Row], Dataset[Row] | None]:
+    """The training rows, and the validation rows if `data.val_files` names any."""
+    data = settings.data
+    train = build_dataset(settings, data.train_files, tokenizer, data.train_max_samples)
+    if not data.val_files:
+        return train, None
+    return train, build_dataset(settings, data.val_files, tokenizer, data.val_max_samples)
+
+
+def build_dataset(
+    settings: SFTSettings,
+    files: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int,
+) -> Dataset[Row]:
+    """Prompt and response, conversations, or the class that `data.custom_cls` names."""
+    if settings.data.custom_cls.path is not None:
+        cls = custom_class(settings.data.custom_cls)
+        return cls(files, tokenizer, settings.data, max_samples=max_samples)
+    if settings.conversations is not None:
+        return MultiTurnSFTDataset(
+            files, tokenizer, settings.conversations, max_samples=max_samples
+        )
+    dataset = SFTDataset(files, tokenizer, settings.data, max_samples=max_samples)
+    dataset.check_lengths()
+    return dataset
+
+
+def custom_class(custom: CustomClassConfig) -> Callable[..., Dataset[Row]]:
+    assert custom.path is not None
+    cls = load_extern_object(custom.path, custom.name or "")
+    if not (isinstance(cls, type) and issubclass(cls, Dataset)):
+        raise ValueError(
+            f"data.custom_cls is {custom.name!r} in {custom.path}; it must be a subclass of "
+            "torch.utils.data.Dataset"
+        )
+    return cls
+
+
+def build_engine(settings: SFTSettings, ranks: Ranks, *, total_steps: int) -> SteppingEngine:
+    """The model with its optimizer, loaded; the same on every rank."""
+    optim = settings.optim
+    engine = (ReplicatedEngine if ranks.size > 1 else OneDeviceEngine)(
+        partial(load_model, settings),
+        engine_optimizer(settings, total_steps),
+        max_grad_norm=optim.grad_clip or optim.clip_grad,
+        gradient_checkpointing=settings.model.enable_gradient_checkpointing,
+    )
+    engine.initialize()
+    if settings.schedule == "wsd":
+        assert engine.optimizer is not None
+        engine.optimizer.schedule = get_wsd_schedule_with_warmup(
+            engine.optimizer.optimizer,
+            warmup_steps(optim, total_steps),
+            total_steps,
+            min_lr_ratio=optim.min_lr_ratio,
+            num_cycles=optim.num_cycles,
+        )
+    return engine
+
+
+def load_model(settings: SFTSettings) -> PreTrainedModel:
+    """The weights to start from, with adapters if LoRA is asked for."""
+    model = settings.model
+    device = resolve_device(settings.trainer.device)
+    loaded = load_causal_lm(
+        local_path(model.path, use_shm=model.use_shm),
+        dtype=compute_dtype(settings.dtype, device),
+        device=device,
+        override_config=dict(model.override_config),
+        trust_remote_code=model.trust_remote_code,
+    )
+    fuse_model(loaded)  # on a GPU; elsewhere it changes nothing
+    if settings.lora is None:
+        return loaded
+    return add_lora(loaded, settings.lora, seed=settings.trainer.seed)
+
+
+def engine_optimizer(settings: SFTSettings, total_steps: int) -> FSDPOptimizerConfig:
+    """The engine's own section; warm-up, stay, decay is put in its place afterwards."""
+    optim = settings.optim
+    return FSDPOptimizerConfig(
+        optimizer=optim.optimizer,
+        optimizer_impl=optim.optimizer_impl,
+        lr=optim.lr,
+        betas=list(optim.betas),
+        weight_decay=optim.weight_decay,
+        lr_warmup_steps=warmup_steps(optim, total_steps),
+        total_training_steps=total_steps,
+        lr_scheduler_type="constant" if settings.schedule == "wsd" else settings.schedule,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+        override_optimizer_config=optim.override_optimizer_config,
+    )
+
+
+def warmup_steps(optim: FSDPOptimizerConfig, total_steps: int) -> int:
+    if optim.lr_warmup_steps >= 0:
+        return optim.lr_warmup_steps
+    return int(optim.lr_warmup_steps_ratio * total_steps)
+
+
+def local_path(name: str, *, use_shm: bool) -> str:
+    """A local folder, or a name on a hub as it is."""
+    local = copy_to_local(name, use_shm=use_shm)
+    return str(Path(local).expanduser()) if local.startswith("~") else local

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from verl.config.checkpoint import CheckpointConfig
+from verl.config.trainer import CheckpointConfig
 from verl.utils.checkpoint.hf_model import ProcessingClass
 from verl.utils.checkpoint.layout import STEP_FORMAT, TRACKER, remove_step
 from verl.utils.checkpoint.store import find_intact

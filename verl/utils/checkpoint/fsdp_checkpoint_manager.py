@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from verl.config.checkpoint import CheckpointConfig
+from verl.config.trainer import CheckpointConfig
 from verl.models.lora import (
     ADAPTER_FOLDER,
     adapter_weights,

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from verl.utils.checkpoint.identity import describe
 from verl.utils.checkpoint.layout import CheckpointCorruptError, naming, write_all
+from verl.utils.checkpoint.manifest import describe
 from verl.utils.checkpoint.safetensors_file import TensorSource, write_safetensors
 from verl.utils.checkpoint.tensor_store import NamedArray, as_source, file_suffix, grouped
 

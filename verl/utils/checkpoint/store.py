@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.utils.checkpoint.identity import MAY_CHANGE, compare
 from verl.utils.checkpoint.layout import (
     STEP_FORMAT,
     TRACKER,
@@ -58,7 +57,9 @@ from verl.utils.checkpoint.layout import (
 )
 from verl.utils.checkpoint.manifest import (
     MANIFEST,
+    MAY_CHANGE,
     Manifest,
+    compare,
     in_threads,
     open_plain_file,
     record_file,
@@ -176,7 +177,7 @@ class CheckpointStore:
         num_to_keep: int | None = None,
         may_change: Sequence[str] = MAY_CHANGE,
     ) -> None:
-        """`num_to_keep` counts steps; None keeps all. `may_change`: see `identity.compare`."""
+        """`num_to_keep` counts steps; None keeps all. `may_change`: see `manifest.compare`."""
         if num_to_keep is not None and num_to_keep < 1:
             raise ValueError(
                 f"num_to_keep is {num_to_keep}; it must be at least 1, or None for all"

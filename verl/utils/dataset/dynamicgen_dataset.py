@@ -16,8 +16,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import DataConfig
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.sampler import Stateful
+from verl.utils.dataset.rl_dataset import RLHFDataset, Stateful
 from verl.utils.dataset.tables import DataError, Row, RowFile, RowTable
 from verl.utils.import_utils import load_extern_object
 from verl.utils.py_functional import printable

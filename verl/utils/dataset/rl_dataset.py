@@ -1,14 +1,20 @@
-"""`RLHFDataset`: the prompts of an RL run, a row at a time.
+"""`RLHFDataset`: the prompts of an RL run, a row at a time, and the order in which they are drawn.
 
 A row keeps its columns and gains `raw_prompt`, what an agent loop starts from. Answers end up in
 `reward_model["ground_truth"]`, wherever the file has them. Rows are checked once, when the dataset
 is made: bad ones are left out by name, and so are over-long prompts where the configuration says
 so. Token ids are made by the agent loop; here prompts are only measured.
+
+An order is a function of a seed, the epoch and the number of rows, so that it can be computed again
+from these three numbers: a run that stops continues with the very rows it would have seen. Samplers
+of users (`data.sampler`) may change their order as training goes on; with `state_dict` and
+`load_state_dict` they continue exactly, too.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +22,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.convert import Conversion
@@ -316,3 +322,70 @@ def as_data_config(config: DataConfig | DictConfig | Mapping[str, Any]) -> DataC
     if conversion.faults:
         raise ConfigError(conversion.faults)
     return section
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something that is saved with a run and continues by itself where it was.
+
+    A state is plain data: numbers, texts, lists, dictionaries, NumPy arrays and tensors.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class AbstractSampler(Sampler[int]):
+    """A user's sampler: iterating gives the row numbers of one epoch, as many as its length."""
+
+    @abstractmethod
+    def __init__(self, data_source: Sized, data_config: Any) -> None: ...
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that learns from each trained batch what to draw next."""
+
+    @abstractmethod
+    def update(self, batch: Any) -> None: ...
+
+
+class EpochSampler(Sampler[int]):
+    """A sampler whose order depends on the epoch and its number of rows alone."""
+
+    def __init__(self, data_source: Sized) -> None:
+        self.data_source = data_source
+        self.epoch = 0
+        self._num_rows: int | None = None
+
+    def set_epoch(self, epoch: int, num_rows: int | None = None) -> None:
+        """Give the order of this epoch next; `num_rows` is the size the data had at its start."""
+        self.epoch = epoch
+        self._num_rows = num_rows
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.data_source) if self._num_rows is None else self._num_rows
+
+    def __len__(self) -> int:
+        """Rows of an epoch that begins now."""
+        return len(self.data_source)
+
+
+class SequentialOrder(EpochSampler):
+    """Every epoch from the first row to the last."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_rows))
+
+
+class RandomOrder(EpochSampler):
+    """Every epoch in an order of its own, each row once."""
+
+    def __init__(self, data_source: Sized, seed: int) -> None:
+        super().__init__(data_source)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
+        return map(int, order)

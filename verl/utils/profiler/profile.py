@@ -203,7 +203,7 @@ class DistProfiler:
         return self.config.enable and self.config.tool is not None
 
     def check_this_rank(self) -> bool:
-        return self.config.all_ranks or self.rank in self.config.ranks
+        return self.config.all_ranks or self.rank in (self.config.ranks or [0])
 
     def check_this_step(self) -> bool:
         """Whether we are between `start` and `stop`."""

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl.utils.environment import variable
-from verl.utils.sandbox.jail.spec import SCRATCH, Spec
+from verl.utils.sandbox.jail.namespaces import SCRATCH, Spec
 
 DEFAULT_PACKAGES = ("numpy",)
 """Packages that programs may import, where they are installed."""

@@ -1,7 +1,13 @@
 """The rollout's sections, under the path that `_target_` and users' code name."""
 
-from verl.config.agent import AgentLoopConfig, CustomAsyncServerConfig, MultiTurnConfig, TraceConfig
-from verl.config.rollout import McoreRolloutConfig, RolloutConfig
+from verl.config.rollout import (
+    AgentLoopConfig,
+    CustomAsyncServerConfig,
+    McoreRolloutConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    TraceConfig,
+)
 from verl.config.serving import (
     CheckpointEngineConfig,
     PrometheusConfig,

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, picked_rows, sum_squared_probs, token_log_probs
+from verl.models.loading import score_head
 from verl.models.ulysses import SequenceShare, UlyssesLayout
-from verl.models.value import score_head
 from verl.utils.device import without_waiting
 from verl.workers.engine.base import Columns
 from verl.workers.engine.inputs import HOST_COLUMNS, ModelInputs

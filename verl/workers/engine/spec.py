@@ -11,9 +11,8 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import BaseModelConfig, HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.fuse import fuse_model
-from verl.models.loading import empty_causal_lm, load_causal_lm
+from verl.models.loading import empty_causal_lm, empty_value_model, load_causal_lm, load_value_model
 from verl.models.lora import LoraOptions, add_lora, lora_options
-from verl.models.value import empty_value_model, load_value_model
 from verl.utils.device import check_cpu_bf16
 from verl.utils.fs import copy_to_local
 from verl.utils.torch_dtypes import PrecisionType
@@ -70,17 +69,13 @@ class EngineSpec:
         }
 
     def memory(self, *, whole_weights: bool) -> MemoryOptions:
-        """`whole_weights`: a rank holds all of every weight, which it may then offload itself."""
-        if whole_weights and self.engine.param_offload and self.is_shared:
-            raise ValueError(
-                "actor.fsdp_config.param_offload is on, but the rollout engine generates with "
-                "the actor's own weights, which must stay on the device; set "
-                "actor.fsdp_config.optimizer_offload=True, which frees more (12 of 14 bytes per "
-                "weight in 16-bit formats), or on several ranks actor.fsdp_config.sharding=full"
-            )
+        """`whole_weights`: a rank holds all of every weight, which it may then offload itself.
+
+        Weights that a rollout engine shares stay on the device.
+        """
         return MemoryOptions(
             optimizer_offload=self.engine.optimizer_offload,
-            param_offload=whole_weights and self.engine.param_offload,
+            param_offload=whole_weights and self.engine.param_offload and not self.is_shared,
             activation_offload=self.activation_offload,
             use_torch_compile=self.engine.use_torch_compile and not self.is_exact,
             probe_micro_batch=self.probe_micro_batch,

@@ -60,7 +60,8 @@ def _is_users_own(manager: Any, method: str) -> bool:
 def row_trajectories(data: DataProto) -> list[Trajectory]:
     """The responses of a batch; `sample` is the number of the row."""
     arrays, tokens = data.non_tensor_batch, data.batch["responses"]
-    ids = kept_tokens(tokens, data.batch["attention_mask"][:, -tokens.shape[1] :])
+    mask = data.batch.get("attention_mask", torch.ones_like(tokens))[:, -tokens.shape[1] :]
+    ids = kept_tokens(tokens, mask)
     names = list(arrays)
     rows = zip(*arrays.values(), strict=True) if arrays else [()] * len(data)
     trajectories = []

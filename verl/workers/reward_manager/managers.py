@@ -46,7 +46,7 @@ from verl.workers.reward_manager.grader import (
     contained,
     is_async,
 )
-from verl.workers.reward_manager.worker_pool import WorkerPool
+from verl.workers.reward_manager.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The managers `prime` and `remote`: the reward function in processes that can be killed.
 
 For functions that use much processor time, may hang inside C code, or crash. The processes see the
-program as it was when the manager was made. See `worker_pool` for what happens to one that dies.
+program as it was when the manager was made. See `workers` for what happens to one that dies.
 """
 
 import asyncio
@@ -16,9 +16,8 @@ from verl.protocol.trajectory import Grade, Score, Trajectory
 from verl.workers.reward_manager.abstract import with_accuracy
 from verl.workers.reward_manager.grader import Grader
 from verl.workers.reward_manager.managers import NaiveRewardManager
-from verl.workers.reward_manager.ray_pool import RayWorkerPool, is_attached
 from verl.workers.reward_manager.service import GradingService
-from verl.workers.reward_manager.worker_pool import WorkerPool
+from verl.workers.reward_manager.workers import RayWorkerPool, WorkerPool, is_attached
 
 DEFAULT_ITEM_SECONDS = 300.0
 MAX_PROCESSES = 64

@@ -1,12 +1,15 @@
-"""A reward model for reward functions that ask over HTTP.
+"""A reward model behind HTTP, for reward functions that ask it themselves.
 
     reward function                          this process
       POST http://<address>/classify  --->     a thread per connection, one score at a time
 
-Listens on the loopback interface. The address ends in a key made for this run; a request without it
-is turned away, so that other users of the machine get nothing. Two forms are spoken: vLLM's
-`/classify`, where the score is `probs[0]`, and `/v1/embeddings` as SGLang answers it for a reward
-model, where it is the last value of `embedding`. The score is the model's, not squashed.
+Listens on the loopback interface. The address ends in a key made for this run, and a request
+without it is refused, so that other users of the machine get nothing. There are two endpoints:
+vLLM's `/classify`, where the score is `probs[0]`, and `/v1/embeddings` as SGLang serves it for a
+reward model, where it is the last value of `embedding`. The score is the model's, not squashed.
+
+A trainer serves the model that it has loaded anyway; `RewardModelManager` loads and serves one for
+programs without a trainer.
 """
 
 import json
@@ -16,6 +19,12 @@ from collections.abc import Callable, Sequence
 from hmac import compare_digest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from verl.config.reward import FSDPRewardModelConfig
+from verl.single_controller import ClassWithInitArgs, ResourcePool
+from verl.single_controller.local import LocalWorkerGroup
+from verl.utils.device import resolve_device
+from verl.workers.roles.reward_model import RewardModelWorker
 
 HOST = "127.0.0.1"
 KEY_BYTES = 16
@@ -74,7 +83,7 @@ class RewardModelServer:
             entries = [{"label": "score", "probs": [score], "num_classes": 1} for score in scores]
         else:
             entries = [{"object": "embedding", "embedding": [score]} for score in scores]
-        rows = [{"index": place, **entry} for place, entry in enumerate(entries)]
+        rows = [{"index": index, **entry} for index, entry in enumerate(entries)]
         return {"object": "list", "data": rows}
 
 
@@ -119,3 +128,29 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the path holds the key."""
+
+
+class RewardModelManager:
+    """Loads the model that the section `reward_model` names, and serves it until `close`."""
+
+    def __init__(self, config: FSDPRewardModelConfig, resource_pool: Any = None) -> None:
+        worker = ClassWithInitArgs(RewardModelWorker, config, device=resolve_device("auto"))
+        self.workers: Any = LocalWorkerGroup(resource_pool or ResourcePool([1]), worker)
+        self.workers.init_model()
+        self._server = RewardModelServer()
+        self._server.score_texts = self.workers.workers[0].score_texts
+
+    def get_router_address(self) -> str:
+        """To be put between `http://` and `/classify`; a custom reward function gets it as
+        `reward_router_address`."""
+        return self._server.address
+
+    def sleep(self) -> None:
+        """Turn requests away until `wake_up`, so that others have the device for themselves."""
+        self._server.is_asleep = True
+
+    def wake_up(self) -> None:
+        self._server.is_asleep = False
+
+    def close(self) -> None:
+        self._server.close()

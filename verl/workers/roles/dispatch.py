@@ -21,8 +21,8 @@ from torch import Tensor
 
 from verl.protocol import DataProto, DataProtoFuture
 from verl.protocol.future import DEFAULT_TIMEOUT_SECONDS
-from verl.single_controller.base.dispatch import Arguments
-from verl.single_controller.base.mesh_dispatch import (
+from verl.single_controller.base.dispatch import (
+    Arguments,
     collect_lazy_compute_data_proto,
     dispatch_nd_compute,
     dispatch_nd_compute_dataproto,

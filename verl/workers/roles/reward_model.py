@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.reward import FSDPRewardModelConfig
-from verl.models.value import load_reward_model
+from verl.models.loading import load_reward_model
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import (
     Dispatch,
@@ -32,8 +32,7 @@ from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.engine.spec import compute_dtype
 from verl.workers.reward_manager.abstract import scores_on_last_token
-from verl.workers.reward_model.scores import cut, sequence_scores
-from verl.workers.reward_model.template import RewardTemplate
+from verl.workers.reward_model.scores import RewardTemplate, cut, sequence_scores
 from verl.workers.roles.worker import RankWorker
 from verl.workers.schedule import MicroBatching
 

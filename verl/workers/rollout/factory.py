@@ -25,10 +25,9 @@ from verl.utils.device import get_visible_devices_keyword
 from verl.utils.registry import Registry
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.hf_rollout import HFRollout
-from verl.workers.rollout.native.end_tokens import end_tokens
+from verl.workers.rollout.native.cache import beside_weights, cache_budget
 from verl.workers.rollout.native.engine import NativeEngine
-from verl.workers.rollout.native.memory import beside_weights, cache_budget
-from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import EngineLimits, end_tokens
 from verl.workers.rollout.process.client import EngineSpec
 from verl.workers.rollout.process.native import BUILD as BUILD_NATIVE
 from verl.workers.rollout.process.native import native_options
@@ -141,7 +140,7 @@ def native_limits(rollout: RolloutConfig, device: torch.device) -> EngineLimits:
         max_response_tokens=rollout.response_length,
         max_prefill_tokens=rollout.max_num_batched_tokens,
         max_cache_bytes=cache_budget(device, rollout.gpu_memory_utilization),
-        steps_per_visit=STEPS_PER_VISIT_ON_CPU if device.type == "cpu" else STEPS_PER_VISIT,
+        tokens_per_step=STEPS_PER_VISIT_ON_CPU if device.type == "cpu" else STEPS_PER_VISIT,
     )
 
 

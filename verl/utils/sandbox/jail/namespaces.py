@@ -1,4 +1,4 @@
-"""What the program sees: a user that exists only inside, and an empty file system.
+"""What a program is told (`Spec`) and what it sees: a user of its own, an empty file system.
 
 The user namespace maps the inside user to an id outside: for root to `nobody`, because the kernel
 does not limit the number of processes of root; for anybody else to their own id, the only one they
@@ -7,12 +7,50 @@ may map. Root also maps itself, to reach the interpreter's files while the file 
 Everything the program needs is mounted into a new tmpfs, which becomes `/`; the host's tree is then
 detached. What was not put in does not exist inside, so there is no list of secret paths to keep up
 to date.
+
+A `Spec` is JSON between `Sandbox` and the supervisor it starts. The modules of this folder are
+loaded for every run, so they use what the standard library loads quickly: no dataclasses, no
+pathlib.
 """
 
+import json
 import os
+from types import SimpleNamespace
 
 from . import kernel
-from .spec import SCRATCH, Spec
+
+SCRATCH = "/tmp"
+"""The only directory a program may write to; it starts there."""
+
+
+class Spec(SimpleNamespace):
+    arguments: list[str]
+    """The command, as the inside sees it."""
+    environment: dict[str, str]
+    files: dict[str, str]
+    """Text files in the scratch directory, by name."""
+    mounts: list[tuple[str, str]]
+    """(path outside, path inside), read-only."""
+    links: list[tuple[str, str]]
+    """(what the symbolic link says, path inside)."""
+    hidden: list[str]
+    """Directories inside to cover with an empty one."""
+    stdin_fd: int
+    status_fd: int
+    """Where the supervisor writes its verdict, one JSON object."""
+    timeout_seconds: float
+    memory_bytes: int
+    scratch_bytes: int
+    max_processes: int
+    max_open_files: int
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Spec":
+        return cls(**json.loads(text))
+
 
 PROGRAM_ID = 1000
 _NOBODY = 65534

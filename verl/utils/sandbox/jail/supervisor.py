@@ -22,8 +22,8 @@ import signal
 import sys
 import time
 
-from . import call_filter, kernel, namespaces
-from .spec import Spec
+from . import kernel, namespaces
+from .namespaces import Spec
 
 _LOOK_SECONDS = 0.05
 _SETUP_SECONDS = 20.0
@@ -171,7 +171,7 @@ def start_program(spec: Spec, report: int) -> None:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         set_limits(spec)
-        kernel.install_filter(call_filter.build_filter(os.uname().machine))
+        kernel.install_filter(kernel.build_filter(os.uname().machine))
         os.execve(spec.arguments[0], spec.arguments, spec.environment)
     except (OSError, ValueError) as error:
         os.write(report, f"starting {spec.arguments[0]}: {error}".encode())

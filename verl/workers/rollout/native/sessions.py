@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl.workers.rollout.native.kv_cache import KeysAndValues
+from verl.workers.rollout.native.cache import KeysAndValues
 
 
 @dataclass(frozen=True)

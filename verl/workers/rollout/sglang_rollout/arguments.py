@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native.requests import seeds_of_samples
+from verl.workers.rollout.native.sequence import seeds_of_samples
 
 RESERVED = {
     "model_path": "actor_rollout_ref.model.path",

@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.utils.environment import set_variable, variable
 from verl.workers.rollout.adapter_names import without_adapters
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
-from verl.workers.rollout.native.requests import EngineLimits, refuse_what_cannot_run
+from verl.workers.rollout.native.sequence import EngineLimits, refuse_what_cannot_run
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
 from verl.workers.rollout.sglang_rollout.adapter import ServedAdapter, weight_folder
 from verl.workers.rollout.sglang_rollout.arguments import (

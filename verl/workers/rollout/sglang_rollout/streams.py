@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.workers.rollout.base import SamplingParams, TokenDelta
-from verl.workers.rollout.native.stop_text import tokens_until_stop
+from verl.workers.rollout.native.sequence import tokens_until_stop
 from verl.workers.rollout.sglang_rollout.arguments import sample_name
 from verl.workers.rollout.sglang_rollout.server import Server, ServerRefusedError
 

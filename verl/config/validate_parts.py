@@ -1,0 +1,497 @@
+"""Checks of the parts of a configuration: the algorithm, generation, and this machine.
+
+The first two are about relations that hold on every machine. The last are about files, packages and
+devices: a dry run lists them without refusing, since one may plan here for another machine. Nothing
+heavy is imported to find out.
+"""
+
+import json
+from collections.abc import Iterator
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from verl.config.faults import Fault, nearest_divisors, nearest_path, shown
+from verl.config.model import DEFAULT_MODEL
+from verl.config.ppo import PPOConfig
+from verl.config.roles import (
+    AGENT_LOOPS,
+    ESTIMATORS,
+    ON_RAY,
+    POLICY_LOSSES,
+    ROLLOUTS,
+    STRATEGIES,
+    TRACKERS,
+    critic_lora_rank,
+    did_you_mean,
+    has_own_loops,
+    may_register_names,
+    needs_critic,
+    pool_devices,
+    rollout_ranks,
+    rollout_traits,
+    uses_lora,
+    world_size,
+)
+from verl.config.sft import SFTConfig, SFTEngineConfig
+from verl.utils.environment import use_modelscope
+
+REJECTION_CRITERIA = (
+    *(
+        f"{level}_{kind}"
+        for level in ("token", "seq_sum", "seq_mean")
+        for kind in ("k1", "k2", "k3")
+    ),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
+ROLLOUT = "actor_rollout_ref.rollout"
+DEVICE_FILES = {
+    "cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg"),
+    "npu": ("/dev/davinci_manager", "/dev/davinci0"),
+}
+"""Of which at least one exists where there is such a device."""
+LATER_NAMES = ("rope_scaling", "rope_parameters", "rope_theta", "attn_implementation")
+"""Values that a model may have without stating them."""
+
+
+def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
+    if not names_are_open and not may_register_names(config):
+        yield from name_faults(config)
+    if not names_are_open and not has_own_loops(config, config):
+        yield from loop_faults(config)
+    yield from closed_name_faults(config)
+    yield from estimator_faults(config)
+    yield from correction_faults(config)
+
+
+def loop_faults(config: Any) -> Iterator[Fault]:
+    """The agent loop must be built in, unless user code may have registered it."""
+    key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    name = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    if name not in AGENT_LOOPS:
+        text = (
+            f"{key} is {shown(name)}; it must be one of: {did_you_mean(name, AGENT_LOOPS)}. A loop "
+            "of your own is listed in actor_rollout_ref.rollout.agent.agent_loop_config_path"
+        )
+        yield Fault(text, (key,))
+
+
+def name_faults(config: Any) -> Iterator[Fault]:
+    """Estimator, loss and engine must be built in, unless user code may have registered them."""
+    names = (
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS),
+        (LOSS_KEY, config.actor_rollout_ref.actor.policy_loss.loss_mode, POLICY_LOSSES),
+        ("actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name, ROLLOUTS),
+    )
+    for key, name, known in names:
+        if name not in known:
+            text = (
+                f"{key} is {shown(name)}; it must be one of: {did_you_mean(name, known)}. A name "
+                "of your own is registered by a module in actor_rollout_ref.model.external_lib"
+            )
+            yield Fault(text, (key,))
+
+
+def closed_name_faults(config: Any) -> Iterator[Fault]:
+    """Names that nobody can add to."""
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy not in STRATEGIES:
+        key = "actor_rollout_ref.actor.strategy"
+        text = (
+            f"{key} is {shown(strategy)}; it must be one of: {did_you_mean(strategy, STRATEGIES)}"
+        )
+        yield Fault(text, (key,))
+    critic = config.critic.strategy
+    if needs_critic(config) and (critic == "megatron") != (strategy == "megatron"):
+        text = (
+            f"critic.strategy is {shown(critic)}; either both of critic and actor use megatron or "
+            f"none, and actor_rollout_ref.actor.strategy is {shown(strategy)}"
+        )
+        yield Fault(text, ("critic.strategy",))
+    for tracker in config.trainer.logger:
+        if tracker not in TRACKERS:
+            known = did_you_mean(tracker, TRACKERS)
+            text = f"trainer.logger has {shown(tracker)}; trackers are: {known}"
+            yield Fault(text, ("trainer.logger",))
+
+
+def estimator_faults(config: Any) -> Iterator[Fault]:
+    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    if estimator == "gae" and config.critic.enable is False:
+        text = (
+            "critic.enable is False, but algorithm.adv_estimator=gae needs a critic; "
+            "use algorithm.adv_estimator=grpo (or another without critic), or remove critic.enable"
+        )
+        yield Fault(text, ("critic.enable", "algorithm.adv_estimator"))
+    if config.algorithm.use_pf_ppo and estimator in ESTIMATORS and estimator != "gae":
+        text = (
+            f"algorithm.use_pf_ppo is True, but algorithm.adv_estimator is {shown(estimator)}; "
+            "only gae draws the batch again: set one of them the other way"
+        )
+        yield Fault(text, ("algorithm.use_pf_ppo", "algorithm.adv_estimator"))
+    if estimator == "grpo_passk" and n < 2:
+        text = (
+            f"actor_rollout_ref.rollout.n is {n}; algorithm.adv_estimator=grpo_passk compares the "
+            "two best responses to a prompt, so it must be at least 2"
+        )
+        yield Fault(text, ("actor_rollout_ref.rollout.n",))
+    sums = config.actor_rollout_ref.actor.calculate_sum_pi_squared
+    if estimator.endswith("optimal_token_baseline") and not sums:
+        key = "actor_rollout_ref.actor.calculate_sum_pi_squared"
+        text = f"{key} is False; algorithm.adv_estimator={estimator} needs it: set it to True"
+        yield Fault(text, (key,))
+    groups = config.algorithm.filter_groups
+    if groups.enable and groups.metric is None:
+        text = (
+            "algorithm.filter_groups.metric is null; with algorithm.filter_groups.enable=True it "
+            "must say what has to differ: acc, score, seq_reward or seq_final_reward"
+        )
+        yield Fault(text, ("algorithm.filter_groups.metric",))
+
+
+def correction_faults(config: Any) -> Iterator[Fault]:
+    correction = config.algorithm.rollout_correction
+    path = "algorithm.rollout_correction"
+    rollout = config.actor_rollout_ref.rollout
+    is_on = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
+    always_given = rollout_traits(rollout.name).is_builtin
+    if is_on and not rollout.calculate_log_probs and not always_given:
+        key = "actor_rollout_ref.rollout.calculate_log_probs"
+        text = f"{key} is False; {path} compares with the rollout's log-probs, so set it to True"
+        yield Fault(text, (key,))
+    if rollout.exact and rollout.name != "native":
+        key = "actor_rollout_ref.rollout.exact"
+        text = (
+            f'{key} is True, but rollout.name is "{rollout.name}"; only the built-in engine shares '
+            "the trainer's arithmetic: set rollout.name=native or rollout.exact=False"
+        )
+        yield Fault(text, (key, "actor_rollout_ref.rollout.name"))
+    criteria = [name.strip() for name in (correction.rollout_rs or "").split(",") if name.strip()]
+    for name in criteria:
+        if name not in REJECTION_CRITERIA:
+            known = did_you_mean(name, REJECTION_CRITERIA)
+            text = f"{path}.rollout_rs has {shown(name)}; criteria are: {known}"
+            yield Fault(text, (f"{path}.rollout_rs",))
+    bounds = correction.rollout_rs_threshold
+    count = len(str(bounds).split(",")) if bounds is not None else 0
+    if criteria and count not in (1, len(criteria)):
+        text = (
+            f"{path}.rollout_rs_threshold is {shown(bounds)}; it must have one bound for all, or "
+            f"one for each of the {len(criteria)} criteria of rollout_rs, separated by commas"
+        )
+        yield Fault(text, (f"{path}.rollout_rs_threshold",))
+
+
+def rollout_faults(config: Any) -> Iterator[Fault]:
+    yield from sampling_faults(config)
+    yield from length_faults(config)
+    yield from own_ranks_faults(config)
+    if rollout_ranks(config):
+        yield from engine_faults(config)
+
+
+def sampling_faults(config: Any) -> Iterator[Fault]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.n > 1 and (rollout.temperature == 0 or not rollout.do_sample):
+        key = "temperature" if rollout.temperature == 0 else "do_sample"
+        text = (
+            f"{ROLLOUT}.{key} is {rollout[key]}; all {rollout.n} responses to a prompt would be "
+            f"the same, so sample (temperature above 0, do_sample=True) or set {ROLLOUT}.n=1"
+        )
+        yield Fault(text, (f"{ROLLOUT}.{key}", f"{ROLLOUT}.n"))
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        text = (
+            f"{ROLLOUT}.val_kwargs.temperature is 0; with {ROLLOUT}.val_kwargs.do_sample=True it "
+            "must be above 0; for greedy validation set do_sample=False"
+        )
+        yield Fault(text, (f"{ROLLOUT}.val_kwargs.temperature",))
+
+
+def length_faults(config: Any) -> Iterator[Fault]:
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        text = (
+            f"{ROLLOUT}.max_model_len is {rollout.max_model_len}; it must hold the longest prompt "
+            f"and response, {longest} tokens; null takes exactly that"
+        )
+        yield Fault(text, (f"{ROLLOUT}.max_model_len",))
+    budget = rollout.max_num_batched_tokens
+    if rollout.name == "vllm" and not rollout.enable_chunked_prefill and budget < longest:
+        text = (
+            f"{ROLLOUT}.max_num_batched_tokens is {budget}; without enable_chunked_prefill it must "
+            f"hold the longest sequence, {longest} tokens"
+        )
+        yield Fault(text, (f"{ROLLOUT}.max_num_batched_tokens",))
+
+
+def own_ranks_faults(config: Any) -> Iterator[Fault]:
+    """Generation shares the policy's ranks, or has its own: one of the two."""
+    section, switch = config.actor_rollout_ref, "actor_rollout_ref.hybrid_engine"
+    devices = pool_devices(config, "rollout")
+    if section.hybrid_engine:
+        if devices is not None:
+            text = (
+                f"resource_pool.rollout.devices is {devices}; with {switch}=True generation shares "
+                f"the devices of training: set {switch}=False"
+            )
+            yield Fault(text, ("resource_pool.rollout.devices",))
+        return
+    if devices is None and not section.rollout.nnodes:
+        text = (
+            f"{switch} is False, so generation needs ranks of its own: set {ROLLOUT}.nnodes and "
+            f"n_gpus_per_node for devices beside those of the trainer, or "
+            f"resource_pool.rollout.devices for some of its {world_size(config)}"
+        )
+        yield Fault(text, (switch,))
+    if devices is not None and section.rollout.nnodes:
+        text = (
+            f"{ROLLOUT}.nnodes is {section.rollout.nnodes} and resource_pool.rollout.devices is "
+            f"{devices}; leave one of them out"
+        )
+        yield Fault(text, (f"{ROLLOUT}.nnodes", "resource_pool.rollout.devices"))
+    if devices is not None and pool_devices(config, "actor_rollout_ref") is None:
+        text = (
+            f"resource_pool.rollout.devices is {devices}, and the actor has no list; without one "
+            "it takes all devices, these too: set resource_pool.actor_rollout_ref.devices"
+        )
+        yield Fault(text, ("resource_pool.rollout.devices",))
+    if section.rollout.exact:
+        text = (
+            f"{ROLLOUT}.exact is True; with {switch}=False the rollout has weights of its own, and "
+            f"generation and training agree bit for bit on shared weights only: set one of them "
+            "the other way"
+        )
+        yield Fault(text, (f"{ROLLOUT}.exact",))
+
+
+def engine_faults(config: Any) -> Iterator[Fault]:
+    yield from engine_size_faults(config)
+    rollout = config.actor_rollout_ref.rollout
+    ranks = rollout_ranks(config)
+    tensor, data = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+    size = tensor * data * rollout.pipeline_model_parallel_size
+    if ranks % size:
+        text = (
+            f"{ROLLOUT}.tensor_model_parallel_size ({tensor}) times data_parallel_size ({data}) "
+            f"times pipeline_model_parallel_size makes engines of {size} devices; that must divide "
+            f"the {ranks} ranks; the nearest would be {nearest_divisors(size, of=ranks)}"
+        )
+        yield Fault(text, (f"{ROLLOUT}.tensor_model_parallel_size",))
+    if rollout.expert_parallel_size not in (1, tensor * data):
+        text = (
+            f"{ROLLOUT}.expert_parallel_size is {rollout.expert_parallel_size}; it must be 1 or "
+            f"tensor_model_parallel_size times data_parallel_size ({tensor * data})"
+        )
+        yield Fault(text, (f"{ROLLOUT}.expert_parallel_size",))
+    if rollout.prometheus.enable and rollout.disable_log_stats:
+        text = (
+            f"{ROLLOUT}.disable_log_stats is True; {ROLLOUT}.prometheus.enable needs the engine's "
+            "statistics, so set it to False"
+        )
+        yield Fault(text, (f"{ROLLOUT}.disable_log_stats",))
+
+
+def engine_size_faults(config: Any) -> Iterator[Fault]:
+    """Not every engine can be divided among devices."""
+    rollout = config.actor_rollout_ref.rollout
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    is_divisible = rollout_traits(rollout.name).is_divisible
+    if not is_divisible and rollout.tensor_model_parallel_size > 1:
+        text = (
+            f'{key} is {rollout.tensor_model_parallel_size}, but {ROLLOUT}.name is "{rollout.name}"'
+            "; of the built-in engines only native divides its model among ranks: set one of them "
+            "the other way"
+        )
+        yield Fault(text, (key, f"{ROLLOUT}.name"))
+
+
+def machine_faults(config: Any) -> Iterator[Fault]:
+    yield from file_faults(config)
+    yield from tracker_faults(config)
+    yield from device_faults(config)
+    yield from override_faults(config)
+    if isinstance(config, PPOConfig):
+        yield from trace_faults(config)
+        yield from engine_package_faults(config)
+        yield from controller_faults(config)
+
+
+def file_faults(config: Any) -> Iterator[Fault]:
+    for key, value in named_files(config):
+        for name in value if isinstance(value, list) else [value]:
+            if is_local(name) and not Path(name).expanduser().exists():
+                yield absent(key, name)
+    for key, name in named_models(config):
+        yield from model_faults(key, name)
+
+
+def model_faults(key: str, name: str) -> Iterator[Fault]:
+    """A model that is named by its folder must be there; a hub is asked when it is loaded."""
+    if name == DEFAULT_MODEL and not Path(name).expanduser().exists():
+        text = f"{key} is required; set {key}=... to a folder or to a name on the hub"
+        yield Fault(text, (key,), is_about_machine=True)
+        return
+    if use_modelscope() and not Path(name).expanduser().exists() and not find_spec("modelscope"):
+        text = (
+            f"{key} is {shown(name)} and VERL_USE_MODELSCOPE is set, but the package modelscope is "
+            "not installed; pip install modelscope, or unset it"
+        )
+        yield Fault(text, (key,), is_about_machine=True)
+        return
+    if looks_local(name) and not Path(name).expanduser().exists():
+        yield absent(key, name)
+
+
+def absent(key: str, name: str) -> Fault:
+    hint = nearest_path(Path(name).expanduser().absolute())
+    text = f"{key} is {shown(name)}, which does not exist; {hint}"
+    return Fault(text, (key,), is_about_machine=True)
+
+
+def named_files(config: Any) -> Iterator[tuple[str, Any]]:
+    """Each key that names a file the run reads, with its value."""
+    if isinstance(config, PPOConfig):
+        turns = config.actor_rollout_ref.rollout.multi_turn
+        yield f"{ROLLOUT}.multi_turn.tool_config_path", turns.tool_config_path
+        yield f"{ROLLOUT}.multi_turn.interaction_config_path", turns.interaction_config_path
+        loops = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
+        yield f"{ROLLOUT}.agent.agent_loop_config_path", loops
+        yield "custom_reward_function.path", config.custom_reward_function.path
+        yield "data.sampler.class_path", config.data.sampler.class_path
+    if isinstance(config, PPOConfig | SFTConfig | SFTEngineConfig):
+        yield "data.train_files", config.data.train_files
+        yield "data.val_files", config.data.val_files
+        yield "data.custom_cls.path", config.data.custom_cls.path
+        yield "trainer.resume_from_path", config.trainer.resume_from_path
+    elif "path" in config.data:
+        yield "data.path", config.data.path
+
+
+def named_models(config: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(config, PPOConfig):
+        yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+        same = config.critic.model.path == config.actor_rollout_ref.model.path
+        if needs_critic(config) and not same:
+            yield "critic.model.path", config.critic.model.path
+        if config.reward_model.enable:
+            yield "reward_model.model.path", config.reward_model.model.path
+    elif isinstance(config, SFTConfig):
+        yield "model.partial_pretrain", config.model.partial_pretrain
+    elif "model" in config:
+        yield "model.path", config.model.path
+
+
+def is_local(name: Any) -> bool:
+    """Whether a file name is a path here; `hdfs://` and `pkg://` are looked up elsewhere."""
+    return isinstance(name, str) and "://" not in name
+
+
+def looks_local(name: str) -> bool:
+    """Whether a model's name is a path rather than a name on a hub (`Qwen/Qwen2.5-7B`)."""
+    return name.startswith(("/", "./", "../", "~"))
+
+
+def engine_package_faults(config: PPOConfig) -> Iterator[Fault]:
+    rollout = config.actor_rollout_ref.rollout
+    package = rollout_traits(rollout.name).package
+    if package is not None and rollout.python is None and find_spec(package) is None:
+        text = (
+            f'{ROLLOUT}.name is "{rollout.name}", but the package {package} is not installed; '
+            f"use {ROLLOUT}.name=native, which needs nothing, or "
+            f"{install_hint(rollout.name, package)}, or name an interpreter that has it in "
+            f"{ROLLOUT}.python"
+        )
+        yield Fault(text, (f"{ROLLOUT}.name",), is_about_machine=True)
+    if rollout.python is not None and not Path(rollout.python).expanduser().exists():
+        text = f"{ROLLOUT}.python is {shown(rollout.python)}, which does not exist"
+        yield Fault(text, (f"{ROLLOUT}.python",), is_about_machine=True)
+    if (uses_lora(config) or critic_lora_rank(config)) and find_spec("peft") is None:
+        key = f"{'actor_rollout_ref' if uses_lora(config) else 'critic'}.model.lora_rank"
+        text = f'{key} asks for LoRA, but peft is not installed; pip install "verl[peft]"'
+        yield Fault(text, (key,), is_about_machine=True)
+
+
+def install_hint(engine: str, package: str) -> str:
+    return 'pip install "verl[vllm]"' if engine == "vllm" else f"install {package}"
+
+
+def controller_faults(config: PPOConfig) -> Iterator[Fault]:
+    controller = config.trainer.controller
+    needs_ray = controller == "ray" or (controller == "auto" and world_size(config) > 1)
+    if needs_ray and find_spec("ray") is None:
+        way_out = 'pip install "verl[ray]"'
+        if config.trainer.nnodes == 1:
+            way_out += ", or trainer.controller=local"
+        text = (
+            f'trainer.controller is "{controller}", which for {world_size(config)} devices means '
+            f"Ray, but Ray is not installed; {way_out}"
+        )
+        yield Fault(text, ("trainer.controller",), is_about_machine=True)
+
+
+def trace_faults(config: PPOConfig) -> Iterator[Fault]:
+    backend = config.actor_rollout_ref.rollout.trace.backend
+    if backend is not None and find_spec(backend) is None:
+        key = f"{ROLLOUT}.trace.backend"
+        text = (
+            f"{key} is {shown(backend)}, but that package is not installed; pip install {backend}"
+        )
+        yield Fault(text, (key,), is_about_machine=True)
+
+
+def device_faults(config: Any) -> Iterator[Fault]:
+    """A device that is asked for by name leaves files on its machine; with Ray that is another."""
+    if "trainer" not in config or "device" not in config.trainer:
+        return
+    device = config.trainer.device
+    files = DEVICE_FILES.get(device, ())
+    is_elsewhere = isinstance(config, PPOConfig) and ON_RAY.holds(config, config)
+    if files and not is_elsewhere and not any(Path(name).exists() for name in files):
+        text = (
+            f"trainer.device is {shown(device)}, but this machine has none; use "
+            "trainer.device=auto or cpu"
+        )
+        yield Fault(text, ("trainer.device",), is_about_machine=True)
+
+
+def override_faults(config: Any) -> Iterator[Fault]:
+    """A misspelt key of a model's configuration; one that resembles none is left to the loader."""
+    for section, path in model_sections(config):
+        file = Path(section.path).expanduser() / "config.json"
+        if not section.override_config or not file.is_file():
+            continue
+        stated = json.loads(file.read_text())
+        for name in section.override_config:
+            close = get_close_matches(name, stated, n=1, cutoff=0.8)
+            if name not in stated and close and name not in LATER_NAMES:
+                key = f"{path}.override_config.{name}"
+                text = f"{key}: the model has no such value; did you mean {close[0]}?"
+                yield Fault(text, (key,))
+
+
+def model_sections(config: Any) -> Iterator[tuple[Any, str]]:
+    if isinstance(config, PPOConfig):
+        yield config.actor_rollout_ref.model, "actor_rollout_ref.model"
+        if needs_critic(config):
+            yield config.critic.model, "critic.model"
+        if config.reward_model.enable:
+            yield config.reward_model.model, "reward_model.model"
+    elif isinstance(config, SFTEngineConfig):
+        yield config.model, "model"
+
+
+def tracker_faults(config: Any) -> Iterator[Fault]:
+    if "trainer" not in config or "logger" not in config.trainer:
+        return
+    for tracker in config.trainer.logger:
+        package = TRACKERS.get(tracker)
+        if package is not None and find_spec(package) is None:
+            text = (
+                f"trainer.logger has {shown(tracker)}, but the package {package} is not installed; "
+                f'pip install {package}, or use trainer.logger=["console"]'
+            )
+            yield Fault(text, ("trainer.logger",), is_about_machine=True)

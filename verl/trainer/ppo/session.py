@@ -1,0 +1,431 @@
+"""What surrounds the training loop: data, validation, checkpoints, tracking.
+
+`TrainingRun` knows nothing of algorithms. It counts steps and does what is due after one. Workers
+are started in `workers`; the loop and the stages of a step are in `trainer`.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+from torch.utils.data import Dataset, Sampler
+
+from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
+from verl.agent_loop.manager import AgentLoopManager
+from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
+from verl.algos.kl import get_kl_controller
+from verl.config.convert import to_dict
+from verl.config.load import load_config
+from verl.config.ppo import PPOConfig
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol.padded import Padding
+from verl.single_controller.base.colocation import ClassWithInitArgs
+from verl.single_controller.controllers import Controller
+from verl.trainer.ppo.context import Report, StepBatch, StepContext
+from verl.trainer.ppo.dataloader import EndOfData, PromptLoader
+from verl.trainer.ppo.datasets import (
+    Collate,
+    create_rl_dataset,
+    create_rl_sampler,
+    run_seed,
+    train_loader,
+    validation_loader,
+)
+from verl.trainer.ppo.placing import Placer
+from verl.trainer.ppo.progress import RunProgress
+from verl.trainer.ppo.recipe_members import RecipeMembers
+from verl.trainer.ppo.reporting import batch_metrics
+from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.run_state import RunState
+from verl.trainer.ppo.scoring import (
+    add_model_scores,
+    is_asked_per_response,
+    validates_with_model,
+)
+from verl.trainer.ppo.seeds import keyed_seed, seed_everything
+from verl.trainer.ppo.termination import Termination
+from verl.trainer.ppo.tripwires import NonFiniteValues, Tripwires, keep_for_replay
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.validation import validate
+from verl.trainer.ppo.workers import RunWorkers, controller_of
+from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
+from verl.utils.checkpoint.layout import CheckpointSaveError, CheckpointUploadError
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
+from verl.utils.device import collecting_seldom, resolve_device
+from verl.utils.metric import reduce_metrics
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, Any]
+MADE_ANEW = ("dummy_tensor", "input_ids", "attention_mask", "position_ids")
+
+
+class TrainingRun(RunWorkers, RecipeMembers):
+    """The members that recipes rely on, and everything between two steps."""
+
+    is_stop_requested = False
+    has_committed = False
+    """Whether this run has saved a step; `global_steps` may have come from an earlier one."""
+
+    def __init__(
+        self,
+        config: PPOConfig | DictConfig,
+        tokenizer: Any,
+        role_worker_mapping: dict[Role, type],
+        resource_pool_manager: Any,
+        ray_worker_group_cls: Callable[..., Any] | None = None,
+        processor: Any = None,
+        reward_fn: Callable[..., Any] | None = None,
+        val_reward_fn: Callable[..., Any] | None = None,
+        train_dataset: Dataset[Any] | None = None,
+        val_dataset: Dataset[Any] | None = None,
+        collate_fn: Collate | None = None,
+        train_sampler: Sampler[int] | None = None,
+        device_name: str | None = None,
+        *,
+        controller: Controller | None = None,
+    ) -> None:
+        self.config = config = as_ppo_config(config)
+        self.tokenizer, self.processor = tokenizer, processor
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.controller = controller or controller_of(resource_pool_manager)
+        self.ray_worker_group_cls = ray_worker_group_cls or self.controller.worker_group
+        kwargs = config.reward_model.reward_kwargs
+        self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, 0, **kwargs)
+        self.val_reward_fn = val_reward_fn or load_reward_manager(config, tokenizer, 1, **kwargs)
+        self.device_name = device_name or resolve_device(config.trainer.device)
+        self.use_critic = need_critic(config)
+        self.use_reference_policy = need_reference_policy(config)
+        self.use_rm = need_reward_model(config)
+        self.hybrid_engine = config.actor_rollout_ref.hybrid_engine
+        self.ref_in_actor = Role.RefPolicy not in role_worker_mapping
+        self.resource_pool_to_cls: dict[Any, dict[str, ClassWithInitArgs]] = {}
+        self.placer = Placer(
+            config,
+            resource_pool_manager,
+            self.controller,
+            self.ray_worker_group_cls,
+            self.device_name,
+        )
+        self.async_rollout_mode = True
+        self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+        self.seed = run_seed(config.data)
+        self.global_steps = 0
+        self.max_steps_duration = 0.0
+        self.buffer = Buffer(buffer_policy(config))
+        rollout = config.actor_rollout_ref.rollout
+        self.padding = Padding(
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        self.tripwires = Tripwires()
+        names = (config.trainer.project_name, config.trainer.experiment_name)
+        self.validation_generations_logger = ValidationGenerationsLogger(*names)
+        self.has_data_ended = False
+        self.last_saved_step = 0
+        self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+
+    def _create_dataloader(
+        self,
+        train_dataset: Dataset[Any] | None,
+        val_dataset: Dataset[Any] | None,
+        collate_fn: Collate | None,
+        train_sampler: Sampler[int] | None,
+    ) -> None:
+        """Make the loaders, and what they need where the caller did not pass it."""
+        config, data = self.config, self.config.data
+        make = (data, self.tokenizer, self.processor)
+        if train_dataset is None:
+            limit = data.train_max_samples
+            train_dataset = create_rl_dataset(data.train_files, *make, max_samples=limit)
+        if val_dataset is None and data.val_files:
+            limit = data.val_max_samples
+            val_dataset = create_rl_dataset(data.val_files, *make, False, max_samples=limit)
+        if train_sampler is None:
+            train_sampler = create_rl_sampler(data, train_dataset)
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.train_dataloader = train_loader(config, train_dataset, train_sampler, collate_fn)
+        self.val_dataloader: PromptLoader | None = None
+        if self.val_dataset is not None:
+            self.val_dataloader = validation_loader(config, self.val_dataset, collate_fn)
+        self.total_training_steps = config.trainer.total_training_steps
+        if self.total_training_steps is None:
+            self.total_training_steps = len(self.train_dataloader) * config.trainer.total_epochs
+
+    def request_stop(self) -> None:
+        """Finish the step that runs, save, and end; may be called from another thread."""
+        self.is_stop_requested = True
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Trackers, a progress bar and an ear for SIGTERM, for as long as the run goes on."""
+        trainer = self.config.trainer
+        with (
+            Tracking(
+                trainer.project_name,
+                trainer.experiment_name,
+                default_backend=trainer.logger,
+                config=to_dict(self.config),
+            ) as self.tracking,
+            RunProgress(self.total_training_steps or 0) as self.progress,
+            Termination() as self.termination,
+            self.checkpoint_manager.finishing(),
+            collecting_seldom(),
+        ):
+            yield
+
+    def steps(self) -> Iterator[StepContext]:
+        """The steps to come. Everything random in a step follows from its number."""
+        assert self.total_training_steps is not None
+        if self.config.trainer.val_only:
+            return
+        while self.global_steps < self.total_training_steps and not self._should_stop():
+            self.global_steps += 1
+            seed_everything(keyed_seed(self.seed, "step", self.global_steps))
+            yield StepContext(
+                step=self.global_steps,
+                config=self.config,
+                workers=self,
+                publisher=self.publisher,
+                run_seed=self.seed,
+            )
+
+    def _should_stop(self) -> bool:
+        return self.is_stop_requested or self.termination.is_requested or self.has_data_ended
+
+    def draw_prompts(self, step: StepContext, num_prompts: int) -> DataProto:
+        """The next rows of the data; each prompt gets a `uid` of its own, repeated rows too."""
+        prompts = as_prompts(self.train_dataloader.next_batch())
+        assert len(prompts) == num_prompts, "the loader draws what the buffer demands"
+        first, step.num_prompts = step.num_prompts, step.num_prompts + num_prompts
+        uids = [f"{step.step}-{row}" for row in range(first, step.num_prompts)]
+        prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        return prompts
+
+    @cached_property
+    def rollouter(self) -> GroupSource:
+        """Where groups come from: our agent loops, or whatever takes their place."""
+        manager = self.async_rollout_manager
+        generate = AgentLoopManager.generate_sequences
+        is_own = (
+            isinstance(manager, AgentLoopManager)
+            and type(manager).generate_sequences is generate
+            and not self.config.actor_rollout_ref.rollout.skip_rollout
+        )
+        return manager.rollouter if is_own else BatchSource(manager, self._get_gen_batch)
+
+    def guarded(
+        self, train_step: Callable[[StepContext], DataProto], step: StepContext
+    ) -> DataProto | None:
+        """Make a step; None if its values are not finite (it is left out, counted, and its batch
+        kept), or if the data ends in it."""
+        is_profiled = step.step in (self.config.global_profiler.steps or [])
+        self._start_profiling(is_profiled)
+        try:
+            with step.report.timed("step"):
+                batch = train_step(step)
+            metrics = step.report.metrics
+            if metrics.get("actor/num_skipped_steps") and not metrics["actor/num_optimizer_steps"]:
+                raise NonFiniteValues(batch, ["loss or gradient"])
+        except NonFiniteValues as fault:
+            folder = Path(self.config.trainer.default_local_dir) / "left_out_batches"
+            keep_for_replay(fault.batch, folder, step.step)
+            self.tripwires.bad_step(fault, step.step)
+            return None
+        except EndOfData as end:  # dynamic sampling may use up the data before the last step
+            self.buffer.drop(step.step)
+            self.has_data_ended = True
+            self.global_steps -= 1
+            logger.warning("%s; stopping after step %d", end, self.global_steps)
+            return None
+        finally:
+            self._stop_profiling(is_profiled)
+        self.tripwires.good_step()
+        return batch
+
+    def finish_step(self, batch: DataProto | None, step: StepContext) -> None:
+        """Report a step, and validate and save where it is time to."""
+        if self.has_data_ended:
+            return
+        trainer, report = self.config.trainer, step.report
+        is_last = step.step >= (self.total_training_steps or 0)
+        self.max_steps_duration = max(self.max_steps_duration, report.timing["step"])
+        if batch is not None and trainer.rollout_data_dir:
+            self._log_rollout_data(batch, {}, report.timing, trainer.rollout_data_dir)
+        is_due = trainer.test_freq > 0 and (is_last or step.step % trainer.test_freq == 0)
+        validation = self._validate(report) if is_due else {}
+        warnings = self.tripwires.check(report.metrics, step.step)
+        if batch is not None:
+            self._notify_data(batch)
+        self._check_last_save(self.checkpoint_manager.check)
+        if self._should_save(is_last):  # what the lines above have counted and learned is saved too
+            with report.timed("save_checkpoint"):
+                self._save_if_possible(is_last)
+        place = {"training/global_step": step.step, "training/epoch": self.train_dataloader.epoch}
+        found = {} if batch is None else self._batch_metrics(batch, report)
+        self.tracking.log({**report.metrics, **validation, **place, **found, **warnings}, step.step)
+        self.progress.show(step.step)
+
+    def _batch_metrics(self, batch: DataProto, report: Report) -> Metrics:
+        return batch_metrics(
+            batch,
+            report.timing,
+            use_critic=self.use_critic,
+            num_devices=self.num_devices,
+            grad_norm=report.metrics.get("actor/grad_norm"),
+        )
+
+    def _notify_data(self, batch: DataProto) -> None:
+        sampler = self.train_dataloader.sampler
+        if isinstance(sampler, AbstractCurriculumSampler):
+            sampler.update(batch=batch)
+        if isinstance(self.train_dataset, LearnsFromBatches):
+            self.train_dataset.on_batch_end(batch=batch)
+
+    def finish_run(self) -> None:
+        """Save the step at which the run ends, if it ends before the last one."""
+        is_saved = self.global_steps in (0, self.last_saved_step)
+        if self.config.trainer.save_freq > 0 and not is_saved:
+            self._save_checkpoint()
+
+    # ---- validation ------------------------------------------------------------------------------
+
+    def validate_at_start(self) -> None:
+        """Where the policy stands before training, unless the configuration does without."""
+        trainer = self.config.trainer
+        if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
+            self.tracking.log(self._validate(), self.global_steps)
+
+    def _validate(self, report: Report | None = None) -> Metrics:
+        """Answer the held-out prompts and grade the answers; empty where there are none."""
+        if self.val_dataloader is None:
+            return {}
+        with (report or Report()).timed("testing"):
+            samples = validate(self._validation_batches(), self.val_reward_fn, self.tokenizer)
+        folder = self.config.trainer.validation_data_dir
+        if folder:
+            samples.dump(folder, self.global_steps)
+        self._maybe_log_val_generations(samples.inputs, samples.outputs, samples.scores)
+        return samples.metrics()
+
+    def _validation_batches(self) -> Iterator[DataProto]:
+        assert self.val_dataloader is not None
+        num_before = 0
+        for rows in self.val_dataloader:
+            prompts = as_prompts(rows)
+            uids = [f"validation-{num_before + row}" for row in range(len(prompts))]
+            prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+            num_before += len(prompts)
+            groups = new_groups(
+                prompts,
+                self.config.actor_rollout_ref.rollout.val_kwargs.n,
+                step=self.global_steps,
+                seed_of=partial(keyed_seed, self.seed, "validation"),
+            )
+            options = RolloutOptions(step=self.global_steps, is_validation=True)
+            self.rollouter.generate(groups, options)
+            self.rollouter.take_report(groups)  # training reports its own
+            batch = StepBatch(groups, self.padding).data
+            batch.meta_info = {}
+            if self.use_rm and validates_with_model(self.config, batch):
+                batch, _ = self.with_model_scores(batch)
+            yield batch
+
+    def with_model_scores(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """What the reward model says about the responses, where the reward function looks."""
+        rows, num_added = pad_dataproto_to_divisor(batch, self.rm_wg.world_size)
+        found = unpad_dataproto(self.rm_wg.compute_rm_score(rows), num_added)
+        metrics = reduce_metrics(found.meta_info.pop("metrics"))
+        is_extra = is_asked_per_response(self.config, self.reward_fn)
+        return add_model_scores(batch, found, as_extra_info=is_extra), metrics
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def _should_save(self, is_last: bool) -> bool:
+        trainer = self.config.trainer
+        is_due = is_last or self.global_steps % max(trainer.save_freq, 1) == 0
+        expires = should_save_ckpt_esi(
+            self.max_steps_duration, redundant_time=trainer.esi_redundant_time
+        )
+        return trainer.save_freq > 0 and (is_due or expires)
+
+    def _save_if_possible(self, is_last: bool) -> None:
+        """A disk that refuses does not end the run: the earlier checkpoints are as they were."""
+        try:
+            self._check_last_save(self.checkpoint_manager.finish)
+            self._save_checkpoint()
+        except (CheckpointSaveError, CheckpointUploadError) as error:
+            if is_last:
+                raise
+            self.tripwires.count("checkpoint_not_saved", str(error))
+
+    def _check_last_save(self, look: Callable[[], None]) -> None:
+        """What a save in the background ran into is counted like what this thread runs into."""
+        try:
+            look()
+        except (CheckpointSaveError, CheckpointUploadError) as error:
+            self.tripwires.count("checkpoint_not_saved", str(error))
+
+    def _save_checkpoint(self) -> None:
+        self.checkpoint_manager.save(
+            RunState(
+                global_steps=self.global_steps,
+                dataloader=self.train_dataloader.state_dict(),
+                kl_coefficient=self.kl_ctrl_in_reward.value,
+                tripwires=self.tripwires.state_dict(),
+                max_steps_duration=self.max_steps_duration,
+                buffer=self.buffer.state_dict(),
+            )
+        )
+        self.last_saved_step = self.global_steps
+        self.has_committed = True
+
+    def _load_checkpoint(self) -> None:
+        """Continue where the checkpoint that `trainer.resume_mode` names was taken."""
+        state = self.checkpoint_manager.resume()
+        if state is None:
+            return
+        self.sync_rollout()
+        self.global_steps = self.last_saved_step = state.global_steps
+        self.train_dataloader.load_state_dict(state.dataloader)
+        if state.kl_coefficient is not None:
+            self.kl_ctrl_in_reward.value = state.kl_coefficient
+        self.tripwires.load_state_dict(state.tripwires)
+        self.max_steps_duration = state.max_steps_duration
+        self.buffer.load_state_dict(state.buffer)
+
+
+def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:
+    """The typed configuration; what verl has no option for is kept beside it."""
+    if isinstance(config, PPOConfig):
+        return config
+    return load_config(config, PPOConfig, keeps_unknown=True).checked()
+
+
+def as_prompts(rows: dict[str, Any]) -> DataProto:
+    """A batch of rows, without the tensors that datasets still make and the rollout makes anew."""
+    return DataProto.from_single_dict({k: v for k, v in rows.items() if k not in MADE_ANEW})
+
+
+def buffer_policy(config: PPOConfig) -> BufferPolicy:
+    """Which groups a step trains on."""
+    data, chosen = config.data, config.algorithm.filter_groups
+    if not chosen.enable:
+        return OnPolicy(data.train_batch_size)
+    assert chosen.metric is not None  # refused by validation
+    return DynamicSampling(
+        data.train_batch_size,
+        data.gen_batch_size,
+        chosen.metric,
+        chosen.max_num_gen_batches,
+    )
