@@ -15,7 +15,7 @@ from verl.algos.rollout_correction import compute_offpolicy_metrics
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.single_controller import WorkerError
-from verl.trainer.ppo.mismatch_metrics import calculate_debug_metrics
+from verl.trainer.ppo.metric_utils import calculate_debug_metrics
 from verl.workers.rollout.canary import METRIC, Canary, StaleEngineError
 from verl.workers.rollout.probe import EngineProbeError, SamplingInUse, probe_engine
 from verl.workers.rollout.trained import LocalPolicy
