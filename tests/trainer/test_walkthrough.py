@@ -28,7 +28,7 @@ MILESTONES = (
 )
 """Where a prompt is read, encoded, continued, graded, padded, compared, and trained on."""
 
-MAX_FUNCTIONS = 60
+MAX_FUNCTIONS = 55
 MAX_FRAMES = 14
 """From `fit` to the loss, both counted."""
 
