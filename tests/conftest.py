@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-
 RAY_ID = re.compile(r"(?<![a-z])ray(?![a-z])")
 """What the id of each test on Ray contains: `test_ray.py`, `[ray-2]`, `test_parts_on_ray`."""
 
