@@ -52,7 +52,7 @@ class Contestant:
                 max_response_tokens=work.new_tokens,
                 max_prefill_tokens=16384,
                 max_cache_bytes=60 << 30,
-                steps_per_visit=options.steps_per_visit,
+                tokens_per_step=options.tokens_per_step,
             ),
             eos_token_ids=[0],
         )

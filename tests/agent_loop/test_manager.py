@@ -11,7 +11,7 @@ from verl.agent_loop.manager import SEED_COLUMN, get_trajectory_info
 from verl.config.rollout import AgentLoopConfig
 from verl.protocol import DataProto
 from verl.workers.rollout.native.engine import NativeEngine
-from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import EngineLimits
 
 
 @register("echo_for_tests")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks import host_cost
 from benchmarks.gpu import decode, filtered, grpo_step, kernels, train, trainer_step
 from benchmarks.gpu.policy import whole_groups
 from benchmarks.gpu.summary import summarise
@@ -145,3 +146,12 @@ def test_the_command_makes_the_same_step(run):
     assert all(norm > 0 for norm in found["gradient_norms"])
     seconds = found["variants"][name]["median_seconds"]
     assert seconds["step"] > seconds["generate"] + seconds["update"] > 0
+
+
+def test_the_host_cost_of_a_rollout_is_measured_beside_the_bare_engine(tmp_path):
+    path = tmp_path / "host_cost.json"
+    sizes = [f"--{name}={size}" for name, size in SIZES.items()]
+    host_cost.main(["--runs=2", "--output", str(path), *sizes, "--new-tokens=24"])
+    found = json.loads(path.read_text())
+    assert set(found) == {"equal", "unequal"}
+    assert set(found["equal"]) == {"bare", "loops", "per_row"}

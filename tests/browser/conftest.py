@@ -39,7 +39,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory) -> Iterator[Any]:
     from verl.server import ServerOptions, serve
-    from verl.workers.rollout.native.requests import EngineLimits
+    from verl.workers.rollout.native.sequence import EngineLimits
     from verl.workers.rollout.process.client import EngineProcess, EngineSpec
     from verl.workers.rollout.process.native import BUILD, native_options
 

@@ -26,7 +26,7 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import EngineLimits
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.sequences import padded_sequences
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.protocol.conversion import object_array
+from verl.protocol.ops import object_array
 
 
 def numbered(num_rows: int = 4) -> DataProto:

@@ -20,7 +20,7 @@ from verl.workers.rollout.base import (
     TokenDelta,
     TokenOutput,
 )
-from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import EngineLimits
 from verl.workers.rollout.process.client import EngineProcess, EngineSpec
 from verl.workers.rollout.process.native import BUILD, native_options
 

@@ -10,8 +10,7 @@ from torch.utils.data import Dataset
 
 from tests.toy import make_toy, toy_run, weights
 from verl.config.data import DataConfig, SamplerConfig
-from verl.trainer.ppo.dataloader import EndOfData, PromptLoader
-from verl.trainer.ppo.datasets import create_rl_sampler
+from verl.trainer.ppo.data import EndOfData, PromptLoader, create_rl_sampler
 from verl.utils.dataset.rl_dataset import (
     AbstractCurriculumSampler,
     AbstractSampler,

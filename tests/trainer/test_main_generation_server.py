@@ -23,8 +23,8 @@ from verl.trainer.main_generation_server import main
 from verl.utils.dataset.prompts import as_prompt, encode_prompt
 from verl.utils.dataset.tables import DataError
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.native.end_tokens import end_tokens
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
+from verl.workers.rollout.native.sequence import end_tokens
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [

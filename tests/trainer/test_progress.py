@@ -6,8 +6,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from verl.trainer.ppo.progress import RunProgress
-from verl.trainer.ppo.termination import EXIT_AT_ONCE, Termination
+from verl.trainer.common import EXIT_AT_ONCE, RunProgress, Termination
 
 
 def shown(*, is_terminal: bool) -> str:

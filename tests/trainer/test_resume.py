@@ -10,8 +10,8 @@ import torch
 
 from tests.toy import ACTOR, toy_run, weights
 from verl.protocol import DataProto
-from verl.trainer.ppo.run_state import RunState
-from verl.trainer.ppo.seeds import keyed_seed, seed_everything
+from verl.trainer.common import keyed_seed, seed_everything
+from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.tripwires import TooManyBadSteps
 from verl.utils.checkpoint.layout import CheckpointMismatchError

@@ -38,7 +38,6 @@ def fsdp_command(monkeypatch, model_folder, folder, **changes):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("model.use_liger", True),
         ("ulysses_sequence_parallel_size", 2),
         ("model.fsdp_config.cpu_offload", True),
         ("trainer.default_hdfs_dir", "hdfs://there"),
@@ -57,7 +56,7 @@ def test_what_is_not_implemented_is_refused_by_name(model_folder, tmp_path, opti
         ("engine.strategy", "megatron", "engine=fsdp optim=fsdp"),
         ("engine.ulysses_sequence_parallel_size", 2, "set it to 1"),
         ("engine.param_offload", True, "weights and optimizer stay on the device"),
-        ("model.use_liger", True, "layers are those of transformers"),
+        ("model.tiled_mlp.enabled", True, "MLP layers run over whole sequences"),
         ("trainer.save_freq", "sometimes", "a number of steps or after_each_epoch"),
         ("trainer.resume_mode", "resume_path", "must name a folder .../global_step_N"),
         ("data.max_token_len_per_gpu", 15, "it must be at least that"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.reporting import groups_without_spread
+from verl.trainer.ppo.metric_utils import groups_without_spread
 from verl.trainer.ppo.tripwires import (
     RULES,
     NonFiniteValues,

@@ -87,6 +87,9 @@ def new_groups(
 class GroupSource(ABC):
     """Fills the trajectories of groups, for a buffer or for whoever waits."""
 
+    grading: GradingService | None = None
+    """Grades training trajectories as they end; None where that is done afterwards."""
+
     def submit(self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer) -> None:
         """Begin to generate; the groups come to the buffer as they end."""
         indices = buffer.begin(len(groups), step=options.step)
@@ -153,9 +156,6 @@ class Rollouter(GroupSource):
             response_length=rollout.response_length,
             pad_token_id=tokenizer.pad_token_id,
         )
-        self.grading: GradingService | None = None
-        """Grades trajectories as they end; None where that is done afterwards."""
-
         self.val_grading: GradingService | None = None
         self._wake_up = wake_up
         self._default_loop: str = rollout.agent.default_agent_loop

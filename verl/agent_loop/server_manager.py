@@ -16,11 +16,12 @@ the event loop in one callback.
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verl.single_controller.base.failures import WorkerError
@@ -56,6 +57,14 @@ class Ticket:
     answer: "asyncio.Future[TokenOutput]"
     call: "Call | None" = None
     """The request it travels with; None until it is sent."""
+
+    def resolve(self, answer: "TokenOutput | BaseException") -> None:
+        if self.answer.done():
+            return
+        if isinstance(answer, BaseException):
+            self.answer.set_exception(error_of_request(answer, self.request_id))
+        else:
+            self.answer.set_result(answer)
 
 
 @dataclass(eq=False)
@@ -138,6 +147,60 @@ class AsyncLLMServerManager:
             turns.append(output)
         return output
 
+    async def generate_group(
+        self,
+        request_ids: Sequence[str],
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Sequence[Mapping[str, Any]],
+        on_end: Callable[[int, TokenOutput], None],
+    ) -> None:
+        """Continue a prompt once for each request id, with parameters that differ in the seed only.
+
+        `on_end` is called on the event loop with each sample as it ends; if it raises, so does
+        this.
+        """
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailbox_of(loop)
+        all_ended: asyncio.Future[None] = loop.create_future()
+        ended: set[int] = set()
+
+        def end(sample: int, answer: TokenOutput | BaseException) -> None:
+            if all_ended.done() or sample in ended:
+                return
+            if isinstance(answer, BaseException):
+                all_ended.set_exception(error_of_request(answer, request_ids[sample]))
+                return
+            ended.add(sample)
+            try:
+                on_end(sample, answer)
+            except Exception as error:
+                all_ended.set_exception(error)
+                return
+            if len(ended) == len(request_ids):
+                all_ended.set_result(None)
+
+        params, first_seed = self._shared_params(sampling_params[0])
+        seeds = None if first_seed is None else [stated["seed"] for stated in sampling_params]
+        works: list[Future[list[TokenOutput]]] = []
+        for start in range(0, len(request_ids), self._max_num_seqs):
+            part = slice(start, start + self._max_num_seqs)
+            request = GenerationRequest(
+                request_id=request_ids[start],
+                prompt_ids=tuple(prompt_ids),
+                params=params,
+                num_samples=len(request_ids[part]),
+                seeds=None if seeds is None else tuple(seeds[part]),
+                session_ids=tuple(request_ids[part]),
+            )
+            works.append(mailbox.submit(self.fleet, request, partial(end_from, end, start)))
+        try:
+            await all_ended
+        except asyncio.CancelledError:
+            for work in works:
+                work.cancel()  # which aborts the request
+            raise
+
     def close_session(self, request_id: str) -> None:
         """Let the engine of the session drop what it keeps for it."""
         self.fleet.close_session(request_id)
@@ -176,15 +239,18 @@ class AsyncLLMServerManager:
         return params, stated.get("seed")
 
     def _send(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._mailbox is None or self._mailbox.loop is not loop:
-            self._mailbox = Mailbox(loop)
+        mailbox = self._mailbox_of(asyncio.get_running_loop())
         groups, self._waiting = self._waiting, {}
         for (_, prompt_ids, params, _), tickets in groups.items():
             # An engine takes a group as a whole, so a group must fit into it.
             for start in range(0, len(tickets), self._max_num_seqs):
                 part = tickets[start : start + self._max_num_seqs]
-                self._submit(prompt_ids, params, part, self._mailbox)
+                self._submit(prompt_ids, params, part, mailbox)
+
+    def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> "Mailbox":
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox
 
     def _submit(
         self,
@@ -201,20 +267,10 @@ class AsyncLLMServerManager:
             seeds=tuple(ticket.seed for ticket in tickets if ticket.seed is not None) or None,
             session_ids=tuple(ticket.request_id for ticket in tickets),
         )
-        outputs = self.fleet.submit(request, lambda n, output: mailbox.put(tickets[n], output))
+        outputs = mailbox.submit(self.fleet, request, lambda n, answer: tickets[n].resolve(answer))
         call = Call(tickets, outputs)
         for ticket in tickets:
             ticket.call = call
-
-        def finish(outputs: "Future[list[TokenOutput]]") -> None:
-            if outputs.cancelled():
-                return  # nobody waits
-            error = outputs.exception(timeout=0)
-            answers = [error] * len(tickets) if error is not None else outputs.result(timeout=0)
-            for ticket, answer in zip(tickets, answers, strict=True):
-                mailbox.put(ticket, answer)
-
-        outputs.add_done_callback(finish)
 
 
 class Mailbox:
@@ -222,13 +278,31 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._arrived: list[tuple[Ticket, TokenOutput | BaseException]] = []
+        self._arrived: list[tuple[Deliver, int, Answer]] = []
         self._lock = threading.Lock()
 
-    def put(self, ticket: Ticket, answer: TokenOutput | BaseException) -> None:
+    def submit(
+        self, fleet: Fleet, request: GenerationRequest, deliver: "Deliver"
+    ) -> "Future[list[TokenOutput]]":
+        """Submit a request; `deliver(sample, answer)` is called on the event loop, for each sample
+        at least once, with its output or with the error of the request."""
+
+        def finish(outputs: "Future[list[TokenOutput]]") -> None:
+            if outputs.cancelled():
+                return  # nobody waits
+            error = outputs.exception(timeout=0)
+            num = request.num_samples
+            answers = [error] * num if error is not None else outputs.result(timeout=0)
+            self._put([(deliver, sample, answer) for sample, answer in enumerate(answers)])
+
+        outputs = fleet.submit(request, lambda n, output: self._put([(deliver, n, output)]))
+        outputs.add_done_callback(finish)
+        return outputs
+
+    def _put(self, items: "list[tuple[Deliver, int, Answer]]") -> None:
         with self._lock:
-            self._arrived.append((ticket, answer))
-            is_first = len(self._arrived) == 1
+            is_first = not self._arrived
+            self._arrived += items
         if is_first:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 self.loop.call_soon_threadsafe(self.loop.call_later, COLLECT_SECONDS, self._deliver)
@@ -236,17 +310,21 @@ class Mailbox:
     def _deliver(self) -> None:
         with self._lock:
             arrived, self._arrived = self._arrived, []
-        for ticket, answer in arrived:
-            if ticket.answer.done():
-                continue
-            if isinstance(answer, BaseException):
-                ticket.answer.set_exception(for_ticket(answer, ticket))
-            else:
-                ticket.answer.set_result(answer)
+        for deliver, sample, answer in arrived:
+            deliver(sample, answer)
 
 
-def for_ticket(error: BaseException, ticket: Ticket) -> Exception:
+Answer = TokenOutput | BaseException
+Deliver = Callable[[int, Answer], None]
+
+
+def end_from(end: Deliver, start: int, sample: int, answer: Answer) -> None:
+    """`end` for the samples of a request that begins with sample `start` of its group."""
+    end(start + sample, answer)
+
+
+def error_of_request(error: BaseException, request_id: str) -> Exception:
     # The request is at fault, or a worker or an engine is; either message says how.
     if isinstance(error, ValueError | WorkerError | EngineLostError):
         return error
-    return RuntimeError(f"request {ticket.request_id} failed: {error!r}")
+    return RuntimeError(f"request {request_id} failed: {error!r}")

@@ -2,14 +2,41 @@
 
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, LoopSample
 from verl.utils.rollout_trace import rollout_trace_op
+from verl.workers.rollout.base import TokenOutput
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
     """One user turn, one turn of the model."""
+
+    @classmethod
+    async def run_group(
+        cls, make_loop: Callable[[], AgentLoopBase], samples: Sequence[LoopSample]
+    ) -> None:
+        """The samples of a prompt differ in their seeds only: one loop and one request for all.
+
+        Traced samples and those of a subclass with a `run` of its own get a loop each.
+        """
+        is_traced = any(sample.trace is not None for sample in samples)
+        if is_traced or cls.run is not SingleTurnAgentLoop.run:
+            await super().run_group(make_loop, samples)
+            return
+        loop = make_loop()
+        prompt_ids = await loop.apply_chat_template(samples[0].row["raw_prompt"])
+        start = time.perf_counter()
+        session = uuid.uuid4().hex
+        await loop.server_manager.generate_group(
+            [f"{session}-{number}" for number in range(len(samples))],
+            prompt_ids=prompt_ids,
+            sampling_params=[sample.params for sample in samples],
+            on_end=lambda number, output: samples[number].end(
+                answer(prompt_ids, output, start), [output]
+            ),
+        )
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
@@ -18,15 +45,19 @@ class SingleTurnAgentLoop(AgentLoopBase):
         output = await self.server_manager.generate(
             uuid.uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params
         )
-        return AgentLoopOutput(
-            prompt_ids=prompt_ids,
-            response_ids=output.token_ids,
-            response_mask=[1] * len(output.token_ids),
-            response_logprobs=output.log_probs,
-            num_turns=2,
-            stop_reason=output.stop_reason,
-            metrics=AgentLoopMetrics(
-                generate_sequences=time.perf_counter() - start,
-                num_preempted=output.num_preempted,
-            ),
-        )
+        return answer(prompt_ids, output, start)
+
+
+def answer(prompt_ids: list[int], output: TokenOutput, start: float) -> AgentLoopOutput:
+    """The output of a loop whose only turn began at `start`."""
+    return AgentLoopOutput(
+        prompt_ids=prompt_ids,
+        response_ids=output.token_ids,
+        response_mask=[1] * len(output.token_ids),
+        response_logprobs=output.log_probs,
+        num_turns=2,
+        stop_reason=output.stop_reason,
+        metrics=AgentLoopMetrics(
+            generate_sequences=time.perf_counter() - start, num_preempted=output.num_preempted
+        ),
+    )

@@ -19,7 +19,8 @@ from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin
 
 from verl.config.actor import RouterReplayConfig
-from verl.config.base import BaseConfig, is_option
+from verl.config.base import Absent, BaseConfig, When, is_option
+from verl.config.effects import Stop
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, VeOmniEngineConfig
 from verl.config.model import McoreLoraConfig, MtpConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmniOptimizerConfig
@@ -148,6 +149,12 @@ names the key that was probably meant; so does a value of the wrong type, outsid
 odds with another option. All mistakes are reported at once. Keys of older versions are translated
 with a notice.
 
+**Each option is true.** It has an effect; or it has none in this run, and then the start of the run
+and the plan name it with the reason; or what it asks for does not exist here, and then the run is
+refused in one line before a model is loaded (exit code 2). Values that equal the default are never
+reported. The tables have *Refused* and *No effect* where that depends on nothing else, and
+*No effect when* where it depends on other options.
+
 **Looking before running.** `trainer.dry_run=True` checks everything, prints the plan (batch sizes,
 placement, memory) and stops. `--cfg job` prints the composed configuration.
 
@@ -239,7 +246,7 @@ def rows(section: BaseConfig, prefix: str = "") -> Iterator[Row]:
     hints, documented, tree = type_hints(cls), sentences(cls), default_tree(section)
     for item in filter(is_option, fields(section)):
         key, value = f"{prefix}{item.name}", vars(section)[item.name]
-        meaning = documented[item.name]
+        meaning = f"{documented[item.name]} {state_of(section, item)}".rstrip()
         if not isinstance(value, BaseConfig):
             default = shown_default(value, item)
             yield Row(key, shown_type(hints[item.name]), default, shown_rule(item), meaning)
@@ -249,6 +256,21 @@ def rows(section: BaseConfig, prefix: str = "") -> Iterator[Row]:
             yield Row(key, "section", "", "", f"{meaning} {reference(value, shared)}")
         else:
             yield from rows(value, f"{key}.")
+
+
+def state_of(section: BaseConfig, item: Field[Any]) -> str:
+    """When an option has no effect, and which of its values are refused."""
+    stop = Stop(section, item, "")
+    absent: Absent | None = stop.rule("absent")
+    notes = []
+    if absent is not None:
+        values = ", ".join(f"`{value}`" for value in absent.values or ())
+        notes.append(f"**Refused**{f' ({values})' if values else ''}: {absent.reason}.")
+    conditions: tuple[When, ...] = stop.rule("used_if") or ()
+    for condition in conditions:
+        always = ": " if condition.is_never else " when "
+        notes.append(f"No effect{always}{condition.reason}.")
+    return " ".join(notes)
 
 
 def shared_class(section: BaseConfig) -> type[BaseConfig] | None:

@@ -5,21 +5,28 @@ Importing it makes TensorDict return real dictionaries from stacking and slicing
 
 from tensordict import set_lazy_legacy
 
-from verl.protocol.auto_padding import DataProtoConfig
-from verl.protocol.collate import collate_fn
 from verl.protocol.data_proto import DataProto
-from verl.protocol.folding import fold_batch_dim, unfold_batch_dim
-from verl.protocol.future import DataProtoFuture
-from verl.protocol.gather import all_gather_data_proto
-from verl.protocol.item import DataProtoItem
-from verl.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol.ops import (
+    DataProtoConfig,
+    DataProtoItem,
+    fold_batch_dim,
+    list_of_dict_to_dict_of_list,
+    unfold_batch_dim,
+    union_numpy_dict,
+)
 from verl.protocol.serialization import (
     deserialize_single_tensor,
     deserialize_tensordict,
     serialize_single_tensor,
     serialize_tensordict,
 )
-from verl.protocol.union import list_of_dict_to_dict_of_list, union_numpy_dict
+from verl.protocol.transport import (
+    DataProtoFuture,
+    all_gather_data_proto,
+    collate_fn,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
 from verl.utils.tensor_rows import BatchError
 from verl.utils.tensordict_utils import union_tensor_dict
 

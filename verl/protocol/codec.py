@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.protocol.conversion import object_array
+from verl.protocol.ops import object_array
 from verl.protocol.serialization import deserialize_single_tensor, serialize_single_tensor
 
 _AS_IS = {type(None), bool, int, str}

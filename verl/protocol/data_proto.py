@@ -23,21 +23,28 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from typing_extensions import Self
 
-from verl.protocol.auto_padding import DataProtoConfig
-from verl.protocol.columns import check_present, concat_arrays, pick, renaming, select_columns
-from verl.protocol.conversion import (
+from verl.protocol.ops import (
+    DataProtoConfig,
+    DataProtoItem,
     check_distinct,
+    check_present,
     common_batch_dims,
+    concat_arrays,
+    concat_meta_info,
+    describe_columns,
+    describe_size,
+    pick,
+    renaming,
     replace_lists_by_arrays,
+    select_columns,
     sort_single_dict,
     sort_tensordict,
+    unfold_columns,
+    union_meta_info,
+    union_numpy_dict,
 )
-from verl.protocol.describe import describe_columns, describe_size
-from verl.protocol.folding import unfold_columns
-from verl.protocol.item import DataProtoItem
 from verl.protocol.serialization import deserialize_tensordict, serialize_tensordict
 from verl.protocol.storage import Fields, read_fields, write_fields
-from verl.protocol.union import concat_meta_info, union_meta_info, union_numpy_dict
 from verl.utils.tensor_rows import (
     BatchError,
     Column,

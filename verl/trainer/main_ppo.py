@@ -30,8 +30,8 @@ CONFIG_DIR = Path(__file__).parent / "config"
 _LAZY = {
     "TaskRunner": "verl.trainer.task_runner:TaskRunner",
     "run_on_ray": "verl.trainer.on_ray:run_on_ray",
-    "create_rl_dataset": "verl.trainer.ppo.datasets:create_rl_dataset",
-    "create_rl_sampler": "verl.trainer.ppo.datasets:create_rl_sampler",
+    "create_rl_dataset": "verl.trainer.ppo.data:create_rl_dataset",
+    "create_rl_sampler": "verl.trainer.ppo.data:create_rl_sampler",
 }
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from verl.config.convert import to_dictconfig
 from verl.config.ppo import PPOConfig
 from verl.config.roles import ranks_beside, world_size
+from verl.trainer.common import Termination
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-from verl.trainer.ppo.termination import Termination
 from verl.trainer.task_runner import TaskRunner
 from verl.utils.environment import EndsTheRun, ray_address, variables_of_verl
 from verl.utils.import_utils import require

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.models.kernels.devices import on_each_device, on_each_dtype
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.native.sampler import Needs, RowSettings, next_tokens
+from verl.workers.rollout.native.rows import RowSettings
+from verl.workers.rollout.native.sampler import Needs, next_tokens
 
 MIXTURE = [
     {},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models.kernels.devices import on_each_device, on_each_dtype
-from verl.workers.rollout.native.row_table import RowTable
+from verl.workers.rollout.native.rows import RowTable
 
 
 def random_table(num_rows, num_stops, device):

@@ -5,7 +5,8 @@ import torch
 
 from tests.models.kernels.devices import on_each_device
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.native.sampler import Needs, RowSettings, next_tokens
+from verl.workers.rollout.native.rows import RowSettings
+from verl.workers.rollout.native.sampler import Needs, next_tokens
 
 SEEDS = [7919 * i - (i % 3) * 2**61 for i in range(40)]
 

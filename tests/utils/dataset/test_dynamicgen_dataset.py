@@ -5,8 +5,7 @@ import pytest
 
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.config.data import CustomClassConfig, DataConfig
-from verl.trainer.ppo.dataloader import PromptLoader
-from verl.trainer.ppo.datasets import create_rl_dataset, create_rl_sampler
+from verl.trainer.ppo.data import PromptLoader, create_rl_dataset, create_rl_sampler
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.utils.dataset.rl_dataset import RLHFDataset

@@ -14,6 +14,8 @@ from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import LIMITS, assert_nothing_is_left, build_engine, request
 from verl.workers.rollout.base import SamplingParams
 
+ROOMY = replace(LIMITS, max_response_tokens=64)
+
 
 def requests(count, max_tokens=10):
     return [
@@ -113,7 +115,7 @@ def test_requests_of_one_turn_of_the_loop_enter_in_one_step(model):
 
 
 def test_samples_are_told_as_they_end_and_futures_resolve_at_the_end_of_a_step(model):
-    engine = build_engine(model, replace(LIMITS, steps_per_visit=1))
+    engine = build_engine(model, replace(LIMITS, tokens_per_step=1))
     ended = []
     params = SamplingParams(seed=5, max_tokens=16, stop_token_ids=tuple(range(3, 20)))
     with engine.paused():
@@ -141,6 +143,63 @@ def test_an_error_in_on_end_is_that_of_its_request_alone(model):
     assert other.result(timeout=10)
     with pytest.raises(KeyError, match="of the caller"):
         failing.result(timeout=10)
+
+
+def test_the_event_loop_is_woken_per_request_and_not_per_step(model):
+    def num_handles(max_tokens):
+        engine = build_engine(model)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+        asked = [request([5 + n], params, str(n), num_samples=8) for n in range(8)]
+        count = 0
+
+        async def ask():
+            nonlocal count
+            loop = asyncio.get_running_loop()
+            for name in ("call_soon", "call_soon_threadsafe"):
+                schedule = getattr(loop, name)
+
+                def counted(*args, schedule=schedule, **kwargs):
+                    nonlocal count
+                    count += 1
+                    return schedule(*args, **kwargs)
+
+                setattr(loop, name, counted)
+            await asyncio.gather(*(engine.generate(one) for one in asked))
+
+        asyncio.run(ask())
+        return count
+
+    few, many = num_handles(1), num_handles(16)
+    assert many <= few + 4, "four times as many steps"
+    assert many <= 2 * 64, "two per sample at most"
+
+
+async def test_a_session_goes_on_through_submit_and_equals_a_fresh_prefill(model):
+    engine, fresh = build_engine(model, ROOMY), build_engine(model, ROOMY)
+    params = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
+    first = await engine.generate(
+        request([5, 6, 7], params, num_samples=3, session_ids=("a", "b", "c"))
+    )
+    assert engine.core.num_prefilled_tokens == 3
+    histories = [[5, 6, 7, *output.token_ids, 50, 51] for output in first]
+    for turn in range(3):
+        seeded = replace(params, seed=turn)
+        outputs = await asyncio.gather(
+            *(
+                engine.generate(request(history, seeded, session, session_ids=(session,)))
+                for session, history in zip("abc", histories, strict=True)
+            )
+        )
+        # Of each history the tool's two tokens and the one said last are computed.
+        assert engine.core.num_prefilled_tokens == 3 + 9 * (turn + 1)
+        expected = fresh.generate_batch([request(history, seeded) for history in histories])
+        assert [ids(o) for o in outputs] == [ids(o) for o in expected]
+        for (output,), (whole,) in zip(outputs, expected, strict=True):
+            assert output.log_probs == pytest.approx(whole.log_probs, abs=2e-6)
+        histories = [[*h, *o.token_ids, 50, 51] for h, (o,) in zip(histories, outputs, strict=True)]
+    engine.close_session("a")
+    with engine.paused():
+        assert len(engine.core.sessions) == 2
 
 
 def test_requests_may_come_from_many_threads(model):

@@ -109,7 +109,7 @@ def test_fifty_random_schedules_give_what_each_request_gives_alone(model, alone)
             max_prompt_tokens=rng.randint(2, 9),  # the rest goes into response slots
             max_response_tokens=20,
             max_prefill_tokens=rng.randint(1, 30),
-            steps_per_visit=rng.randint(1, 5),
+            tokens_per_step=rng.randint(1, 5),
         )
         engine = build_engine(model, limits, decode_text=decode)
         chosen = rng.sample(range(len(requests)), 8)

@@ -33,7 +33,7 @@ def sampled_rows(model, params):
         max_num_seqs=130,  # fewer than there are: batches of many sizes
         max_prompt_tokens=PROMPT_TOKENS,
         max_response_tokens=NEW_TOKENS,
-        steps_per_visit=8,
+        tokens_per_step=8,
     )
     engine = NativeEngine(model, limits, eos_token_ids=list(range(20)))
     generator = torch.Generator().manual_seed(0)

@@ -7,11 +7,11 @@ from tests.models.kernels.devices import on_each_device
 from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import assert_nothing_is_left
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.native.batch import RunningBatch
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
-from verl.workers.rollout.native.running_batch import RunningBatch
 
 LIMITS = EngineLimits(
-    max_num_seqs=6, max_prompt_tokens=6, max_response_tokens=14, steps_per_visit=3
+    max_num_seqs=6, max_prompt_tokens=6, max_response_tokens=14, tokens_per_step=3
 )
 SETTINGS = {
     "sampling": {},
@@ -38,7 +38,7 @@ def requests(params):
 def outputs(model, params, plain, is_late=None):
     engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
     if is_late is not None:
-        engine.core.batch._is_late = is_late
+        engine.core.batch.steps.is_late = is_late
     if plain:
         engine.core.batch = RunningBatch(engine.core.runner, LIMITS)
         engine.core.cache = engine.core.batch.cache
@@ -68,12 +68,12 @@ def test_after_a_step_that_failed_while_rows_moved_all_rows_have_slots_of_their_
     expected = [
         output.token_ids for group in engine.generate_batch(requests({})) for output in group
     ]
-    slots = engine.core.batch._slot_of_row
+    slots = engine.core.batch.steps.slot_of_row
     slots[0], slots[1] = slots[1], slots[0]  # the host has moved rows, the device has not
     engine.core._drop_all(RuntimeError("no memory for a copy"))
     found = [output.token_ids for group in engine.generate_batch(requests({})) for output in group]
     assert found == expected
-    assert engine.core.batch._table.slot.tolist() == engine.core.batch._slot_of_row
+    assert engine.core.batch.steps.table.slot.tolist() == engine.core.batch.steps.slot_of_row
 
 
 @on_each_device
@@ -95,7 +95,7 @@ def test_reading_results_one_visit_late_changes_no_token(device, params):
 def test_tokens_in_flight_when_the_weights_change_belong_to_the_old_version(device):
     model, version = tiny_model("llama").to(device), [3]
     engine = NativeEngine(model, LIMITS, eos_token_ids=[1], version=lambda: version[0])
-    engine.core.batch._is_late = True
+    engine.core.batch.steps.is_late = True
     request = GenerationRequest(
         request_id="a", prompt_ids=[5, 6], params=SamplingParams(max_tokens=12, ignore_eos=True)
     )
@@ -114,14 +114,14 @@ def test_tokens_in_flight_when_the_weights_change_belong_to_the_old_version(devi
 
 @pytest.mark.gpu
 def test_a_step_with_filters_is_a_graph_of_its_own_and_capturing_leaves_no_trace():
-    from verl.workers.rollout.native.kernel_batch import DecodeKind, Draw
+    from verl.workers.rollout.native.kernel_steps import DecodeKind, Draw
 
     model = tiny_model("llama").cuda()
     params = {"top_p": 0.8, "repetition_penalty": 1.4}
     _, expected = outputs(model, params, plain=True)
     engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
     found = [engine.generate_batch(requests(params)) for _ in range(2)]
-    keys = engine.core.batch._graphs._graphs
+    keys = engine.core.batch.steps.graphs._graphs
     draws = {key.draw for key in keys if isinstance(key, DecodeKind)}
     assert draws == {Draw(filters=True, penalty=True)}
     for result in found:

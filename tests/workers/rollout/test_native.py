@@ -8,7 +8,7 @@ from tests.workers.rollout.helpers import EOS, LIMITS, build_engine, request, tr
 from verl.models.exact import make_exact
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native.engine import EngineLimits
-from verl.workers.rollout.native.row_table import RowTable
+from verl.workers.rollout.native.rows import RowTable
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20], [30, 31]]
 CAPACITY = LIMITS.max_prompt_tokens + LIMITS.max_response_tokens

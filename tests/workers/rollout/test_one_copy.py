@@ -2,7 +2,7 @@
 
 import torch
 
-from verl.workers.rollout.native.one_copy import Record, in_one_copy
+from verl.workers.rollout.native.rows import Record, in_one_copy
 
 CPU = torch.device("cpu")
 

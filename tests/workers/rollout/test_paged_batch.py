@@ -11,10 +11,10 @@ from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import assert_nothing_is_left
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
-from verl.workers.rollout.native.page_pool import PAGE
+from verl.workers.rollout.native.pages import PAGE
 
 LIMITS = EngineLimits(
-    max_num_seqs=6, max_prompt_tokens=70, max_response_tokens=80, steps_per_visit=3
+    max_num_seqs=6, max_prompt_tokens=70, max_response_tokens=80, tokens_per_step=3
 )
 SETTINGS = {"sampling": {}, "greedy": {"temperature": 0.0}, "penalty": {"repetition_penalty": 1.4}}
 
@@ -51,7 +51,7 @@ def build(model, num_pages=None, limits=LIMITS):
         "KernelBatch" if num_pages is None else "PagedBatch"
     )
     if num_pages is not None:
-        assert engine.core.batch.room.pool.num_pages == num_pages
+        assert engine.core.batch.budget.pool.num_pages == num_pages
     return engine
 
 
@@ -62,7 +62,7 @@ def run(engine, asked):
 
 
 def assert_all_pages_are_free(engine):
-    pool = engine.core.batch.room.pool
+    pool = engine.core.batch.budget.pool
     assert pool.num_free == pool.capacity
 
 
@@ -85,8 +85,8 @@ def test_responses_are_those_of_slots_also_of_who_gives_way(device, name):
     assert engine.core.num_preempted == 0
     assert_all_pages_are_free(engine)
     engine = build(model, num_pages=7)
-    engine.core.batch._is_late = True
-    engine.core.batch.room._stretch = 0  # so that those who run soon want more than there is
+    engine.core.batch.steps.is_late = True
+    engine.core.batch.budget._lookahead = 0  # so that those who run soon want more than there is
     found = run(engine, asked)
     assert_same(found, expected)
     assert engine.core.num_preempted == sum(output.num_preempted for output in found) > 0
@@ -96,7 +96,7 @@ def test_responses_are_those_of_slots_also_of_who_gives_way(device, name):
 @on_each_device
 def test_the_oldest_goes_on_the_others_give_way_and_it_is_said_once(device, caplog):
     engine = build(small_model(device), num_pages=4)
-    engine.core.batch.room._stretch = 0
+    engine.core.batch.budget._lookahead = 0
     # Prompts of 60 tokens take a page each, of which there are three; with 65 tokens they want two.
     asked = [dataclasses.replace(requests({})[0], request_id=str(i)) for i in range(3)]
     with caplog.at_level(logging.WARNING):
@@ -131,13 +131,13 @@ def test_a_conversation_goes_on_from_the_pages_of_its_last_turn(device):
 def test_new_weights_in_the_middle_leave_no_page_behind(device):
     model, version = small_model(device), [3]
     engine = build(model, num_pages=14)
-    engine._version = lambda: version[0]
-    engine.core.batch._is_late = True
+    engine.core._version = lambda: version[0]
+    engine.core.batch.steps.is_late = True
     groups = [group for request in requests({}) for group in engine.core.add(request).groups]
     for _ in range(2):
         engine.core.step()
     version[0] = 4
-    engine.abort("1")
+    engine.core.abort("1")
     while not all(group.is_finished for group in groups):
         engine.core.step()
     engine.core.batch.flush()
@@ -204,7 +204,7 @@ def test_a_third_of_the_memory_gives_the_tokens_of_all_of_it():
     """64 prompts x 4 of mixed lengths; a third of 256 slots of 768 tokens is 1,024 pages."""
     model = tiny_model("qwen2", max_position_embeddings=1024).cuda()
     limits = EngineLimits(
-        max_num_seqs=256, max_prompt_tokens=256, max_response_tokens=512, steps_per_visit=8
+        max_num_seqs=256, max_prompt_tokens=256, max_response_tokens=512, tokens_per_step=8
     )
     generator = torch.Generator().manual_seed(4)
     asked = [
@@ -231,13 +231,13 @@ def test_a_third_of_the_memory_gives_the_tokens_of_all_of_it():
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED)])
 def test_prefills_of_fixed_sizes_fill_pages_as_well(device):
-    from verl.workers.rollout.native.prefill_buckets import PrefillBuckets
+    from verl.workers.rollout.native.graphs import PrefillBuckets
 
     model, asked = small_model(device), requests({})
     expected = run(build(model), asked)
     engine = build(model, num_pages=7)
-    engine.core.batch.room._stretch = 0
-    engine.core.batch._buckets = PrefillBuckets(
+    engine.core.batch.budget._lookahead = 0
+    engine.core.batch.steps.buckets = PrefillBuckets(
         engine.core.runner,
         engine.core.cache,
         256,
@@ -246,4 +246,4 @@ def test_prefills_of_fixed_sizes_fill_pages_as_well(device):
     )
     assert_same(run(engine, asked), expected)
     assert engine.core.num_preempted > 0
-    assert engine.core.batch._buckets._buckets, "they were used"
+    assert engine.core.batch.steps.buckets._buckets, "they were used"

@@ -11,12 +11,11 @@ from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import assert_nothing_is_left
 from verl.models.loading import random_causal_lm
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.native.attention import PrefillSequence
+from verl.workers.rollout.native.cache import CacheShape, KVCache
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
-from verl.workers.rollout.native.kv_cache import CacheShape, KVCache
 from verl.workers.rollout.native.model_runner import ModelRunner
-from verl.workers.rollout.native.prefill_attention import PrefillSequence
 from verl.workers.rollout.native.sessions import KnownTokens
-from verl.workers.rollout.native.step_graphs import StepGraphs
 
 NUM_SLOTS, MAX_TOKENS = 9, 128
 
@@ -48,7 +47,7 @@ def at_once(kind, run):
 
 
 def make_buckets(runner, cache, replay=at_once, max_tokens=MAX_TOKENS):
-    from verl.workers.rollout.native.prefill_buckets import PrefillBuckets
+    from verl.workers.rollout.native.graphs import PrefillBuckets
 
     return PrefillBuckets(runner, cache, max_tokens, cache.max_slots, replay)
 
@@ -126,7 +125,7 @@ LIMITS = EngineLimits(
     max_prompt_tokens=6,
     max_response_tokens=14,
     max_prefill_tokens=64,
-    steps_per_visit=3,
+    tokens_per_step=3,
 )
 
 
@@ -149,14 +148,14 @@ def test_an_engine_whose_rows_come_and_go_gives_the_same_tokens(device):
     results, log_probs = [], []
     for uses_buckets, is_late in ((False, False), (True, False), (True, True)):
         engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
-        engine.core.batch._is_late = is_late
+        engine.core.batch.steps.is_late = is_late
         if uses_buckets:
-            engine.core.batch._buckets = make_buckets(
+            engine.core.batch.steps.buckets = make_buckets(
                 engine.core.runner, engine.core.cache, max_tokens=64
             )
         groups = engine.generate_batch(requests())
         assert_nothing_is_left(engine)
-        assert not engine.core.batch._in_flight
+        assert not engine.core.batch.steps.in_flight
         outputs = [output for group in groups for output in group]
         results.append([(x.token_ids, x.stop_reason) for x in outputs])
         log_probs.append([value for x in outputs for value in x.log_probs])
@@ -169,7 +168,7 @@ def test_an_engine_whose_rows_come_and_go_gives_the_same_tokens(device):
 def test_the_next_prefill_is_started_before_the_first_tokens_of_the_last_are_read(device):
     limits = dataclasses.replace(LIMITS, max_prefill_tokens=4)
     engine = NativeEngine(tiny_model("qwen2"), limits, eos_token_ids=[])
-    engine.core.batch._is_late = True
+    engine.core.batch.steps.is_late = True
     params = SamplingParams(max_tokens=1)
     groups = [
         engine.core.add(
@@ -179,17 +178,19 @@ def test_the_next_prefill_is_started_before_the_first_tokens_of_the_last_are_rea
     ]
     engine.core.step()
     assert [group.is_finished for group in groups] == [False, False]
-    assert len(engine.core.batch._in_flight) == 1
+    assert len(engine.core.batch.steps.in_flight) == 1
     engine.core.step()  # b is under way when a is read
     assert [group.is_finished for group in groups] == [True, False]
     engine.core.step()
     assert [group.is_finished for group in groups] == [True, True]
-    assert not engine.core.batch._in_flight
+    assert not engine.core.batch.steps.in_flight
     assert_nothing_is_left(engine)
 
 
 @pytest.mark.gpu
 def test_replays_of_sizes_in_turn_give_the_bits_of_work_done_at_once():
+    from verl.workers.rollout.native.graphs import StepGraphs
+
     runner, graphs = ModelRunner(tiny_model("gemma2").cuda()), StepGraphs()
     caches = [empty_cache(runner), empty_cache(runner)]
     replayed = make_buckets(runner, caches[0], graphs.replay)
@@ -207,20 +208,20 @@ def test_replays_of_sizes_in_turn_give_the_bits_of_work_done_at_once():
 
 @pytest.mark.gpu
 def test_prefill_graphs_stay_valid_when_the_cache_was_given_back_in_between():
-    from verl.workers.rollout.native.prefill_buckets import PrefillKind
+    from verl.workers.rollout.native.graphs import PrefillKind
 
     model = tiny_model("llama").cuda()
     plain = NativeEngine(model, LIMITS, eos_token_ids=[1])
-    plain.core.batch._buckets = None
+    plain.core.batch.steps.buckets = None
     expected = plain.generate_batch(requests())
     engine = NativeEngine(model, LIMITS, eos_token_ids=[1])
     found = [engine.generate_batch(requests())]
-    num_graphs = len(engine.core.batch._graphs._graphs)
-    assert any(isinstance(kind, PrefillKind) for kind in engine.core.batch._graphs._graphs)
+    num_graphs = len(engine.core.batch.steps.graphs._graphs)
+    assert any(isinstance(kind, PrefillKind) for kind in engine.core.batch.steps.graphs._graphs)
     engine.sleep()
     engine.wake_up()
     found.append(engine.generate_batch(requests()))
-    assert len(engine.core.batch._graphs._graphs) == num_graphs
+    assert len(engine.core.batch.steps.graphs._graphs) == num_graphs
     for result in found:
         for ours, theirs in zip(result, expected, strict=True):
             assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
@@ -234,6 +235,8 @@ def test_graphs_of_all_sizes_take_little_more_memory_than_the_largest_pass():
     )  # fmt: skip
     with torch.device("cuda"):
         runner = ModelRunner(random_causal_lm(config, dtype=torch.bfloat16))
+    from verl.workers.rollout.native.graphs import StepGraphs
+
     graphs, largest = StepGraphs(), 8192
     cache = empty_cache(runner, max_prompt_tokens=largest)
     eager = make_buckets(runner, cache, max_tokens=largest)

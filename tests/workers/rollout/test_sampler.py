@@ -7,16 +7,16 @@ import torch
 
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native import sampler
+from verl.workers.rollout.native.rows import RowSettings
 from verl.workers.rollout.native.sampler import (
     Needs,
-    RowSettings,
     draw,
     next_tokens,
-    sample_seeds,
     smallest_candidate,
     uniform,
     weights_and_log_sum,
 )
+from verl.workers.rollout.native.sequence import sample_seeds
 
 CPU = torch.device("cpu")
 

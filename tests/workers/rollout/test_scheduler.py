@@ -3,13 +3,13 @@
 import random
 
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native.room import SlotRoom
+from verl.workers.rollout.native.pages import SlotBudget
 from verl.workers.rollout.native.scheduler import Move, Scheduler
 from verl.workers.rollout.native.sequence import Group, RunningRequest, Sample
 
 
 def build_scheduler(num_slots, max_prefill_tokens):
-    return Scheduler(num_slots, max_prefill_tokens, SlotRoom(num_slots, slot_tokens=8))
+    return Scheduler(num_slots, max_prefill_tokens, SlotBudget(num_slots, slot_tokens=8))
 
 
 def build_group(name, num_samples, prompt_length=3, num_tokens=4):

@@ -9,7 +9,7 @@ from tests.utils.one_rank import group_of_one
 from tests.utils.two_ranks import run_on_ranks, run_on_two_ranks
 from tests.workers.rollout.helpers import build_engine, request
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.native.requests import EngineLimits
+from verl.workers.rollout.native.sequence import EngineLimits
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 DRAWN = SamplingParams(seed=5, max_tokens=12, top_p=0.9, repetition_penalty=1.1)

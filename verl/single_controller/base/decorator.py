@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 from verl.protocol import DataProtoFuture
-from verl.protocol.future import DEFAULT_TIMEOUT_SECONDS
+from verl.protocol.transport import DEFAULT_TIMEOUT_SECONDS
 from verl.single_controller.base.dispatch import (
     MAGIC_ATTR,
     Dispatch,

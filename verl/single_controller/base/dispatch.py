@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 
 from verl.protocol import BatchError, DataProto, DataProtoFuture, pad_dataproto_to_divisor
-from verl.protocol.union import concat_meta_info
+from verl.protocol.ops import concat_meta_info
 from verl.utils import tensordict_utils
 
 if TYPE_CHECKING:

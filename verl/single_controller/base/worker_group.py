@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from tensordict import NonTensorData, TensorDictBase
 
 from verl.protocol import DataProto, DataProtoFuture
-from verl.protocol.future import concat_parts
+from verl.protocol.transport import concat_parts
 from verl.single_controller.base.backend import (
     DEFAULT_CALL_TIMEOUT_SECONDS,
     Backend,

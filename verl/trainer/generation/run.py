@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.generation import GenerationConfig
+from verl.trainer.common import keyed_seed
 from verl.trainer.generation.engines import Engines, GenerationFailed
 from verl.trainer.generation.output import (
     NO_ANSWERS,
@@ -31,7 +32,6 @@ from verl.trainer.generation.output import (
 )
 from verl.trainer.generation.plan import Start, Summary
 from verl.trainer.generation.prompts import PromptFile
-from verl.trainer.ppo.seeds import keyed_seed
 from verl.utils.environment import EndsTheRun
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs

@@ -4,17 +4,20 @@
 
     training                        ranks                         committing
       save ---------------------->    write, leave receipts
-           data order, counters ----------------------------->    all receipts are there
+           RunState ----------------------------------------->    all receipts are there
                                                                   hash, manifest, rename: COMMITTED
 
-With `checkpoint.async_save` the ranks write, and the step is committed, in threads while training
-goes on. A second save waits for the first; what goes wrong is raised by the next call.
+`RunState` and the workers' own checkpoints are all that a run needs to continue as if it had never
+stopped; random numbers need nothing, because their seeds follow from the step. With
+`checkpoint.async_save` the ranks write, and the step is committed, in threads while training goes
+on. A second save waits for the first; what goes wrong is raised by the next call.
 """
 
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,6 @@ from torch.utils.data import Dataset
 
 from verl.config.convert import to_dict
 from verl.config.ppo import PPOConfig
-from verl.trainer.ppo.run_state import RunState
 from verl.utils.checkpoint.background import (
     COMMIT_TIMEOUT_SECONDS,
     Background,
@@ -43,8 +45,39 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 logger = logging.getLogger(__name__)
 
 RUN_STATE = "data"
+FORMAT = 1
+"""Of the run's state."""
+
 GRACE_SECONDS = 20.0
 """How long a run that ends with an error waits for a save: its ranks may be gone."""
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """Plain data: everything here can be written as JSON."""
+
+    global_steps: int
+    dataloader: dict[str, Any]
+    kl_coefficient: float | None = None
+    """Of the KL in the reward, which an adaptive controller changes."""
+
+    tripwires: dict[str, Any] = field(default_factory=dict)
+    max_steps_duration: float = 0.0
+    buffer: dict[str, Any] = field(default_factory=dict)
+    """Prompts drawn and updates published so far."""
+
+    format: int = FORMAT
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> "RunState":
+        if state.get("format") != FORMAT:
+            raise ValueError(
+                f"the run's state has format {state.get('format')}; this version reads {FORMAT}"
+            )
+        return cls(**state)
 
 
 class RunCheckpoints:

@@ -14,6 +14,8 @@ NaN. Metrics of the update itself come from the workers; those of validation fro
 `validation_metrics`, whose functions are importable from here too.
 """
 
+import resource
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -26,6 +28,7 @@ from verl.trainer.ppo.validation_metrics import (
     pass_at_k,
     process_validation_metrics,
 )
+from verl.utils.device import peak_memory
 from verl.utils.metric import reduce_metrics
 
 __all__ = [
@@ -179,3 +182,78 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 def mean(values: Tensor) -> float:
     return values.to(torch.float32).mean().item() if values.numel() else 0.0
+
+
+GIGABYTE = 1024**3
+KILOBYTES_PER_GIGABYTE = 1024**2
+
+
+def batch_metrics(
+    batch: DataProto,
+    timing: Mapping[str, float],
+    *,
+    use_critic: bool,
+    num_devices: int,
+    grad_norm: float | None,
+) -> dict[str, float]:
+    """What a step that was made reports about its batch and its time."""
+    return {
+        **compute_data_metrics(batch, use_critic=use_critic),
+        **compute_timing_metrics(batch, timing),
+        **compute_throughout_metrics(batch, timing, num_devices),
+        **compute_variance_proxy_metrics(batch, grad_norm),
+        **memory_metrics(),
+    }
+
+
+def memory_metrics() -> dict[str, float]:
+    """The most memory this process has used so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    per_gigabyte = GIGABYTE if sys.platform == "darwin" else KILOBYTES_PER_GIGABYTE
+    metrics = {"perf/cpu_memory_used_gb": used / per_gigabyte}
+    peak = peak_memory()
+    if peak is not None:
+        metrics["perf/max_memory_allocated_gb"] = peak[0] / GIGABYTE
+        metrics["perf/max_memory_reserved_gb"] = peak[1] / GIGABYTE
+    return metrics
+
+
+def groups_without_spread(batch: DataProto) -> float:
+    """Share of prompts whose responses all have the same score: they teach nothing.
+
+    Where every prompt has one response, the batch as a whole takes the place of a group.
+    """
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    values: dict[str, set[float]] = {}
+    for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
+        values.setdefault(uid, set()).add(score)
+    if len(values) == len(scores):
+        return float(len(set(scores)) == 1)
+    return sum(len(distinct) == 1 for distinct in values.values()) / len(values)
+
+
+def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
+    """Compare the probabilities that rollout and training give to the sampled tokens.
+
+    Token-weighted over the trained tokens, from `rollout_log_probs` and `old_log_probs`.
+    `rollout_probs_diff_valid` is 1 if there are such tokens; if it is 0 there is nothing else.
+    The correlation is left out where it is undefined: one token, or no spread on either side.
+    """
+    mask = data.batch["response_mask"].bool()  # (B, T)
+    rollout = data.batch["rollout_log_probs"][mask].exp().double()
+    actor = data.batch["old_log_probs"][mask].exp().double()
+    if rollout.numel() == 0:
+        return {"training/rollout_probs_diff_valid": 0}
+    difference = (rollout - actor).abs()
+    metrics = {
+        "training/rollout_probs_diff_valid": 1,
+        "training/rollout_probs_diff_max": difference.max().item(),
+        "training/rollout_probs_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_std": difference.std(correction=0).item(),
+    }
+    spread = rollout.std(correction=0) * actor.std(correction=0)
+    if spread > 0:
+        covariance = ((rollout - rollout.mean()) * (actor - actor.mean())).mean()
+        correlation = torch.clamp(covariance / spread, -1, 1).item()
+        metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    return metrics

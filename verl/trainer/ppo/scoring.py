@@ -22,7 +22,7 @@ from verl.agent_loop.manager import GRADE_COLUMN
 from verl.config.ppo import PPOConfig
 from verl.config.reward import FSDPRewardModelConfig
 from verl.protocol import DataProto
-from verl.protocol.trajectory import Abstain, Grade, Group, Score, Trajectory
+from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
 from verl.trainer.ppo.reward import WholeBatchReward, get_custom_reward_fn, takes_whole_batch
 from verl.workers.reward_manager.abstract import graded_rewards, precomputed_rewards
 from verl.workers.reward_manager.adapters import (
@@ -61,12 +61,18 @@ def graded(
     batch: DataProto, reward_fn: Callable[..., Any]
 ) -> tuple[list[Trajectory], list[Group], int]:
     """The rows of a batch with their final grades, their groups, and how many calls failed."""
-    early = batch.non_tensor_batch.pop(GRADE_COLUMN, None)
-    trajectories = row_trajectories(batch)
     grader = as_grader(reward_fn, rows_as_batch(batch))
-    if early is None and not isinstance(grader, BatchGrader):
-        early = precomputed_grades(batch)
-    for trajectory, grade in zip(trajectories, [] if early is None else early, strict=False):
+    grades = batch.non_tensor_batch.pop(GRADE_COLUMN, None)
+    if grades is None and not isinstance(grader, BatchGrader):
+        grades = precomputed_grades(batch)
+    if grades is not None and not any(isinstance(grade, InfraError) for grade in grades):
+        uids = batch.non_tensor_batch["uid"]  # nobody will look at the responses again
+        trajectories = [
+            Trajectory(uid=str(uid), sample=row, row={}) for row, uid in enumerate(uids)
+        ]
+    else:
+        trajectories = row_trajectories(batch)
+    for trajectory, grade in zip(trajectories, [] if grades is None else grades, strict=False):
         trajectory.grade = grade
     groups = groups_of(trajectories)
     service = GradingService(grader)

@@ -26,29 +26,28 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.padded import Padding
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
+from verl.trainer.common import RunProgress, Termination, keyed_seed, seed_everything
+from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
-from verl.trainer.ppo.dataloader import EndOfData, PromptLoader
-from verl.trainer.ppo.datasets import (
+from verl.trainer.ppo.data import (
     Collate,
+    EndOfData,
+    PromptLoader,
     create_rl_dataset,
     create_rl_sampler,
     run_seed,
     train_loader,
     validation_loader,
 )
+from verl.trainer.ppo.metric_utils import batch_metrics
 from verl.trainer.ppo.placing import Placer
-from verl.trainer.ppo.progress import RunProgress
 from verl.trainer.ppo.recipe_members import RecipeMembers
-from verl.trainer.ppo.reporting import batch_metrics
 from verl.trainer.ppo.reward import load_reward_manager
-from verl.trainer.ppo.run_state import RunState
 from verl.trainer.ppo.scoring import (
     add_model_scores,
     is_asked_per_response,
     validates_with_model,
 )
-from verl.trainer.ppo.seeds import keyed_seed, seed_everything
-from verl.trainer.ppo.termination import Termination
 from verl.trainer.ppo.tripwires import NonFiniteValues, Tripwires, keep_for_replay
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import validate

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from verl.agent_loop.buffer import DynamicSampling, Taken
+from verl.agent_loop.manager import GRADE_COLUMN
 from verl.agent_loop.rollouter import RolloutOptions, new_groups
 from verl.algos.rollout_correction.apply import (
     apply_bypass_mode,
@@ -22,9 +23,8 @@ from verl.protocol import DataProto
 from verl.protocol.trajectory import Group, Score, Trajectory
 from verl.trainer.ppo.context import StepBatch, StepContext
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.mismatch_metrics import calculate_debug_metrics
-from verl.trainer.ppo.reporting import groups_without_spread
-from verl.trainer.ppo.scoring import reported_metrics, score_batch
+from verl.trainer.ppo.metric_utils import calculate_debug_metrics, groups_without_spread
+from verl.trainer.ppo.scoring import reported_metrics, score_batch, settled
 from verl.trainer.ppo.session import TrainingRun
 from verl.trainer.ppo.tripwires import require_finite
 from verl.utils.torch_functional import masked_mean
@@ -87,7 +87,8 @@ class PPOTrainer(TrainingRun):
 
     def _settle_grades(self, step: StepContext, groups: Sequence[Group]) -> None:
         """Give groups their final scores; those that have none leave their group."""
-        batch = StepBatch(list(groups), self.padding)
+        step.groups = list(groups)
+        batch = StepBatch(step.groups, self.padding)
         batch.data.non_tensor_batch[ROW_COLUMN] = np.arange(len(batch.data))
         scored = self.score(batch.data, step)
         rewards = scored.batch["token_level_scores"]
@@ -135,14 +136,22 @@ class PPOTrainer(TrainingRun):
     # ---- score -----------------------------------------------------------------------------------
 
     def score(self, batch: DataProto, step: StepContext) -> DataProto:
-        """`token_level_scores`; prompts that could not be graded are set aside and counted."""
+        """`token_level_scores`; prompts that could not be graded are dropped and counted."""
         if "token_level_scores" in batch.batch.keys():  # noqa: SIM118  # dynamic sampling did it
             return batch
         with step.report.timed("reward"):
             if self.use_rm:
                 batch, found = self.with_model_scores(batch)
                 step.report.merge(found)
-            scored = score_batch(batch, self.reward_fn)
+            trajectories = [t for group in step.groups for t in group.trajectories]
+            is_graded = len(trajectories) == len(batch) and all(t.grade for t in trajectories)
+            grading = self.rollouter.grading
+            if grading is not None and is_graded:  # as they ended; infra errors are retried now
+                del batch.non_tensor_batch[GRADE_COLUMN]
+                num_errors = grading.wait(step.groups)
+                scored = settled(batch, trajectories, step.groups, num_errors)
+            else:
+                scored = score_batch(batch, self.reward_fn)
         step.report.count(scored.metrics)  # dynamic sampling scores several batches
         step.report.add("reward/ratio_groups_without_spread", groups_without_spread(scored.batch))
         step.report.merge(reported_metrics(scored.batch))

@@ -122,19 +122,8 @@ def refuse(message: str, exit_code: int = command.MISTAKE) -> None:
 
 
 ON_THE_DEVICE = "weights and optimizer stay on the device"
-COMMON = {
-    "model.use_liger": "layers are those of transformers",
-    "trainer.default_hdfs_dir": "checkpoints are written to a local folder",
-}
-OF_FSDP = {
-    "model.fsdp_config.cpu_offload": ON_THE_DEVICE,
-    "model.fsdp_config.offload_params": ON_THE_DEVICE,
-}
 OF_ENGINE = {
-    "model.hf_config_path": "config.json is read beside the weights",
     "model.enable_activation_offload": "activations stay on the device",
-    "model.tiled_mlp.enabled": "layers run over whole sequences",
-    "model.mtp.enable": "heads that predict several tokens ahead are not trained",
     "engine.param_offload": ON_THE_DEVICE,
     "engine.optimizer_offload": ON_THE_DEVICE,
     "engine.offload_policy": ON_THE_DEVICE,
@@ -147,11 +136,8 @@ def unsupported(config: AnySFTConfig) -> Iterator[Fault]:
     """One fault for each option that cannot be honoured."""
     if isinstance(config, SFTEngineConfig):
         faults = list(engine_faults(config))
-        yield from faults or refused(config, COMMON | OF_ENGINE)
-        yield from [] if faults else sequence_faults(config, "engine.")
-    else:
-        yield from refused(config, COMMON | OF_FSDP)
-        yield from sequence_faults(config, "")
+        yield from faults or refused(config, OF_ENGINE)
+        yield from [] if faults else sequence_faults(config)
     yield from frequency_faults(config)
     yield from lora_faults(config)
     yield from resume_faults(config)
@@ -174,8 +160,8 @@ def engine_faults(config: SFTEngineConfig) -> Iterator[Fault]:
         yield Fault(text, ("engine.strategy",))
 
 
-def sequence_faults(config: AnySFTConfig, prefix: str) -> Iterator[Fault]:
-    key = f"{prefix}ulysses_sequence_parallel_size"
+def sequence_faults(config: SFTEngineConfig) -> Iterator[Fault]:
+    key = "engine.ulysses_sequence_parallel_size"
     if at(config, key) > 1:
         text = f"{key} is {at(config, key)}; a sequence runs on one device: set it to 1"
         yield Fault(text, (key,))

@@ -37,9 +37,7 @@ from verl.config.load import load_config
 from verl.config.sft import SFTEngineConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.trainer.ppo.progress import RunProgress
-from verl.trainer.ppo.seeds import seed_everything
-from verl.trainer.ppo.termination import Termination
+from verl.trainer.common import RunProgress, Termination, seed_everything
 from verl.trainer.sft.batches import Ranks, Row, RowReader, load_rows, reads_in_order, rows_of_step
 from verl.trainer.sft.checkpoint import SFTCheckpoints
 from verl.trainer.sft.launch import SILENT_RANK_SECONDS, ending

@@ -1,5 +1,5 @@
 """Old import path of the comparison between rollout and training probabilities."""
 
-from verl.trainer.ppo.mismatch_metrics import calculate_debug_metrics
+from verl.trainer.ppo.metric_utils import calculate_debug_metrics
 
 __all__ = ["calculate_debug_metrics"]

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.actor import FSDPActorConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
-from verl.models.exact import make_exact
 from verl.models.lora import has_lora
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import (
@@ -42,19 +41,23 @@ from verl.workers.roles.dispatch import (
     row_column,
     update_plan,
 )
-from verl.workers.roles.generator import Generator, fsdp_config, trained_dtype, update_bucket_bytes
+from verl.workers.roles.generator import (
+    Generator,
+    fsdp_config,
+    shares_weights,
+    update_bucket_bytes,
+)
 from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
 from verl.workers.rollout.base import Rollout
-from verl.workers.rollout.engine_weights import ProcessWeights, exhaust
-from verl.workers.rollout.factory import adapter_engines, has_own_process, ranks_per_engine
+from verl.workers.rollout.engine_weights import send_to_ports
+from verl.workers.rollout.factory import has_own_process, ranks_per_engine
 from verl.workers.rollout.polling import Poll, PollReport
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
-from verl.workers.rollout.publish import CheckSettings, Compared, DriftCheck
-from verl.workers.rollout.trained import Answer, LocalPolicy, log_probs_of, scrambled
+from verl.workers.rollout.publish import CheckSettings
+from verl.workers.rollout.trained import Answer, log_probs_of
 from verl.workers.schedule import MicroBatching
-from verl.workers.weight_sync import Published, WeightSender, send_weights
-from verl.workers.weight_sync.tcp import TcpSender
+from verl.workers.weight_sync import Published, WeightSender
 
 MESH = "actor"
 ROLLOUT_MESH = "rollout"
@@ -145,7 +148,6 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     ) -> None:
         super().__init__()
         DistProfilerExtension.__init__(self, DistProfiler(self.rank, config.actor.profiler))
-        self._drift: dict[str, float] = {}
         self.config = config
         self.device = device or get_device_name()
         self.is_actor, self.is_ref = "actor" in role, "ref" in role
@@ -193,7 +195,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         self.policy = Policy(actor, self.engine)
         self.generator = self.build_generator()
         if self.is_rollout:
-            self._start_rollout()
+            self.generator.start(self.engine, sequence_group=self.sequence_group)
         self.checkpoints = checkpoint_manager(
             self.engine.module,
             self.engine,
@@ -202,29 +204,6 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
             rank=self.rank,
             world_size=self.world_size,
         )
-
-    def _start_rollout(self) -> None:
-        """On the trained weights where a rank holds them whole, else on a copy of them, into which
-        adapters are merged unless the engine takes them apart."""
-        rollout, module, generator = self.config.rollout, self.engine.module, self.generator
-        if self._shares_weights:
-            if rollout.exact:
-                make_exact(module, rollout.prompt_length + rollout.response_length)
-            generator.start_on_module(module, lambda: self.engine.policy_version)
-            return
-        if rollout.exact:
-            raise ValueError(
-                "rollout.exact is True, but the rollout has weights of its own here: generation "
-                "and training agree bit for bit on shared weights only. Set fsdp_config.sharding="
-                "zero1, rollout.tensor_model_parallel_size=1 and model.lora.merge=False, or "
-                "rollout.exact=False"
-            )
-        takes_adapters = rollout.name in adapter_engines
-        sends_adapter = takes_adapters and has_lora(module) and not self.config.model.lora.merge
-        generator.start_on_copy(module if sends_adapter else None)
-        if self._check is not None and rollout.probe and not sends_adapter:
-            self._check.probe()  # leaves the trained weights in the engine
-        self.update_weights()
 
     def _build_reference(self) -> Reference:
         """The policy itself where its adapters can be taken off, else a frozen model beside it."""
@@ -332,14 +311,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shares_weights(self) -> bool:
         """Whether the engine generates with the very weights that are trained."""
-        return self._shares_weights
-
-    @cached_property
-    def _shares_weights(self) -> bool:
-        config = self.config
-        is_merged = has_lora(self.engine.module) and config.model.lora.merge
-        is_alone = config.rollout.tensor_model_parallel_size == 1 and not self.engine.is_sharded
-        return is_alone and not is_merged and not has_own_process(config.rollout.name)
+        return shares_weights(self.config, self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self) -> dict[str, float]:
@@ -347,33 +319,12 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
 
         The metrics of it: how far an engine with code of its own is off.
         """
-        if self.is_rollout and self.generator.weights is not None:
-            was_sent = self.generator.weights.update(self.engine)
-            if was_sent and self._check is not None:
-                self._drift = self._check.after_update()
-        return dict(self._drift)
-
-    @cached_property
-    def _check(self) -> DriftCheck | None:
-        """Of an engine that computes with code of its own."""
-        weights = self.generator.weights
-        if not isinstance(weights, ProcessWeights):
-            return None
-        if self.sequence_group is not None:
-            logger.warning(
-                "ranks split sequences (ulysses_sequence_parallel_size) and cannot each score the "
-                "responses of an engine of theirs: the rollout engine is neither probed nor checked"
-            )
-            return None
-        policy = LocalPolicy(self.engine, weights.replace)
-        compared = Compared(weights.process, policy, self.generator.facts())
-        return DriftCheck([compared], self.check_settings(), on_ranks=True)
+        return self.generator.sync(self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_settings(self) -> CheckSettings:
         """What a rollout engine is compared by with this policy."""
-        dtype = trained_dtype(self.config, self.device)
-        return CheckSettings.of(self.config, self.engine.module, dtype=dtype, device=self.device)
+        return self.generator.check_settings(self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(
@@ -384,20 +335,15 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         What they hold afterwards; None from a rank that had none to serve. A probe asks for
         scrambled ones.
         """
-        weights = self.engine.get_per_tensor_param()
-        if is_scrambled:
-            weights = ((name, scrambled(name, weight)) for name, weight in weights)
         served = addresses[self.rank :: self.world_size]
-        try:
-            if not served:
-                return None
-            channel = TcpSender(served, token, timeout_seconds=self.config.nccl_timeout)
-            try:
-                return send_weights(self._sender, weights, self.engine.policy_version, channel)
-            finally:
-                channel.close()
-        finally:
-            exhaust(weights)
+        return send_to_ports(
+            self._sender,
+            self.engine,
+            served,
+            token,
+            timeout_seconds=self.config.nccl_timeout,
+            is_scrambled=is_scrambled,
+        )
 
     @cached_property
     def _sender(self) -> WeightSender:
@@ -419,7 +365,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     ) -> None:
         """Continue from a folder that the caller has verified; the rollout engine does, too."""
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        if self.is_rollout and self.generator.weights is not None:
+        if self.generator.weights is not None:
             self.generator.weights.invalidate()  # other weights may have the same number
         self.update_weights()
 

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.protocol import DataProto, DataProtoFuture
-from verl.protocol.future import DEFAULT_TIMEOUT_SECONDS
+from verl.protocol.transport import DEFAULT_TIMEOUT_SECONDS
 from verl.single_controller.base.dispatch import (
     Arguments,
     collect_lazy_compute_data_proto,

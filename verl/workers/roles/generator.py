@@ -6,6 +6,7 @@ are no weights to publish; else `weights` holds the engine's own. The engine its
 in the same process, by polls from elsewhere, or with a whole batch at once.
 """
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,12 +17,15 @@ from transformers import PreTrainedModel
 
 from verl.config.actor import FSDPActorConfig
 from verl.config.ppo import ActorRolloutRefConfig
+from verl.models.exact import make_exact
+from verl.models.lora import has_lora
 from verl.protocol import DataProto
 from verl.utils.device import get_device_id, get_visible_devices_keyword
 from verl.utils.environment import variable
 from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.spec import compute_dtype
 from verl.workers.rollout.base import Rollout, SamplingParams, TokenOutput
 from verl.workers.rollout.engine_weights import (
@@ -33,16 +37,16 @@ from verl.workers.rollout.engine_weights import (
     load_copy,
 )
 from verl.workers.rollout.factory import (
-    EngineOrder,
-    ModuleOrder,
+    ModuleEngineSpec,
+    ProcessEngineSpec,
     has_own_process,
-    module_engines,
-    process_engines,
     ranks_per_engine,
+    rollout_engines,
 )
 from verl.workers.rollout.polling import Poller, poller_of
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
+from verl.workers.rollout.publish import CheckSettings, Compared, DriftCheck
 from verl.workers.rollout.sequences import (
     SEED_COLUMN,
     pad_floats,
@@ -51,6 +55,9 @@ from verl.workers.rollout.sequences import (
     requests_of,
     sampling_options,
 )
+from verl.workers.rollout.trained import LocalPolicy
+
+logger = logging.getLogger(__name__)
 
 
 class Generator:
@@ -77,7 +84,51 @@ class Generator:
         self.tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
         )
-        self.leads_engine = leads_engine(config, rank)
+        is_first = rank % ranks_per_engine(config.rollout) == 0
+        self.leads_engine = is_first or not has_own_process(config.rollout.name)
+        """Whether this rank calls the engine; of one in this process every rank calls its shard."""
+
+        self._check: DriftCheck | None = None
+        self._drift: dict[str, float] = {}
+
+    def start(self, engine: BaseEngine, *, sequence_group: dist.ProcessGroup | None) -> None:
+        """Generate beside `engine`: on its weights where a rank holds them whole, else on a copy of
+        them, into which adapters are merged unless the rollout engine takes them apart."""
+        rollout, module = self.config.rollout, engine.module
+        if shares_weights(self.config, engine):
+            if rollout.exact:
+                make_exact(module, rollout.prompt_length + rollout.response_length)
+            self.start_on_module(module, lambda: engine.policy_version)
+            return
+        if rollout.exact:
+            raise ValueError(
+                "rollout.exact is True, but the rollout has weights of its own here: generation "
+                "and training agree bit for bit on shared weights only. Set fsdp_config.sharding="
+                "zero1, rollout.tensor_model_parallel_size=1 and model.lora.merge=False, or "
+                "rollout.exact=False"
+            )
+        takes_adapters = rollout_engines[rollout.name].traits.takes_adapters
+        sends_adapter = takes_adapters and has_lora(module) and not self.config.model.lora.merge
+        self.start_on_copy(module if sends_adapter else None)
+        if isinstance(self.weights, ProcessWeights):
+            self._check = self._check_of(engine, self.weights, sequence_group)
+        if self._check is not None and rollout.probe and not sends_adapter:
+            self._check.probe()  # leaves the trained weights in the engine
+        self.sync(engine)
+
+    def sync(self, engine: BaseEngine) -> dict[str, float]:
+        """Bring the rollout engine to the trained weights; nothing to do where it has them.
+
+        The metrics of it: how far a rollout engine with code of its own is off. All ranks call it.
+        """
+        if self.weights is not None and self.weights.update(engine) and self._check is not None:
+            self._drift = self._check.after_update()
+        return dict(self._drift)
+
+    def check_settings(self, engine: BaseEngine) -> CheckSettings:
+        """What a rollout engine is compared by with the policy."""
+        dtype = trained_dtype(self.config, self.device)
+        return CheckSettings.of(self.config, engine.module, dtype=dtype, device=self.device)
 
     def start_on_module(
         self,
@@ -91,10 +142,10 @@ class Generator:
 
         The ranks of `tp_group` shard the module, which must be the engine's own.
         """
-        build = module_engines[self.config.rollout.name]
+        build = rollout_engines[self.config.rollout.name].build
         self._serve(
             build(
-                ModuleOrder(
+                ModuleEngineSpec(
                     module=module,
                     rollout=self.config.rollout,
                     tokenizer=self.tokenizer,
@@ -154,6 +205,23 @@ class Generator:
         samples = self.rollout.generate_batch(requests_of(ids, params, seeds))
         return self._as_batch(ids, [output for outputs in samples for output in outputs])
 
+    def _check_of(
+        self,
+        engine: BaseEngine,
+        weights: ProcessWeights,
+        sequence_group: dist.ProcessGroup | None,
+    ) -> DriftCheck | None:
+        """Of a rollout engine that computes with code of its own."""
+        if sequence_group is not None:
+            logger.warning(
+                "ranks split sequences (ulysses_sequence_parallel_size) and cannot each score the "
+                "responses of an engine of theirs: the rollout engine is neither probed nor checked"
+            )
+            return None
+        policy = LocalPolicy(engine, weights.replace)
+        compared = Compared(weights.process, policy, self.facts())
+        return DriftCheck([compared], self.check_settings(engine), on_ranks=True)
+
     def _as_batch(self, prompts: list[list[int]], outputs: Sequence[TokenOutput]) -> DataProto:
         rollout, pad_token_id = self.config.rollout, self.tokenizer.pad_token_id
         assert isinstance(pad_token_id, int)
@@ -181,7 +249,7 @@ class Generator:
         group = self._create_subgroups(ranks_per_engine(config.rollout))
         devices = devices_of_ranks(group, self.device)
         if self.leads_engine:
-            order = EngineOrder(
+            order = ProcessEngineSpec(
                 rollout=config.rollout,
                 model_path=copy_to_local(config.model.path),
                 device=self.device,
@@ -193,7 +261,7 @@ class Generator:
                 visible_devices=devices,
                 adapter=adapter,
             )
-            process = EngineProcess(process_engines[config.rollout.name](order))
+            process = EngineProcess(rollout_engines[config.rollout.name].build(order))
             process.start()
             self._serve(process)
         return ProcessWeights(process, tensors)
@@ -206,10 +274,11 @@ class Generator:
         return self.rank // ranks_per_engine(self.config.rollout)
 
 
-def leads_engine(config: ActorRolloutRefConfig, rank: int) -> bool:
-    """Whether this rank calls the engine; of one in this process every rank calls its shard."""
-    is_first = rank % ranks_per_engine(config.rollout) == 0
-    return is_first or not has_own_process(config.rollout.name)
+def shares_weights(config: ActorRolloutRefConfig, engine: BaseEngine) -> bool:
+    """Whether the rollout engine generates with the very weights that are trained."""
+    is_merged = has_lora(engine.module) and config.model.lora.merge
+    is_whole = config.rollout.tensor_model_parallel_size == 1 and not engine.is_sharded
+    return is_whole and not is_merged and not has_own_process(config.rollout.name)
 
 
 def fsdp_config(config: ActorRolloutRefConfig) -> Any:

@@ -17,7 +17,7 @@ that is lost is restarted there.
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +41,7 @@ from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.spec import compute_dtype
 from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.process.client import EngineProcess
+from verl.workers.rollout.trained import scrambled
 from verl.workers.weight_sync import (
     Published,
     ReceivingChannel,
@@ -50,8 +51,9 @@ from verl.workers.weight_sync import (
     WeightSyncError,
     copy_weights,
     receive_weights,
+    send_weights,
 )
-from verl.workers.weight_sync.tcp import TcpListener
+from verl.workers.weight_sync.tcp import TcpListener, TcpSender
 
 ATTEMPTS = 3
 
@@ -275,6 +277,35 @@ class ProcessWeights(EngineWeights):
         else:
             logger.warning("the rollout engine's process is gone; starting it again")
             process.restart()
+
+
+def send_to_ports(
+    sender: WeightSender,
+    engine: BaseEngine,
+    addresses: Sequence[tuple[str, int]],
+    token: str,
+    *,
+    timeout_seconds: float,
+    is_scrambled: bool,
+) -> Published | None:
+    """Send the trained weights to the ports that `accept` has opened; what they hold afterwards.
+
+    None from a rank that has no port to serve: it takes part in gathering tensors. A probe asks for
+    scrambled weights.
+    """
+    weights = engine.get_per_tensor_param()
+    if is_scrambled:
+        weights = ((name, scrambled(name, weight)) for name, weight in weights)
+    try:
+        if not addresses:
+            return None
+        channel = TcpSender(addresses, token, timeout_seconds=timeout_seconds)
+        try:
+            return send_weights(sender, weights, engine.policy_version, channel)
+        finally:
+            channel.close()
+    finally:
+        exhaust(weights)
 
 
 def is_true_on_any_rank(here: bool) -> bool:

@@ -29,10 +29,15 @@ from transformers import (
 )
 
 from verl.workers.rollout.base import GenerationRequest, OnEnd, Rollout, TokenOutput
-from verl.workers.rollout.native.requests import EngineLimits, build_groups
-from verl.workers.rollout.native.sampler import Needs, RowSettings, next_tokens
-from verl.workers.rollout.native.sequence import RunningRequest, Sample
-from verl.workers.rollout.native.stop_text import tokens_until_stop
+from verl.workers.rollout.native.rows import RowSettings
+from verl.workers.rollout.native.sampler import Needs, next_tokens
+from verl.workers.rollout.native.sequence import (
+    EngineLimits,
+    RunningRequest,
+    Sample,
+    build_groups,
+    tokens_until_stop,
+)
 from verl.workers.rollout.sequences import pad
 from verl.workers.rollout.stepping import EngineThread, Submission
 

@@ -4,7 +4,7 @@
               ^                                                             |
               +---------- preempted, or the weights changed: recompute -----+
 
-A step admits waiting groups and then gives every running row up to `steps_per_visit` tokens; only
+A step admits waiting groups and then gives every running row up to `tokens_per_step` tokens; only
 then does the host look at them. Everything runs on the calling thread and nothing is locked: a
 thread of its own is what `NativeEngine` adds. With `tp_group`, ranks hold one model together: each
 has a core, and all must make the same calls in the same order (`lockstep`).
@@ -22,15 +22,20 @@ from transformers import PreTrainedModel
 from verl.models.kernels.availability import can_run_triton
 from verl.models.tensor_parallel import divide_model, load_weights
 from verl.workers.rollout.base import GenerationRequest
-from verl.workers.rollout.native.cache_size import slots_or_pages
+from verl.workers.rollout.native.attention import PrefillSequence, portions
+from verl.workers.rollout.native.batch import Batch, RunningBatch, StepOutput
+from verl.workers.rollout.native.cache import slots_or_pages
 from verl.workers.rollout.native.model_runner import ModelRunner
-from verl.workers.rollout.native.prefill_attention import PrefillSequence, portions
-from verl.workers.rollout.native.requests import EngineLimits, build_groups
-from verl.workers.rollout.native.running_batch import RunningBatch, StepOutput
 from verl.workers.rollout.native.scheduler import Scheduler
-from verl.workers.rollout.native.sequence import Group, RunningRequest, Sample
+from verl.workers.rollout.native.sequence import (
+    EngineLimits,
+    Group,
+    RunningRequest,
+    Sample,
+    build_groups,
+    tokens_until_stop,
+)
 from verl.workers.rollout.native.sessions import KnownTokens, SessionStore
-from verl.workers.rollout.native.stop_text import tokens_until_stop
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +65,9 @@ class EngineCore:
         self.runner = ModelRunner(module, tp_group)
         self.batch = build_batch(self.runner, limits)
         self.cache = self.batch.cache
-        self.scheduler = Scheduler(self.batch.num_rows, limits.max_prefill_tokens, self.batch.room)
+        self.scheduler = Scheduler(
+            self.batch.num_rows, limits.max_prefill_tokens, self.batch.budget
+        )
         self.sessions = SessionStore(limits.max_session_bytes)
         self.num_prefilled_tokens = 0  # all that were admitted, except those known from sessions
         self.num_preempted = 0  # samples that had to free their memory for older ones
@@ -84,8 +91,8 @@ class EngineCore:
         running = build_groups(
             request,
             self.limits,
-            num_slots=self.batch.room.most_samples(num_tokens, request.params.max_tokens),
-            max_shared=self.batch.room.most_shared(num_tokens),
+            num_slots=self.batch.budget.most_samples(num_tokens, request.params.max_tokens),
+            max_shared=self.batch.budget.most_shared(num_tokens),
             seed=next(self._fresh_seeds) if seed is None else seed,
             vocabulary=self.runner.vocabulary,
             eos_token_ids=self.eos_token_ids,
@@ -96,7 +103,7 @@ class EngineCore:
         return running
 
     def step(self) -> None:
-        """Admit what fits, then give every running sequence up to `steps_per_visit` tokens.
+        """Admit what fits, then give every running sequence up to `tokens_per_step` tokens.
 
         If that fails, all requests are dropped with the error and the engine is as new.
         """
@@ -173,10 +180,10 @@ class EngineCore:
 
     def _reserve_memory(self) -> None:
         """Give all rows memory for the next steps; the youngest group is preempted if need be."""
-        if self.batch.make_room(self.scheduler.rows):
+        if self.batch.reserve(self.scheduler.rows):
             return
         self._collect(self.batch.flush())  # some may have ended
-        while not self.batch.make_room(self.scheduler.rows):
+        while not self.batch.reserve(self.scheduler.rows):
             self._preempt(self.scheduler.youngest)
 
     def _preempt(self, group: Group) -> None:
@@ -328,12 +335,14 @@ class EngineCore:
         self.cache.free()  # what is in it may be half-written, or not finite
 
 
-def build_batch(runner: ModelRunner, limits: EngineLimits) -> RunningBatch:
-    """Through kernels where there are some; the plain one is exact and runs anywhere."""
+def build_batch(runner: ModelRunner, limits: EngineLimits) -> Batch:
+    """Through kernels where there are some; plain torch is exact and runs anywhere."""
     if runner.exact_capacity is None and can_run_triton(runner.device):
-        from verl.workers.rollout.native.kernel_batch import KernelBatch  # noqa: PLC0415 (Triton)
-        from verl.workers.rollout.native.paged_batch import PagedBatch  # noqa: PLC0415 (Triton)
+        from verl.workers.rollout.native.kernel_batch import (  # noqa: PLC0415 (Triton)
+            KernelBatch,
+            PagedBatch,
+        )
 
-        size = slots_or_pages(runner, limits)
+        size = slots_or_pages(runner.slot_shape(limits), limits, runner.tp_group)
         return (PagedBatch if size.is_paged else KernelBatch)(runner, limits, size)
     return RunningBatch(runner, limits)

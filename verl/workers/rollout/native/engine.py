@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from verl.workers.rollout.base import GenerationRequest, OnEnd, Rollout, TokenOutput
 from verl.workers.rollout.native.core import EngineCore
-from verl.workers.rollout.native.requests import EngineLimits
-from verl.workers.rollout.native.sequence import LostRequestError, RunningRequest
+from verl.workers.rollout.native.sequence import EngineLimits, LostRequestError, RunningRequest
 from verl.workers.rollout.stepping import EngineThread, Submission
 
 __all__ = ["EngineLimits", "LostRequestError", "NativeEngine"]

@@ -1,311 +1,141 @@
-"""The running sequences on a device with kernels: no copying, and no host work per token.
+"""Batches on a device with kernels: sequences in slots, or in pages where memory is short.
 
-Rows are kept side by side, but their slots are not: a row that moves keeps its slot, and a column
-of the table says which it is. On CUDA the whole step (embedding, layers, attention, head, sampling,
-bookkeeping) is captured as a graph, once per batch size and `Draw`; a visit replays it several
-times and then reads what came out of the visit before. So are prefills, up to the hidden states of
-last tokens (`prefill_buckets`). Graphs remember addresses, so everything they touch is allocated
-once.
+Both make the same steps (`KernelSteps`) and differ in where keys and values are. With pages a slot
+is a row of a table of pages, and the cache is one store of pages for prompts and responses alike.
+Which pages a sequence holds is decided by the `PageBudget`, before the steps that need them; here
+the device is told. Page numbers of a slot change between steps only, and memory changes hands in
+the order of the stream: steps in flight have been computed before the next holder of a page writes
+to it.
 """
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from verl.models.attention import AttentionLayout
-from verl.models.head import OutputHead, raw_logits
-from verl.models.kernels.filters import Filters, Repetition
-from verl.models.kernels.row_steps import StepBlock, StepRows, end_step
-from verl.models.kernels.sampling import draw_tokens
-from verl.utils.device import collect_seldom, without_waiting
-from verl.workers.rollout.native.cache_size import CacheSize
-from verl.workers.rollout.native.kv_cache import KeysAndValues, KVCache
-from verl.workers.rollout.native.lockstep import as_on_first_rank
+from verl.models.kernels.attention_blocks import BLOCK
+from verl.utils.device import without_waiting
+from verl.workers.rollout.native.attention import PrefillSequence
+from verl.workers.rollout.native.batch import Batch, StepOutput
+from verl.workers.rollout.native.cache import CacheSize, KeysAndValues, KVCache, SteadyKVCache
+from verl.workers.rollout.native.kernel_steps import KernelSteps
 from verl.workers.rollout.native.model_runner import ModelRunner
-from verl.workers.rollout.native.prefill_attention import PrefillSequence
-from verl.workers.rollout.native.prefill_buckets import PrefillBuckets
-from verl.workers.rollout.native.requests import EngineLimits
-from verl.workers.rollout.native.row_table import RowTable
-from verl.workers.rollout.native.running_batch import RunningBatch, StepOutput, needs_of
-from verl.workers.rollout.native.sampler import Needs
+from verl.workers.rollout.native.pages import PAGE, PageBudget, PageTable, SlotBudget, pages_for
 from verl.workers.rollout.native.scheduler import Move
-from verl.workers.rollout.native.sequence import Group, Sample
-from verl.workers.rollout.native.slot_layouts import SlotDecodeLayout, SlotPrefillLayout
-from verl.workers.rollout.native.steady_cache import SteadyKVCache
-from verl.workers.rollout.native.step_graphs import StepGraphs, batch_sizes
+from verl.workers.rollout.native.sequence import EngineLimits, Group, Sample
+from verl.workers.rollout.native.slot_layouts import SlotDecodeLayout
+
+assert PAGE == BLOCK, "a page holds one block of attention"
 
 
-class KernelBatch(RunningBatch):
-    """A `RunningBatch` whose steps run through kernels, as graphs where the device has them."""
+class KernelBatch(Batch):
+    """Every sequence has a slot that is long enough."""
 
-    def __init__(
-        self, runner: ModelRunner, limits: EngineLimits, size: CacheSize | None = None
-    ) -> None:
-        is_cuda = runner.device.type == "cuda"
-        super().__init__(runner, limits, size, SteadyKVCache if is_cuda else KVCache)
-        num_slots = self.num_rows
-        self.reset()
-        self._num_steps = torch.zeros(num_slots, dtype=torch.long, device=runner.device)
-        self._in_flight: list[_Block] = []  # oldest first
-        self._has_entered = False  # whether the newest is a prefill of this visit
-        self._is_late = is_cuda
-        self._sizes = batch_sizes(num_slots)
-        self._graphs: StepGraphs | None = None
-        self._buckets: PrefillBuckets | None = None
-        if is_cuda:
-            self._graphs = StepGraphs()
-            self._buckets = PrefillBuckets(
-                runner, self.cache, limits.max_prefill_tokens, num_slots, self._graphs.replay
-            )
-            collect_seldom()
-
-    def reset(self) -> None:
-        self._slot_of_row = list(range(self.num_rows))
-        self._slot_of_prompt = list(range(self.num_rows))
-        self._table.slot.copy_(torch.arange(self.num_rows))
+    def __init__(self, runner: ModelRunner, limits: EngineLimits, size: CacheSize) -> None:
+        self.cache = cache = build_cache(size)
+        self.num_rows = size.num_rows
+        self.budget = SlotBudget(size.num_rows, size.shape.max_prompt_tokens)
+        self.steps = KernelSteps(
+            runner, limits, cache, size.num_rows, lambda table: SlotDecodeLayout(cache, table)
+        )
 
     def prefill(
         self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int
     ) -> list[StepOutput]:
-        self.cache.reserve(self.cache.max_slots, self.cache.max_slots)  # any slot may be next
-        return super().prefill(samples, [self._placed(s) for s in sequences], num_groups)
+        return self.steps.prefill(samples, sequences)
 
     def decode(self, samples: Sequence[Sample]) -> list[StepOutput]:
-        """Start the next steps of all rows; give back what was started before them.
-
-        So the device has work while the host reads. Rows that end in between stand still until the
-        host has seen it. A prefill is read one visit late only where no steps follow it: meanwhile
-        the host prepares the next one. The last steps are read as soon as no row can want more.
-        """
-        has_started = self._start(samples) or self._has_entered
-        self._has_entered = False
-        return self._finish_all_but(1 if self._is_late and has_started else 0)
-
-    def flush(self) -> list[StepOutput]:
-        """Wait for all that was started, and give back what it gave."""
-        self._has_entered = False
-        return self._finish_all_but(0)
-
-    def _start(self, samples: Sequence[Sample]) -> bool:
-        """Whether there was anything to start."""
-        draw, num_rows = Draw.of(needs_of(samples)), len(samples)
-        num_steps = min(self._most_left(samples), self.limits.steps_per_visit)
-        if num_steps <= 0:
-            return False
-        self._num_steps.zero_()
-        for _ in range(num_steps):
-            if self._graphs is None:
-                self._run_step(num_rows, draw)
-            else:
-                self._replay_step(self._graphs, num_rows, draw)
-        self._send(samples, slice(0, num_rows), num_steps)
-        return True
-
-    def _replay_step(self, graphs: StepGraphs, num_rows: int, draw: "Draw") -> None:
-        size = next(size for size in self._sizes if size >= num_rows)
-        graphs.replay(
-            DecodeKind(size, draw),
-            lambda: self._run_step(size, draw),
-            lambda: self._step_state(draw),
-        )
-
-    def _send(self, samples: Sequence[Sample], rows: slice, num_steps: int) -> None:
-        """Let the tokens of the last steps come to the host."""
-        table = self._table[rows]
-        columns = (self._tokens[:num_steps, rows].t(), self._log_probs[:num_steps, rows].t())
-        # Copies of their own: the next steps write over these.
-        copies = [x.clone() for x in (*columns, table.num_tokens, table.is_done)]
-        self._in_flight.append(_Block.read(list(samples), num_steps, copies))
-
-    def _read(self, samples: Sequence[Sample], rows: slice, num_steps: int) -> list[StepOutput]:
-        self._send(samples, rows, num_steps)
-        self._has_entered = True
-        return [] if self._is_late else self.flush()
-
-    def _most_left(self, samples: Sequence[Sample]) -> int:
-        """Tokens that some row may still get after the steps that are in flight."""
-        return max(
-            sample.group.token_limit - sample.num_tokens - num_ahead
-            for sample, num_ahead in zip(samples, self._num_ahead(samples), strict=True)
-        )
-
-    def _num_ahead(self, samples: Sequence[Sample]) -> list[int]:
-        """Tokens that each sample gets by the steps that are in flight, if it does not end."""
-        ahead: Counter[Sample] = Counter()
-        for block in self._in_flight:
-            ahead.update(dict.fromkeys(block.samples, block.num_steps))
-        return [ahead[sample] for sample in samples]
-
-    def _finish_all_but(self, num_kept: int) -> list[StepOutput]:
-        """What the samples of the oldest blocks got; those that have ended since get nothing."""
-        num_read = len(self._in_flight) - num_kept
-        blocks, self._in_flight = self._in_flight[:num_read], self._in_flight[num_read:]
-        outputs: list[StepOutput] = []
-        num_given: Counter[Sample] = Counter()
-        for block in blocks:
-            for sample, tokens, log_probs, num_tokens, is_done in block.rows():
-                if not sample.is_finished:
-                    num_new = num_tokens - sample.num_tokens - num_given[sample]
-                    assert 0 <= num_new <= block.num_steps, "host and device count alike"
-                    num_given[sample] += num_new
-                    outputs.append(
-                        StepOutput(sample, tokens[:num_new], log_probs[:num_new], is_done)
-                    )
-        return outputs
+        return self.steps.decode(samples)
 
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
-        """Rows change places, slots and all; the slots themselves stay where they are."""
-        if not moves:
-            return
-        order = list(range(max(max(move.source, move.target) for move, _ in moves) + 1))
-        for move, _ in moves:
-            for rows in (order, self._slot_of_row):
-                rows[move.target], rows[move.source] = rows[move.source], rows[move.target]
-            self._seen.move(move)
-        sources = without_waiting(torch.tensor(order), self.runner.device)
-        self._table[: len(order)] = self._table[sources]
+        self.steps.move_rows(moves)
 
     def move_group(self, move: Move, group: Group) -> None:
-        slots = self._slot_of_prompt
-        slots[move.target], slots[move.source] = slots[move.source], slots[move.target]
+        self.steps.move_group(move)
 
     def read(self, sample: Sample, num_own: int) -> list[KeysAndValues]:
-        group, slots = sample.group, self._slot_of_row
-        prompt_slot = self._slot_of_prompt[group.slot]
-        return self.cache.read(prompt_slot, group.num_shared, slots[sample.slot], num_own)
+        group = sample.group
+        prompt_slot = self.steps.slot_of_prompt[group.slot]
+        slot = self.steps.slot_of_row[sample.slot]
+        return self.cache.read(prompt_slot, group.num_shared, slot, num_own)
 
-    def _row_table(self, samples: Sequence[Sample]) -> RowTable:
-        table = super()._row_table(samples)
-        prompts = [self._slot_of_prompt[sample.group.slot] for sample in samples]
-        slots = [self._slot_of_row[sample.slot] for sample in samples]
-        return dataclasses.replace(
-            table,
-            prompt_slot=table.prompt_slot.new_tensor(prompts),
-            slot=table.slot.new_tensor(slots),
+    def flush(self) -> list[StepOutput]:
+        return self.steps.flush()
+
+    def reset(self) -> None:
+        self.steps.reset()
+
+
+class PagedBatch(Batch):
+    """Sequences take memory, in pages, as they grow."""
+
+    def __init__(self, runner: ModelRunner, limits: EngineLimits, size: CacheSize) -> None:
+        max_tokens = limits.max_prompt_tokens + limits.max_response_tokens
+        self.cache = cache = build_cache(size)
+        self.num_rows = size.num_rows
+        self.budget = self._held = PageBudget(
+            size.num_slots,
+            num_rows=size.num_rows,
+            max_tokens=max_tokens,
+            lookahead=2 * limits.tokens_per_step,  # the steps in flight, and the next
+        )
+        pages = self._pages = PageTable(size.num_rows, pages_for(max_tokens), runner.device)
+        self.steps = KernelSteps(
+            runner,
+            limits,
+            cache,
+            size.num_rows,
+            lambda table: SlotDecodeLayout(cache, table, pages.pages),
         )
 
-    def _prefill_hidden(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
-        hidden = None if self._buckets is None else self._buckets.last_hidden(sequences)
-        if hidden is not None:
-            return hidden
-        return self.runner.prefill(SlotPrefillLayout(self.cache, sequences), sequences)
+    def prefill(
+        self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence], num_groups: int
+    ) -> list[StepOutput]:
+        pages = {sample.slot: self._held.pages_of(sample) for sample in samples}
+        placed = [
+            dataclasses.replace(sequence, pages=[pages[row] for row in sequence.slots])
+            for sequence in sequences
+        ]
+        return self.steps.prefill(samples, placed)
 
-    def _decode_layout(self, table: RowTable) -> AttentionLayout:
-        return SlotDecodeLayout(self.cache, table)
+    def decode(self, samples: Sequence[Sample]) -> list[StepOutput]:
+        held, slot_of_row = self._held.pool.held, self.steps.slot_of_row
+        self._pages.update({slot_of_row[s.slot]: (held(s.group), held(s)) for s in samples})
+        return self.steps.decode(samples)
 
-    @torch.no_grad()
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the output layer leaves them, in its dtype."""
-        return raw_logits(hidden, OutputHead.of(self.runner.module))
+    def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
+        self.steps.move_rows(moves)
 
-    def _emit(
-        self, step: int, rows: slice, table: RowTable, logits: torch.Tensor, needs: Needs
-    ) -> None:
-        tokens, log_probs = self._draw(rows, table, logits, Draw.of(needs))
-        self._tokens[step, rows] = tokens
-        self._log_probs[step, rows] = log_probs
-        table.advance(tokens)
+    def move_group(self, move: Move, group: Group) -> None:
+        self.steps.move_group(move)
 
-    def _draw(
-        self, rows: slice, table: RowTable, logits: torch.Tensor, draw: "Draw"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens from raw logits; log-probabilities come from the kernel that training uses."""
-        head, settings = OutputHead.of(self.runner.module), table.settings
-        filters = repetition = None
-        if draw.filters:
-            filters = Filters(settings.top_k, settings.top_p, settings.min_p)
-        if draw.penalty:
-            repetition = Repetition(settings.repetition_penalty, self._seen.rows(rows))
-        tokens, log_probs = draw_tokens(
-            logits,
-            settings.temperature,
-            settings.is_greedy,
-            settings.seed,
-            table.num_tokens,
-            scale=head.scale,
-            softcap=head.softcap,
-            filters=filters,
-            repetition=repetition,
-        )
-        tokens, log_probs = as_on_first_rank(tokens, log_probs, self.runner.tp_group)
-        if repetition is not None:
-            repetition.seen.scatter_(1, tokens[:, None], True)
-        return tokens, log_probs
+    def read(self, sample: Sample, num_own: int) -> list[KeysAndValues]:
+        num_tokens = sample.group.num_shared + num_own
+        numbers = self._held.pages_of(sample)[: pages_for(num_tokens)]
+        indices = torch.tensor(numbers, dtype=torch.long)
+        pages = without_waiting(indices, self.cache.shape.device)
 
-    def _placed(self, sequence: PrefillSequence) -> PrefillSequence:
-        """With slots of the cache instead of rows."""
-        prompt = sequence.prompt_slot
-        return dataclasses.replace(
-            sequence,
-            prompt_slot=None if prompt is None else self._slot_of_prompt[prompt],
-            slots=[self._slot_of_row[row] for row in sequence.slots],
-        )
+        def gathered(store: torch.Tensor) -> torch.Tensor:
+            return store[pages].transpose(1, 2).flatten(0, 1)[:num_tokens]
 
-    @torch.no_grad()
-    def _run_step(self, num_rows: int, draw: "Draw") -> None:
-        """One token for the first rows. Only tensors decide what happens here."""
-        table = self._table[:num_rows]
-        hidden = self.runner.decode_hidden(self._decode_layout(table), table)
-        tokens, log_probs = self._draw(slice(0, num_rows), table, self._logits(hidden), draw)
-        rows = StepRows(
-            table.newest, table.num_tokens, table.token_limit, table.is_done, table.stop_ids
-        )
-        block = StepBlock(self._tokens, self._log_probs, self._num_steps)
-        end_step(tokens, log_probs, rows, block)
+        return [(gathered(keys), gathered(values)) for keys, values in self.cache.response]
 
-    def _step_state(self, draw: "Draw") -> list[torch.Tensor]:
-        """What a step changes, besides keys and values that a step writes before it reads them."""
-        table = self._table
-        seen = [self._seen.rows(slice(None))] if draw.penalty else []
-        return [table.newest, table.num_tokens, table.is_done, self._num_steps, *seen]
+    def reserve(self, samples: Sequence[Sample]) -> bool:
+        """For as many response tokens as each may have when the next steps are done."""
+        steps = self.steps.limits.tokens_per_step
+        ahead = self.steps.num_ahead(samples)
+        reach = [s.num_tokens + num + steps for s, num in zip(samples, ahead, strict=True)]
+        return self._held.grow(samples, reach)
+
+    def flush(self) -> list[StepOutput]:
+        return self.steps.flush()
+
+    def reset(self) -> None:
+        self.steps.reset()
+        self._pages.reset()
 
 
-@dataclass(frozen=True)
-class DecodeKind:
-    """What a step consists of: with addresses that never change, all that a graph depends on."""
-
-    num_rows: int
-    draw: "Draw"
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What some row asks for when tokens are drawn; other rows pay little and get the same."""
-
-    filters: bool
-    """top-k, top-p or min-p"""
-
-    penalty: bool
-
-    @classmethod
-    def of(cls, needs: Needs) -> "Draw":
-        return cls(filters=needs.candidates or needs.min_p, penalty=needs.penalty)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Some steps of some rows, on their way to the host."""
-
-    samples: list[Sample]
-    num_steps: int
-    columns: list[torch.Tensor]
-    """Tokens and log-probabilities (rows, steps); tokens so far and whether a row is done."""
-
-    arrival: torch.cuda.Event | None
-
-    @classmethod
-    def read(cls, samples: list[Sample], num_steps: int, columns: list[torch.Tensor]) -> "_Block":
-        if columns[0].device.type != "cuda":
-            return cls(samples, num_steps, columns, None)
-        on_host = [column.to("cpu", non_blocking=True) for column in columns]
-        arrival = torch.cuda.Event()
-        arrival.record()
-        return cls(samples, num_steps, on_host, arrival)
-
-    def rows(self) -> Iterator[tuple[Sample, list[int], list[float], int, bool]]:
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        return zip(self.samples, *(column.tolist() for column in self.columns), strict=True)
+def build_cache(size: CacheSize) -> KVCache:
+    """On CUDA one whose addresses stay, because graphs remember them."""
+    kind = SteadyKVCache if size.shape.device.type == "cuda" else KVCache
+    return kind(size.shape, size.num_slots)

@@ -17,12 +17,10 @@ from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.exact import exact_capacity
 from verl.models.forward import hidden_states
 from verl.models.head import OutputHead, scaled_logits
-from verl.workers.rollout.native.decode_attention import DecodeLayout
-from verl.workers.rollout.native.kv_cache import HeadShape, KVCache
-from verl.workers.rollout.native.one_copy import in_one_copy
-from verl.workers.rollout.native.prefill_attention import PrefillSequence
-from verl.workers.rollout.native.row_table import RowTable
-from verl.workers.rollout.native.sequence import Sample
+from verl.workers.rollout.native.attention import DecodeLayout, PrefillSequence
+from verl.workers.rollout.native.cache import CacheShape, HeadShape, KVCache
+from verl.workers.rollout.native.rows import RowTable, in_one_copy
+from verl.workers.rollout.native.sequence import EngineLimits, Sample
 
 ROW_TILE = 16
 """Matrix products with fewer rows take other paths on a CPU and round differently; rows are padded
@@ -30,6 +28,11 @@ to a multiple of this, so on one thread a row's numbers do not depend on how man
 
 COLUMN_TILE = 16
 """Columns of attention come in multiples of this, for the same reason."""
+
+FEWEST_ROWS = 8
+FEWEST_TOKENS = 64
+MANY_TOKENS = 4096
+"""From here on wasted tokens cost more than further graphs."""
 
 
 class ModelRunner:
@@ -65,6 +68,26 @@ class ModelRunner:
                 "built-in engine keeps keys and values, nothing else: use rollout.name=hf or vllm"
             )
         return [probe.shapes[layer] for layer in layers]
+
+    def slot_shape(self, limits: EngineLimits) -> CacheShape:
+        """The shape of a prompt slot and a response slot."""
+        prompt_tokens, response_tokens = limits.max_prompt_tokens, limits.max_response_tokens
+        capacity = self.exact_capacity
+        if capacity is not None:
+            if capacity < prompt_tokens + response_tokens:
+                raise ValueError(
+                    f"the exact model has capacity {capacity}, but prompt and response may have "
+                    f"{prompt_tokens + response_tokens} tokens; give make_exact at least that much"
+                )
+            # Exact attention runs over whole sequences of one length, so they do not share prompts.
+            prompt_tokens, response_tokens = 0, capacity
+        return CacheShape(
+            layers=self.head_shapes(),
+            max_prompt_tokens=prompt_tokens,
+            max_response_tokens=response_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     @torch.no_grad()
     def run_one_token(self, layout: AttentionLayout) -> Tensor:
@@ -137,6 +160,27 @@ def packed_tokens(
     ids = np.fromiter(itertools.chain.from_iterable(new_ids), dtype=np.int64, count=ends[-1])
     positions = np.arange(ends[-1]) + (known - ends + lengths).repeat(lengths)
     return ids, positions, ends - 1
+
+
+def batch_sizes(max_rows: int) -> list[int]:
+    """8, 12, 16, 24, 32, 48, ... up to the most rows there are: at most a third runs in vain."""
+    sizes, size = [], FEWEST_ROWS
+    while size < max_rows:
+        sizes += [size, size * 3 // 2]
+        size *= 2
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def prefill_sizes(max_tokens: int) -> list[int]:
+    """64, 96, 128, 192, ... 4096, 4608, 5120, ... up to `max_tokens`.
+
+    At most a third runs in vain below 4096 tokens, an eighth above; fewer than 64 count as 64.
+    """
+    sizes, size = [], FEWEST_TOKENS
+    while size < max_tokens:
+        sizes += range(size, 2 * size, size // (2 if size < MANY_TOKENS else 8))
+        size *= 2
+    return [size for size in sizes if size < max_tokens] + [max_tokens]
 
 
 def round_up(num_columns: int) -> int:

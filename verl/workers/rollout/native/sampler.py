@@ -7,19 +7,27 @@ is always that of the unfiltered distribution, the one training computes.
 
 Everything works on weights, exp(score - largest score), which are 1 for the likeliest token: they
 give the log-sum-exp, the filters are thresholds on them, and their sums give the distribution.
+
+Ranks that hold one model together run the same requests with the same seeds; what the first of them
+draws holds for all (`as_on_first_rank`), so that all of them decide alike.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.utils.scramble import GOLDEN, scramble, uniform
+from verl.utils.device import without_waiting
+from verl.utils.scramble import uniform
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.native.columns import Columns
+from verl.workers.rollout.native.rows import RowSettings
+from verl.workers.rollout.native.scheduler import Move
+from verl.workers.rollout.native.sequence import Sample
+
+LARGEST_UNIFORM = 1 - 2.0**-52
 
 CHUNK = 128
 """Tokens whose weights are added up in fp32 before fp64 takes over: a cumulative sum over the whole
@@ -27,40 +35,6 @@ vocabulary in fp32 would lose its unlikely tokens, and one in fp64 takes several
 
 FIRST_CANDIDATES = 64
 """How many of the likeliest tokens top-p looks at first; few distributions need more."""
-
-
-@dataclass(frozen=True, eq=False)
-class RowSettings(Columns):
-    """Sampling settings of B rows as tensors (B,)."""
-
-    temperature: Tensor
-    """1 where the row is greedy."""
-
-    is_greedy: Tensor
-    top_k: Tensor
-    """0 where off."""
-
-    top_p: Tensor
-    min_p: Tensor
-    repetition_penalty: Tensor
-    seed: Tensor
-
-    @classmethod
-    def of(
-        cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device
-    ) -> "RowSettings":
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        return cls(
-            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
-            is_greedy=column([p.temperature == 0 for p in params], torch.bool),
-            top_k=column([max(p.top_k, 0) for p in params], torch.long),
-            top_p=column([p.top_p for p in params], torch.float64),
-            min_p=column([p.min_p for p in params], torch.float32),
-            repetition_penalty=column([p.repetition_penalty for p in params], torch.float32),
-            seed=column(seeds, torch.long),
-        )
 
 
 @dataclass(frozen=True)
@@ -198,15 +172,42 @@ def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return place.squeeze(1), share.clamp(0.0, LARGEST_UNIFORM).squeeze(1)
 
 
-def sample_seeds(request_seeds: Sequence[int], indices: Sequence[int]) -> list[int]:
-    """A stream of its own for every (seed of a request, index of a sample); one seed serves all."""
-    seeds = np.array([signed(seed) for seed in request_seeds])
-    return scramble(scramble(seeds + GOLDEN) + np.array(indices)).tolist()
+class SeenTokens:
+    """(rows, V), True for tokens of a row's prompt and response; used where a penalty applies."""
+
+    def __init__(self, num_rows: int, vocabulary: int, device: torch.device) -> None:
+        self._shape = (num_rows, vocabulary)
+        self._device = device
+        self._table: Tensor | None = None
+
+    def enter(self, samples: Sequence[Sample]) -> None:
+        """Fill the rows of samples that have just been given their slots."""
+        for sample in samples:
+            if sample.group.request.params.repetition_penalty != 1:
+                row = self._whole()[sample.slot]
+                row.fill_(False)
+                row[without_waiting(torch.tensor(sample.token_ids), self._device)] = True
+
+    def rows(self, rows: slice) -> Tensor:
+        """The part of the table for some rows; it may be written to."""
+        return self._whole()[rows]
+
+    def move(self, move: Move) -> None:
+        if self._table is not None:
+            self._table[move.target] = self._table[move.source]
+
+    def _whole(self) -> Tensor:
+        if self._table is None:
+            self._table = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        return self._table
 
 
-def signed(number: int) -> int:
-    """Any integer as the 64-bit one with the same lowest bits."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-LARGEST_UNIFORM = 1 - 2.0**-52
+def as_on_first_rank(
+    tokens: Tensor, log_probs: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Token ids and log-probabilities, (B,) each, as the first rank of the group drew them."""
+    if group is None:
+        return tokens, log_probs
+    drawn = torch.stack([tokens.double(), log_probs.double()])  # exact, and one trip
+    dist.broadcast(drawn, group=group, group_src=0)
+    return drawn[0].to(tokens.dtype), drawn[1].to(log_probs.dtype)

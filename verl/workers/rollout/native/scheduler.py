@@ -3,14 +3,14 @@
 A group is admitted as a whole: one slot for its prompt and one for each sample. Occupied slots are
 kept dense (0 to n-1): when a sequence leaves, the last one moves into the gap, and the engine is
 told which slots to copy. A step can then work on a plain slice of the cache. How much memory is
-behind a slot, and who gives way when there is too little, is told in `room`.
+behind a slot, and which group is preempted when there is too little, is told in `pages`.
 """
 
 import itertools
 from collections import deque
 from dataclasses import dataclass
 
-from verl.workers.rollout.native.room import Room
+from verl.workers.rollout.native.pages import MemoryBudget
 from verl.workers.rollout.native.sequence import Group, Sample
 
 
@@ -25,10 +25,10 @@ class Move:
 class Scheduler:
     """First come, first served; a group that does not fit waits and those behind it wait too."""
 
-    def __init__(self, num_slots: int, max_prefill_tokens: int, room: Room) -> None:
+    def __init__(self, num_slots: int, max_prefill_tokens: int, budget: MemoryBudget) -> None:
         self.num_slots = num_slots
         self.max_prefill_tokens = max_prefill_tokens
-        self.room = room
+        self.budget = budget
         self._arrivals = itertools.count()
         self.waiting: deque[Group] = deque()
         self.groups: list[Group] = []  # index is the prompt slot
@@ -54,11 +54,11 @@ class Scheduler:
         admitted: list[Group] = []
         tokens = 0
         if self.waiting:
-            self.room.look_around(self.rows)
+            self.budget.begin_admission(self.rows)
         while self.waiting and self._fits(self.waiting[0], tokens):
             group = self.waiting.popleft()
             tokens += group.num_prefill_tokens
-            self.room.enter(group)
+            self.budget.admit(group)
             group.slot = len(self.groups)
             self.groups.append(group)
             for sample in group.unfinished:
@@ -69,7 +69,7 @@ class Scheduler:
 
     def leave(self, sample: Sample) -> Move | None:
         """Free a sample's slot; the last row takes its place."""
-        self.room.leave(sample)
+        self.budget.release(sample)
         move = _fill_gap(sample.slot, len(self.rows))
         last = self.rows.pop()
         if move is not None:
@@ -80,7 +80,7 @@ class Scheduler:
 
     def leave_group(self, group: Group) -> Move | None:
         """Free the prompt slot of a group whose samples have all left."""
-        self.room.leave(group)
+        self.budget.release(group)
         move = _fill_gap(group.slot, len(self.groups))
         last = self.groups.pop()
         if move is not None:
@@ -113,7 +113,7 @@ class Scheduler:
             holder.slot = -1
         self.rows.clear()
         self.groups.clear()
-        self.room.clear()
+        self.budget.clear()
 
     def _fits(self, group: Group, tokens: int) -> bool:
         # There are as many prompt slots as response slots, so these cannot run out first.
@@ -122,7 +122,7 @@ class Scheduler:
         is_first = tokens == 0  # a prompt longer than the budget runs alone
         if not is_first and tokens + group.num_prefill_tokens > self.max_prefill_tokens:
             return False
-        return self.room.fits(group)
+        return self.budget.fits(group)
 
 
 def _fill_gap(gap: int, num_occupied: int) -> Move | None:

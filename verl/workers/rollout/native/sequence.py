@@ -1,7 +1,19 @@
-"""A prompt on its way through the engine, and each of its continuations. No tensors."""
+"""A request inside the engine: its groups, their samples, and when a sample ends. No tensors.
 
+A prompt with its continuations is a `Group`, which is admitted as a whole. `build_groups` turns a
+request into groups and refuses what cannot run (`EngineLimits`) before anything is queued. A
+response ends with a stop token, at its longest, or with the token that completes a stop text: the
+only place where the engine looks at text.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.utils.scramble import GOLDEN, scramble
 from verl.workers.rollout.base import GenerationRequest, TokenOutput
 
 
@@ -120,3 +132,182 @@ class RunningRequest:
             f"request {self.request.request_id} was lost: a step of the engine failed "
             f"({error!r}); the engine has dropped all requests and can go on"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """How much the engine takes on at once."""
+
+    max_num_seqs: int = 256
+    """Most sequences that run at the same time, as far as `max_cache_bytes` has room for them."""
+
+    max_prompt_tokens: int = 512
+    """Length of a prompt slot. A longer prompt may run; it takes from the room for its response."""
+
+    max_response_tokens: int = 512
+    """Length of a response slot."""
+
+    max_prefill_tokens: int = 8192
+    """Most prompt tokens in one forward pass; a longer prompt runs alone."""
+
+    max_cache_bytes: int = 4 << 30
+    """Memory for keys and values of running sequences. Where it is too small for all at full
+    length, kernels share it in pages; plain torch runs fewer at once."""
+
+    max_session_bytes: int = 1 << 30
+    """Memory for keys and values of finished turns of conversations."""
+
+    max_stop_tokens: int = 32
+    """Most token ids that end a response, the model's own included."""
+
+    tokens_per_step: int = 4
+    """Tokens that every sequence gets per engine step, before the host reads them. More save work
+    on the host; a sequence that ends in between computes in vain for the rest of the step."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            smallest = 0 if name in ("max_session_bytes", "max_stop_tokens") else 1
+            if value < smallest:
+                raise ValueError(f"{name} is {value}; it must be {smallest} or more")
+
+    def num_slots(self, bytes_per_sequence: int) -> int:
+        """How many sequences run at most, given what one of them takes."""
+        num_slots = min(self.max_num_seqs, self.max_cache_bytes // bytes_per_sequence)
+        if num_slots == 0:
+            raise ValueError(
+                f"keys and values of one sequence of {self.max_prompt_tokens} + "
+                f"{self.max_response_tokens} tokens take {bytes_per_sequence:,} bytes, but "
+                f"max_cache_bytes is {self.max_cache_bytes:,}; lower rollout.prompt_length or "
+                "rollout.response_length, or raise the memory for the cache "
+                "(rollout.gpu_memory_utilization)"
+            )
+        return num_slots
+
+
+def build_groups(
+    request: GenerationRequest,
+    limits: EngineLimits,
+    *,
+    num_slots: int,
+    max_shared: int,
+    seed: int,
+    vocabulary: int,
+    eos_token_ids: Iterable[int],
+    can_decode_text: bool,
+) -> RunningRequest:
+    """A request with its groups, each small enough for `num_slots`; not yet queued.
+
+    `max_shared` is the length of a prompt slot.
+    """
+    refuse_what_cannot_run(request, limits, vocabulary, can_decode_text)
+    params, prompt_ids = request.params, list(map(int, request.prompt_ids))
+    stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    if len(stop_token_ids) > limits.max_stop_tokens:
+        raise ValueError(
+            f"request {request.request_id} ends at any of {len(stop_token_ids)} tokens; the engine "
+            f"looks for {limits.max_stop_tokens} at most: use fewer stop_token_ids"
+        )
+    room = limits.max_response_tokens - max(0, len(prompt_ids) - limits.max_prompt_tokens)
+    seeds = seeds_of_samples(request, seed)
+    session_ids = request.session_ids or (None,) * request.num_samples
+    running = RunningRequest(request=request)
+    for start in range(0, request.num_samples, num_slots):
+        group = Group(
+            owner=running,
+            prompt_ids=prompt_ids,
+            num_shared=min(len(prompt_ids), max_shared),
+            token_limit=min(params.max_tokens, room),
+            stop_token_ids=tuple(sorted(stop_token_ids)),
+        )
+        for index in range(start, min(start + num_slots, request.num_samples)):
+            group.samples.append(
+                Sample(group=group, index=index, seed=seeds[index], session_id=session_ids[index])
+            )
+        running.groups.append(group)
+    return running
+
+
+def seeds_of_samples(request: GenerationRequest, seed: int) -> list[int]:
+    """From the request's seed, unless each sample has its own."""
+    if request.seeds is not None:
+        return sample_seeds(request.seeds, [0] * request.num_samples)
+    return sample_seeds([seed], range(request.num_samples))
+
+
+def sample_seeds(request_seeds: Sequence[int], indices: Sequence[int]) -> list[int]:
+    """A stream of its own for every (seed of a request, index of a sample); one seed serves all."""
+    seeds = np.array([signed(seed) for seed in request_seeds])
+    return scramble(scramble(seeds + GOLDEN) + np.array(indices)).tolist()
+
+
+def signed(number: int) -> int:
+    """Any integer as the 64-bit one with the same lowest bits."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def refuse_what_cannot_run(
+    request: GenerationRequest, limits: EngineLimits, vocabulary: int, can_decode_text: bool
+) -> None:
+    name, length = f"request {request.request_id}", len(request.prompt_ids)
+    room = limits.max_prompt_tokens + limits.max_response_tokens
+    if not length:
+        raise ValueError(f"{name} has an empty prompt; give it at least one token (BOS will do)")
+    if length >= room:
+        raise ValueError(
+            f"{name} has a prompt of {length} tokens; prompt and response have room for {room} "
+            "together (rollout.prompt_length + rollout.response_length): raise them or shorten it"
+        )
+    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+        raise ValueError(f"{name} has a token id outside the vocabulary of {vocabulary}")
+    if request.num_samples < 1:
+        raise ValueError(f"{name} asks for {request.num_samples} samples; ask for 1 or more")
+    if request.seeds is not None and len(request.seeds) != request.num_samples:
+        raise ValueError(f"{name} has {len(request.seeds)} seeds for {request.num_samples} samples")
+    for name_of, values in (("seeds", request.seeds), ("session_ids", request.session_ids)):
+        if values is not None and len(values) != request.num_samples:
+            raise ValueError(
+                f"{name} has {len(values)} {name_of} for {request.num_samples} samples; "
+                "give one for each sample"
+            )
+    if request.params.stop and not can_decode_text:
+        raise ValueError(f"{name} has stop texts, but the engine was given no tokenizer")
+
+
+CONTEXT_TOKENS = 8
+"""Tokens decoded before the part that matters: a tokenizer may treat the first ones differently."""
+
+
+def tokens_until_stop(
+    token_ids: Sequence[int],
+    num_new: int,
+    stop: Sequence[str],
+    decode_text: Callable[[list[int]], str],
+) -> int | None:
+    """How many tokens remain if the response ends with the first that completes one of the texts.
+
+    None where none is complete. Only the last `num_new` tokens can complete one.
+    """
+    # A token is at least one byte, so a text that ends in a new token began within so many tokens.
+    longest = max(len(text.encode()) for text in stop)
+    first_end = len(token_ids) - num_new + 1
+    start = max(0, first_end - longest - CONTEXT_TOKENS)
+
+    def is_complete(end: int) -> bool:
+        text = decode_text(list(token_ids[start:end]))
+        return any(stop_text in text for stop_text in stop)
+
+    if not is_complete(len(token_ids)):
+        return None
+    return next(end for end in range(first_end, len(token_ids) + 1) if is_complete(end))
+
+
+def end_tokens(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a response: the model's, its generation config's, the tokenizer's."""
+    ids: set[int] = set()
+    stated: list[Any] = [tokenizer.eos_token_id, module.config.get_text_config().eos_token_id]
+    if module.generation_config is not None:
+        stated.append(module.generation_config.eos_token_id)
+    for value in stated:
+        if value is not None:
+            ids.update([value] if isinstance(value, int) else value)
+    return sorted(ids)

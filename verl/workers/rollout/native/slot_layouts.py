@@ -20,11 +20,10 @@ from verl.models.kernels.packed_attention import (
     tokens_per_tile,
 )
 from verl.models.kernels.row_steps import write_tokens
-from verl.workers.rollout.native.kv_cache import KVCache
-from verl.workers.rollout.native.one_copy import in_one_copy
-from verl.workers.rollout.native.page_pool import PAGE
-from verl.workers.rollout.native.prefill_attention import PrefillSequence
-from verl.workers.rollout.native.row_table import RowTable
+from verl.workers.rollout.native.attention import PrefillSequence
+from verl.workers.rollout.native.cache import KVCache
+from verl.workers.rollout.native.pages import PAGE
+from verl.workers.rollout.native.rows import RowTable, in_one_copy
 
 
 class SlotDecodeLayout(AttentionLayout):

@@ -16,11 +16,9 @@ from verl.models.loading import load_causal_lm
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
+from verl.workers.rollout.native.cache import beside_weights
 from verl.workers.rollout.native.core import EngineCore
-from verl.workers.rollout.native.end_tokens import end_tokens
-from verl.workers.rollout.native.memory import beside_weights
-from verl.workers.rollout.native.requests import EngineLimits
-from verl.workers.rollout.native.sequence import RunningRequest
+from verl.workers.rollout.native.sequence import EngineLimits, RunningRequest, end_tokens
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
 
 BUILD = "verl.workers.rollout.process.native:build"

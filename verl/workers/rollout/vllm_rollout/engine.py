@@ -22,12 +22,14 @@ from vllm.inputs import tokens_input
 
 from verl.workers.rollout.adapter_names import without_adapters
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
-from verl.workers.rollout.native.requests import EngineLimits, refuse_what_cannot_run
-from verl.workers.rollout.native.stop_text import tokens_until_stop
+from verl.workers.rollout.native.sequence import (
+    EngineLimits,
+    refuse_what_cannot_run,
+    tokens_until_stop,
+)
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
-from verl.workers.rollout.vllm_rollout.adapters import AdapterFolder
+from verl.workers.rollout.vllm_rollout.adapters import AdapterFolder, published_form
 from verl.workers.rollout.vllm_rollout.arguments import merged_arguments
-from verl.workers.rollout.vllm_rollout.published_names import published_form
 from verl.workers.rollout.vllm_rollout.sampling import sampling_of_samples
 
 PART_BYTES = 64 << 20

@@ -6,7 +6,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native.requests import seeds_of_samples
+from verl.workers.rollout.native.sequence import seeds_of_samples
 
 SMALLEST_TEMPERATURE = 0.01
 LARGEST_SEED = 2**63 - 1

@@ -1,0 +1,232 @@
+"""The training data of a run: datasets, samplers, and `PromptLoader`, which knows where it stands.
+
+The position is (epoch, rows taken in it), and it moves when a batch is handed out. A checkpoint
+taken after a step therefore names the first row that no step has seen, at the end of an epoch too.
+An epoch has the rows that the data had when it began: what a growing dataset adds comes in the
+next.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import Dataset, Sampler
+
+from verl.config.data import DataConfig
+from verl.config.ppo import PPOConfig
+from verl.trainer.common import DEFAULT_SEED
+from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
+from verl.utils.dataset.rl_dataset import (
+    AbstractCurriculumSampler,
+    AbstractSampler,
+    EpochSampler,
+    RandomOrder,
+    SequentialOrder,
+    Stateful,
+    get_dataset_class,
+)
+from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
+from verl.utils.import_utils import load_extern_object
+
+logger = logging.getLogger(__name__)
+
+Rows = dict[str, Any]
+
+
+class EndOfData(Exception):
+    """All epochs are over."""
+
+
+class PromptLoader:
+    """Draws rows of `dataset` in the order of `sampler`, `batch_size` at a time.
+
+    With `drop_last` an epoch ends when fewer rows are left than a batch has. Iterating gives the
+    batches of the current epoch; `next_batch` goes on into the next one, up to `max_epochs`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: Sampler[int],
+        batch_size: int,
+        collate_fn: Callable[[Sequence[Any]], Rows] | None = None,
+        *,
+        drop_last: bool = True,
+        max_epochs: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.collate_fn = collate_fn or default_collate_fn
+        self.drop_last = drop_last
+        self.max_epochs = max_epochs
+        self.epoch = 0
+        self.position = 0
+        self.epoch_rows = self.num_rows
+        self._order: Iterator[int] | None = None
+        if not len(self):
+            raise ValueError(
+                f"the data has {self.num_rows} rows and a batch needs {batch_size}; lower "
+                "data.train_batch_size or add rows"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch that begins now."""
+        return len(self.sampler)  # pyright: ignore[reportArgumentType]
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        full, rest = divmod(self.num_rows, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Rows]:
+        if not self._has_batch():
+            self._next_epoch()
+        while self._has_batch():
+            yield self._take()
+        self._next_epoch()
+
+    def next_batch(self) -> Rows:
+        if not self._has_batch():
+            self._next_epoch()
+        if self.max_epochs is not None and self.epoch >= self.max_epochs:
+            raise EndOfData(f"all {self.max_epochs} epochs of the data are used")
+        return self._take()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_rows": self.num_rows,
+            "epoch_rows": self.epoch_rows,
+            "sampler": self.sampler.state_dict() if isinstance(self.sampler, Stateful) else None,
+            "dataset": self.dataset.state_dict() if isinstance(self.dataset, Stateful) else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self.dataset, Stateful):
+            self.dataset.load_state_dict(state["dataset"])
+        if state["num_rows"] != self.num_rows:
+            raise ValueError(
+                f"the data had {state['num_rows']} rows when the run was saved and has "
+                f"{self.num_rows} now; continue with the same files and filters"
+            )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.epoch_rows = int(state.get("epoch_rows", self.num_rows))
+        self._order = None
+        if isinstance(self.sampler, Stateful):
+            self.sampler.load_state_dict(state["sampler"])
+            self._order = iter(self.sampler)
+        elif isinstance(self.sampler, AbstractCurriculumSampler):
+            logger.warning(
+                "%s has no state_dict and load_state_dict: what it has learned is lost, and rows "
+                "may come twice or not at all in this epoch", type(self.sampler).__name__,
+            )  # fmt: skip
+
+    def _has_batch(self) -> bool:
+        left = self.epoch_rows - self.position
+        return left >= self.batch_size if self.drop_last else left > 0
+
+    def _take(self) -> Rows:
+        if self._order is None:
+            self._order = self._wound_forward()
+        wanted = min(self.batch_size, self.epoch_rows - self.position)
+        chosen = list(islice(self._order, wanted))
+        if len(chosen) < wanted:
+            raise ValueError(
+                f"{type(self.sampler).__name__} gave {self.position + len(chosen)} rows in epoch "
+                f"{self.epoch}, but its length is {self.epoch_rows}; both must agree"
+            )
+        self.position += len(chosen)
+        return self.collate_fn([self.dataset[row] for row in chosen])
+
+    def _wound_forward(self) -> Iterator[int]:
+        """The order of this epoch from the current position on."""
+        if isinstance(self.sampler, EpochSampler):
+            self.sampler.set_epoch(self.epoch, self.epoch_rows)
+        return islice(iter(self.sampler), self.position, None)
+
+    def _next_epoch(self) -> None:
+        # A sampler may do something when its epoch is over: it learns so by being asked once more.
+        if self._order is not None and not isinstance(self.sampler, EpochSampler):
+            deque(islice(self._order, self.epoch_rows - self.position + 1), maxlen=0)
+        self.epoch += 1
+        self.position = 0
+        self.epoch_rows = self.num_rows
+        self._order = None
+
+
+Collate = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+def create_rl_dataset(
+    data_paths: str | Sequence[str],
+    data_config: DataConfig,
+    tokenizer: Any,
+    processor: Any,
+    is_train: bool = True,
+    max_samples: int = -1,
+) -> Dataset[Any]:
+    """`data.custom_cls`, or the built-in dataset; with `data.datagen` it grows in training."""
+    cls: Any = get_dataset_class(data_config)
+    if is_train and data_config.custom_cls.path is None and data_config.datagen.path is not None:
+        cls = DynamicGenDataset
+    limit = {"max_samples": max_samples} if max_samples >= 0 else {}
+    return cls(
+        data_files=data_paths,
+        tokenizer=tokenizer,
+        processor=processor,
+        config=data_config,
+        **limit,
+    )
+
+
+def create_rl_sampler(data_config: DataConfig, dataset: Dataset[Any]) -> Sampler[int]:
+    """`data.sampler`, or a random order by `data.seed`, or the order of the files."""
+    chosen = data_config.sampler
+    if chosen.class_path is not None:
+        cls = load_extern_object(chosen.class_path, chosen.class_name or "")
+        if not isinstance(cls, type) or not issubclass(cls, AbstractSampler):
+            raise TypeError(
+                f"data.sampler.class_name ({chosen.class_name}) must be an AbstractSampler"
+            )
+        return cls(data_source=dataset, data_config=data_config)  # pyright: ignore[reportArgumentType]
+    if data_config.shuffle:
+        return RandomOrder(dataset, run_seed(data_config))  # pyright: ignore[reportArgumentType]
+    return SequentialOrder(dataset)  # pyright: ignore[reportArgumentType]
+
+
+def train_loader(
+    config: PPOConfig, dataset: Dataset[Any], sampler: Sampler[int], collate_fn: Collate | None
+) -> PromptLoader:
+    """Dynamic sampling draws `gen_batch_size` prompts at a time, everything else a whole batch."""
+    data, trainer = config.data, config.trainer
+    is_dynamic = config.algorithm.filter_groups.enable
+    return PromptLoader(
+        dataset,
+        sampler,
+        data.gen_batch_size if is_dynamic else data.train_batch_size,
+        collate_fn,
+        max_epochs=trainer.total_epochs if trainer.total_training_steps is None else None,
+    )
+
+
+def validation_loader(
+    config: PPOConfig, dataset: Dataset[Any], collate_fn: Collate | None
+) -> PromptLoader:
+    data = config.data
+    num_rows = len(dataset)  # pyright: ignore[reportArgumentType]
+    order = SequentialOrder(dataset)  # pyright: ignore[reportArgumentType]
+    if data.validation_shuffle:
+        order = RandomOrder(dataset, run_seed(data))  # pyright: ignore[reportArgumentType]
+    return PromptLoader(
+        dataset, order, data.val_batch_size or num_rows, collate_fn, drop_last=False
+    )
+
+
+def run_seed(data_config: DataConfig) -> int:
+    """The number that all random choices of a run follow from."""
+    return DEFAULT_SEED if data_config.seed is None else data_config.seed
