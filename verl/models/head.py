@@ -253,7 +253,7 @@ def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
     return row_chunks(hidden.shape[0], vocabulary, num_workspaces=num_workspaces)
 
 
-def picked_rows(rows: Tensor, places: Tensor) -> Tensor:
+def gather_rows(rows: Tensor, places: Tensor) -> Tensor:
     """`rows[places]`. The gradients of a row that was picked several times are added in a fixed
     order, so that the same passes give the same bits; with torch's `index_select` they are added on
     a GPU in the order in which they happen to come."""

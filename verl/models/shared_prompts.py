@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.models.attention import AttentionLayout, AttentionOptions
-from verl.models.head import picked_rows
+from verl.models.head import gather_rows
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class UnfoldedLayout(AttentionLayout):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        query_, key_, value_ = (picked_rows(x, self._unfold) for x in (query, key, value))
+        query_, key_, value_ = (gather_rows(x, self._unfold) for x in (query, key, value))
         whole = self.inner.attend(layer, query_, key_, value_, options)
         output = whole.index_select(0, self._fold)
         padding = output.new_zeros(len(query) - self.num_tokens, *output.shape[1:])

@@ -1,7 +1,7 @@
 """The inner loop that all attention kernels share: some queries over the keys of one sequence.
 
 A sequence's tokens have positions 0, 1, 2, ...; those before `split` are kept in one place (a
-prompt that several sequences share), the rest in another. Keys are visited in blocks that begin at
+prompt that several sequences share), the rest in another. Keys are taken in blocks that begin at
 multiples of `BLOCK`, whoever asks and wherever the keys are. Sums over keys run inside matrix
 instructions, a row of which does not depend on the other rows. A query therefore gets the same bits
 alone, among the tokens of a training pass, or behind a shared prompt. Where memory is cut into
@@ -39,15 +39,15 @@ def stages_of_pages(num_stages: int, key_dim: int) -> int:
 
 
 @triton.jit
-def nothing_seen(ROWS: tl.constexpr, VALUE_PADDED: tl.constexpr):
-    """What queries know before they have seen a key: top, total and mix, as `visit` has them."""
-    top = tl.full([ROWS], LOWEST, tl.float32)
-    return top, tl.zeros([ROWS, 16], tl.float32), tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+def initial_state(ROWS: tl.constexpr, VALUE_PADDED: tl.constexpr):
+    """Max score, denominator and accumulator of queries that have seen no key yet."""
+    max_score = tl.full([ROWS], LOWEST, tl.float32)
+    return max_score, tl.zeros([ROWS, 16], tl.float32), tl.zeros([ROWS, VALUE_PADDED], tl.float32)
 
 
 @triton.jit
-def visit(
-    top, total, mix, q, positions, first, end, split, jump, scale, softcap,
+def attend(
+    max_score, denominator, accumulator, q, positions, first, end, split, jump, scale, softcap,
     shared_keys, shared_values, shared_key_step, shared_value_step,
     own_keys, own_values, own_key_step, own_value_step,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
@@ -72,27 +72,29 @@ def visit(
     if SKIPS_MASKS and WINDOW == 0:
         start_masked = (tl.min(positions, 0) + 1) // BLOCK * BLOCK
         for start in range(first // BLOCK * BLOCK, start_masked, BLOCK):
-            top, total, mix = _visit_block(
-                q, positions, start, end, split, jump, scale, softcap, top, total, mix,
+            max_score, denominator, accumulator = attend_block(
+                q, positions, start, end, split, jump, scale, softcap,
+                max_score, denominator, accumulator,
                 shared_keys, shared_values, shared_key_step, shared_value_step,
                 own_keys, own_values, own_key_step, own_value_step,
                 KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, False,
                 ONE_STEP, pages, key_page, value_page, PAGED,
             )  # fmt: skip
     for start in range(start_masked, end, BLOCK):
-        top, total, mix = _visit_block(
-            q, positions, start, end, split, jump, scale, softcap, top, total, mix,
+        max_score, denominator, accumulator = attend_block(
+            q, positions, start, end, split, jump, scale, softcap,
+            max_score, denominator, accumulator,
             shared_keys, shared_values, shared_key_step, shared_value_step,
             own_keys, own_values, own_key_step, own_value_step,
             KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, True,
             ONE_STEP, pages, key_page, value_page, PAGED,
         )  # fmt: skip
-    return top, total, mix
+    return max_score, denominator, accumulator
 
 
 @triton.jit
-def _visit_block(
-    q, positions, start, end, split, jump, scale, softcap, top, total, mix,
+def attend_block(
+    q, positions, start, end, split, jump, scale, softcap, max_score, denominator, accumulator,
     shared_keys, shared_values, shared_key_step, shared_value_step,
     own_keys, own_values, own_key_step, own_value_step,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
@@ -100,7 +102,7 @@ def _visit_block(
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr,
     ONE_STEP: tl.constexpr, pages, key_page, value_page, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """`top`, `total` and `mix` after one more block of keys."""
+    """`max_score`, `denominator` and `accumulator` after one more block of keys."""
     tokens = start + tl.arange(0, BLOCK)
     numbers, last = tokens, end
     if PAGED:
@@ -122,17 +124,17 @@ def _visit_block(
         if WINDOW > 0:
             is_seen = is_seen & (tokens[None, :] > positions[:, None] - WINDOW)
         x = tl.where(is_seen, x, float("-inf"))
-    new_top = tl.maximum(top, tl.max(x, 1) * factor)
-    shrink = tl.exp2(top - new_top)[:, None]
+    new_max = tl.maximum(max_score, tl.max(x, 1) * factor)
+    shrink = tl.exp2(max_score - new_max)[:, None]
     v = load_block(
         numbers, last, split, jump, shared_values, shared_value_step, own_values, own_value_step,
         VALUE_DIM, VALUE_PADDED, IS_MASKED, ONE_STEP, PAGED,
     )  # fmt: skip
-    p = tl.exp2(tl.fma(x, factor, -new_top[:, None])).to(v.dtype)
+    p = tl.exp2(tl.fma(x, factor, -new_max[:, None])).to(v.dtype)
     ones = tl.full([BLOCK, 16], 1.0, v.dtype)
-    total = tl.dot(p, ones, total * shrink, input_precision="ieee")
-    mix = tl.dot(p, v, mix * shrink, input_precision="ieee")
-    return new_top, total, mix
+    denominator = tl.dot(p, ones, denominator * shrink, input_precision="ieee")
+    accumulator = tl.dot(p, v, accumulator * shrink, input_precision="ieee")
+    return new_max, denominator, accumulator
 
 
 @triton.jit
@@ -172,9 +174,9 @@ def load_block(
 
 
 @triton.jit
-def with_sink(top, total, mix, sink):
+def with_sink(max_score, denominator, accumulator, sink):
     """A score per row, in natural units, that takes part in the softmax and carries no value."""
     sink = sink * LOG2_E
-    new_top = tl.maximum(top, sink)
-    total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
-    return new_top, total, mix * tl.exp2(top - new_top)[:, None]
+    new_max = tl.maximum(max_score, sink)
+    denominator = denominator * tl.exp2(max_score - new_max) + tl.exp2(sink - new_max)
+    return new_max, denominator, accumulator * tl.exp2(max_score - new_max)[:, None]

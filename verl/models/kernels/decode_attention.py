@@ -33,9 +33,9 @@ from verl.models.kernels.attention_blocks import (
     LAUNCH,
     LOWEST,
     SMALLEST_DOT,
-    nothing_seen,
+    attend,
+    initial_state,
     stages_of_pages,
-    visit,
     with_sink,
 )
 from verl.models.kernels.availability import can_start_early, rows_that_fit, stages_that_fit
@@ -136,7 +136,8 @@ def slot_decode_attention(
 @triton.jit
 def _slot_decode(
     query, key, value, prompt_keys, prompt_values, own_keys, own_values, output,
-    num_seens, tops, totals, mixes, prompt_slots, slots, num_shareds, places, pages,
+    num_seens, max_scores, denominators, accumulators,
+    prompt_slots, slots, num_shareds, places, pages,
     sinks, scale, softcap, pages_slot,
     q_row, q_head, k_row, k_head, v_row, v_head,
     pk_slot, pk_head, pk_token, pv_slot, pv_head, pv_token,
@@ -187,49 +188,56 @@ def _slot_decode(
     first = position * 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0)
-    top, total, mix = nothing_seen(HEADS_PADDED, VALUE_PADDED)
+    max_score, denominator, accumulator = initial_state(HEADS_PADDED, VALUE_PADDED)
     state = row * HEADS * tl.num_programs(1) + first_head + heads
     if STARTS_EARLY:
         gdc_wait()
     if HAS_STATES:
         first = tl.load(num_seens + row)
-        top, total, mix = _behind_prompt(
-            total, tops + state, totals + state, mixes + state * VALUE_DIM, is_head & (first > 0),
+        max_score, denominator, accumulator = _behind_prompt(
+            denominator, max_scores + state, denominators + state,
+            accumulators + state * VALUE_DIM, is_head & (first > 0),
             VALUE_DIM, VALUE_PADDED,
         )  # fmt: skip
-    top, total, mix = visit(
-        top, total, mix, q, tl.zeros([HEADS_PADDED], tl.int32) + position,
+    max_score, denominator, accumulator = attend(
+        max_score, denominator, accumulator, q, tl.zeros([HEADS_PADDED], tl.int32) + position,
         first, position + 1, num_shared, None, scale, softcap,
         prompt_k, prompt_v, pk_token, pv_token, own_k, own_v, ok_token, ov_token,
         KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, False,
         ONE_STEP, pages, pk_slot, pv_slot, PAGED,
     )  # fmt: skip
-    total = tl.max(total, 1)
+    denominator = tl.max(denominator, 1)
     if HAS_SINKS:
         sink = tl.load(sinks + first_head + heads, mask=is_head, other=0.0).to(tl.float32)
-        top, total, mix = with_sink(top, total, mix, sink)
-    mix = mix / total[:, None]
+        max_score, denominator, accumulator = with_sink(max_score, denominator, accumulator, sink)
+    accumulator = accumulator / denominator[:, None]
     tl.store(
         output + state[:, None] * VALUE_DIM + v_dim[None, :],
-        mix.to(output.dtype.element_ty),
+        accumulator.to(output.dtype.element_ty),
         mask=is_head[:, None] & is_v[None, :],
     )
 
 
 @triton.jit
 def _behind_prompt(
-    nothing, tops, totals, mixes, is_known, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr
+    nothing,
+    max_scores,
+    denominators,
+    accumulators,
+    is_known,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
 ):
     """What queries know after `prompt_states`; pointers are those of each query."""
     v_dim = tl.arange(0, VALUE_PADDED)
-    top = tl.load(tops, mask=is_known, other=LOWEST)
-    total = nothing + tl.load(totals, mask=is_known, other=0.0)[:, None]
-    mix = tl.load(
-        mixes[:, None] + v_dim[None, :],
+    max_score = tl.load(max_scores, mask=is_known, other=LOWEST)
+    denominator = nothing + tl.load(denominators, mask=is_known, other=0.0)[:, None]
+    accumulator = tl.load(
+        accumulators[:, None] + v_dim[None, :],
         mask=is_known[:, None] & (v_dim < VALUE_DIM)[None, :],
         other=0.0,
     )
-    return top, total, mix
+    return max_score, denominator, accumulator
 
 
 ROWS = 64
@@ -252,7 +260,7 @@ def prompt_states(
     softcap: float | None,
     is_overtaken: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prompt tokens seen so far (B,), and top, total (B, heads) and mix (B, heads, value dim).
+    """Prompt tokens seen (B,), max score and denominator (B, heads), accumulator (B, heads, D).
 
     Queries are (B, heads, D), keys and values prompt slots (slots, KV heads, tokens, D) or, with
     `pages` (slots, blocks), pages. Whole blocks of keys only; where none was seen the rest is not
@@ -265,14 +273,16 @@ def prompt_states(
     tile = max(1, previous_power_of_2(rows_that_fit(ROWS, query, num_keys=BLOCK) // heads))
     num_queries = max(SMALLEST_DOT, triton.next_power_of_2(tile * heads))
     num_seen = torch.empty(num_rows, dtype=torch.int32, device=query.device)
-    top, total = (query.new_empty(num_rows, num_heads, dtype=torch.float32) for _ in range(2))
-    mix = query.new_empty(num_rows, num_heads, value_dim, dtype=torch.float32)
+    max_score, denominator = (
+        query.new_empty(num_rows, num_heads, dtype=torch.float32) for _ in range(2)
+    )
+    accumulator = query.new_empty(num_rows, num_heads, value_dim, dtype=torch.float32)
     num_stages = NUM_STAGES if key_dim <= 64 else NUM_STAGES_OF_WIDE_HEADS
     is_paged = pages is not None
     if is_paged:
         num_stages = stages_of_pages(num_stages, key_dim)
     _prompt_states[(triton.cdiv(num_rows, tile), num_kv_heads)](
-        query, keys, values, prompt_slot, num_shared, num_seen, top, total, mix,
+        query, keys, values, prompt_slot, num_shared, num_seen, max_score, denominator, accumulator,
         slot, slot if pages is None else pages, scaling, softcap or 0.0, num_rows,
         0 if pages is None else pages.stride(0),
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
@@ -293,7 +303,7 @@ def prompt_states(
         ),
         **LAUNCH,
     )  # fmt: skip
-    return num_seen, top, total, mix
+    return num_seen, max_score, denominator, accumulator
 
 
 def previous_power_of_2(number: int) -> int:
@@ -303,7 +313,8 @@ def previous_power_of_2(number: int) -> int:
 
 @triton.jit
 def _prompt_states(
-    query, keys, values, prompt_slots, num_shareds, num_seens, tops, totals, mixes,
+    query, keys, values, prompt_slots, num_shareds, num_seens,
+    max_scores, denominators, accumulators,
     slots, pages, scale, softcap, num_rows, pages_slot,
     q_row, q_head, k_slot, k_head, k_token, v_slot, v_head, v_token,
     HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
@@ -337,10 +348,10 @@ def _prompt_states(
     else:
         prompt_keys += slot * k_slot
         prompt_values += slot * v_slot
-    top, total, mix = nothing_seen(ROWS, VALUE_PADDED)
-    top, total, mix = visit(
-        top, total, mix, q, tl.zeros([ROWS], tl.int32) + num_seen, num_seen * 0, num_seen, num_seen,
-        None, scale, softcap,
+    max_score, denominator, accumulator = initial_state(ROWS, VALUE_PADDED)
+    max_score, denominator, accumulator = attend(
+        max_score, denominator, accumulator, q, tl.zeros([ROWS], tl.int32) + num_seen,
+        num_seen * 0, num_seen, num_seen, None, scale, softcap,
         prompt_keys, prompt_values, k_token, v_token, prompt_keys, prompt_values, k_token, v_token,
         KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, 0, HAS_SOFTCAP, True,
         False, pages, k_slot, v_slot, PAGED,
@@ -348,10 +359,10 @@ def _prompt_states(
     state = row * HEADS * tl.num_programs(1) + head
     # Every KV head's program writes the same here.
     tl.store(num_seens + row, tl.where(is_same, num_seen, 0), mask=is_query)
-    tl.store(tops + state, top, mask=is_same)
-    tl.store(totals + state, tl.max(total, 1), mask=is_same)
+    tl.store(max_scores + state, max_score, mask=is_same)
+    tl.store(denominators + state, tl.max(denominator, 1), mask=is_same)
     tl.store(
-        mixes + state[:, None] * VALUE_DIM + v_dim[None, :],
-        mix,
+        accumulators + state[:, None] * VALUE_DIM + v_dim[None, :],
+        accumulator,
         mask=is_same[:, None] & (v_dim < VALUE_DIM)[None, :],
     )

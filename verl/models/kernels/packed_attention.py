@@ -25,8 +25,8 @@ from verl.models.kernels.attention_blocks import (
     LAUNCH,
     LN_2,
     SMALLEST_DOT,
-    nothing_seen,
-    visit,
+    attend,
+    initial_state,
     with_sink,
 )
 from verl.models.kernels.availability import (
@@ -196,9 +196,9 @@ def _packed_attention(
     jump = None
     if not IS_APART:
         jump = (start - shared_start).to(tl.int32) - num_shared
-    top, total, mix = nothing_seen(ROWS, VALUE_PADDED)
-    top, total, mix = visit(
-        top, total, mix, q, num_shared + place,
+    max_score, denominator, accumulator = initial_state(ROWS, VALUE_PADDED)
+    max_score, denominator, accumulator = attend(
+        max_score, denominator, accumulator, q, num_shared + place,
         first, num_shared + tl.minimum(offset + TOKENS, length), num_shared, jump, scale, softcap,
         shared_key + shared_start * sk_token + kv_head * sk_head,
         shared_value + shared_start * sv_token + kv_head * sv_head, sk_token, sv_token,
@@ -206,15 +206,19 @@ def _packed_attention(
         value + start * v_token + kv_head * v_head, k_token, v_token,
         KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, WINDOW, HAS_SOFTCAP, True,
     )  # fmt: skip
-    total = tl.max(total, 1)
+    denominator = tl.max(denominator, 1)
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32)
-        top, total, mix = with_sink(top, total, mix, sink)
-    mix = mix / total[:, None]
+        max_score, denominator, accumulator = with_sink(max_score, denominator, accumulator, sink)
+    accumulator = accumulator / denominator[:, None]
     number = token * HEADS * tl.num_programs(1) + head
     tl.store(
         output + (number * VALUE_DIM)[:, None] + v_dim[None, :],
-        mix.to(output.dtype.element_ty),
+        accumulator.to(output.dtype.element_ty),
         mask=is_query[:, None] & (v_dim < VALUE_DIM)[None, :],
     )
-    tl.store(log_sums + head * num_tokens + token, (top + tl.log2(total)) * LN_2, mask=is_query)
+    tl.store(
+        log_sums + head * num_tokens + token,
+        (max_score + tl.log2(denominator)) * LN_2,
+        mask=is_query,
+    )

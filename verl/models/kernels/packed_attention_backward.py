@@ -217,30 +217,32 @@ def _query_gradient(
     shared_keys = key + shared_start * k_token + kv_head * k_head
     shared_values = value + shared_start * v_token + kv_head * v_head
     jump = (start - shared_start).to(tl.int32) - num_shared
-    total = tl.zeros([ROWS, PADDED], tl.float32)
+    accumulator = tl.zeros([ROWS, PADDED], tl.float32)
     end = num_shared + tl.minimum(offset + TOKENS, length)
     factor = scale * LOG2_E
     # Every query sees the blocks before that of the first one.
     start_masked = (num_shared + offset + 1) // BLOCK * BLOCK
     for first in range(0, start_masked, BLOCK):
-        total = _see_keys(
-            total, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump, factor,
+        accumulator = _see_keys(
+            accumulator, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump,
+            factor,
             shared_keys, shared_values, k_token, v_token, DIM, PADDED, BLOCK, False,
         )  # fmt: skip
     # Few blocks, and deeper pipelining would take registers from the loop above.
     for first in tl.range(start_masked, end, BLOCK, num_stages=2):
-        total = _see_keys(
-            total, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump, factor,
+        accumulator = _see_keys(
+            accumulator, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump,
+            factor,
             shared_keys, shared_values, k_token, v_token, DIM, PADDED, BLOCK, True,
         )  # fmt: skip
     number = (token * HEADS * tl.num_programs(1) + head) * DIM
-    result = (total * scale).to(grad_query.dtype.element_ty)
+    result = (accumulator * scale).to(grad_query.dtype.element_ty)
     tl.store(grad_query + number[:, None] + dim[None, :], result, mask=mask)
 
 
 @triton.jit
 def _see_keys(
-    total, q, g, log_sum, delta, positions, first, end, split, jump, factor,
+    accumulator, q, g, log_sum, delta, positions, first, end, split, jump, factor,
     keys, values, k_token, v_token,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +257,7 @@ def _see_keys(
     if IS_MASKED:
         p = tl.where(tokens[None, :] <= positions[:, None], p, 0.0)
     ds = p * (tl.dot(g, tl.trans(v), input_precision="ieee") - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, total, input_precision="ieee")
+    return tl.dot(ds.to(k.dtype), k, accumulator, input_precision="ieee")
 
 
 @triton.jit

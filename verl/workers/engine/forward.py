@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.models.forward import hidden_states, packed_layout
-from verl.models.head import OutputHead, picked_rows, sum_squared_probs, token_log_probs
+from verl.models.head import OutputHead, gather_rows, sum_squared_probs, token_log_probs
 from verl.models.loading import score_head
 from verl.models.ulysses import SequenceShare, UlyssesLayout
 from verl.utils.device import without_waiting
@@ -42,7 +42,7 @@ def forward_rows(
         share = SequenceShare(len(inputs.input_ids), inputs.sources, sequence_group)
         inputs, layout = inputs.shard(share), UlyssesLayout(layout, share)
     hidden = hidden_states(module, inputs.input_ids, inputs.position_ids, layout, **inputs.extra)
-    sources = picked_rows(hidden, inputs.sources)
+    sources = gather_rows(hidden, inputs.sources)
     if is_value_model:
         return {"values": inputs.unpack(score_head(module)(sources).squeeze(-1).float())}
     head = OutputHead.of(module)

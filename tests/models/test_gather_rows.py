@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.models.head import picked_rows
+from verl.models.head import gather_rows
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -14,7 +14,7 @@ def test_rows_and_gradients_are_those_of_indexing(device, shape):
     rows = torch.randn(shape, device=device, requires_grad=True)
     places = torch.tensor([5, 0, 5, 5, 2], device=device)
     weights = torch.randn(5, *shape[1:], device=device)
-    picked = picked_rows(rows, places)
+    picked = gather_rows(rows, places)
     (found,) = torch.autograd.grad((picked * weights).sum(), rows)
     expected = torch.zeros(shape, device=device)
     for place, weight in zip(places.tolist(), weights, strict=True):
@@ -29,5 +29,5 @@ def test_gradients_have_the_same_bits_every_time(shape):
     rows = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     places = torch.arange(8192, device="cuda") % 64
     gradient = torch.randn(8192, *shape[1:], device="cuda", dtype=torch.bfloat16)
-    found = [torch.autograd.grad(picked_rows(rows, places), rows, gradient)[0] for _ in range(5)]
+    found = [torch.autograd.grad(gather_rows(rows, places), rows, gradient)[0] for _ in range(5)]
     assert all(torch.equal(other, found[0]) for other in found)
