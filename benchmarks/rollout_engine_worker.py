@@ -19,7 +19,12 @@ from verl.config.rollout import RolloutConfig
 from verl.models.loading import load_causal_lm
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import GenerationRequest, Rollout, SamplingParams
-from verl.workers.rollout.factory import ModuleOrder, engine_spec, has_own_process, module_engines
+from verl.workers.rollout.factory import (
+    ModuleEngineSpec,
+    engine_spec,
+    has_own_process,
+    rollout_engines,
+)
 from verl.workers.rollout.process.client import EngineProcess
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 64, 32
@@ -40,10 +45,10 @@ def start(name: str, model: str, python: str | None) -> tuple[Rollout, str]:
         process = EngineProcess(spec)
         return process, process.start().version
     module = load_causal_lm(model)
-    order = ModuleOrder(
+    order = ModuleEngineSpec(
         module=module, rollout=rollout, tokenizer=hf_tokenizer(model), version=lambda: 0
     )
-    return module_engines[name](order), ""
+    return rollout_engines[name].build(order), ""
 
 
 def requests(count: int) -> list[GenerationRequest]:

@@ -17,14 +17,12 @@ import os
 import platform
 import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.controller import package_versions
@@ -37,8 +35,7 @@ from verl.workers.weight_sync import (
     receive_weights,
     send_weights,
 )
-from verl.workers.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from verl.workers.weight_sync.fingerprint import byte_view, content_hash
+from verl.workers.weight_sync.bucket import byte_view, content_hash
 from verl.workers.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from verl.workers.weight_sync.tcp import TcpListener, TcpSender
 
@@ -140,14 +137,6 @@ def channels(weights: dict[str, Tensor], bucket_bytes: int, repeats: int) -> dic
     near, far = multiprocessing.Pipe()
     listener = TcpListener(TOKEN)
     address = (listener.host, listener.port)
-    store = Path(tempfile.mkdtemp()) / "store"
-
-    def group(rank: int) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-
-    def open_broadcast(rank: int) -> Any:
-        group(rank)
-        return BroadcastSender() if rank == 0 else BroadcastReceiver(source=0)
 
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "shared_memory": (
@@ -158,7 +147,6 @@ def channels(weights: dict[str, Tensor], bucket_bytes: int, repeats: int) -> dic
             lambda: TcpSender([address], TOKEN),
             lambda: listener.accept(max_bucket_bytes=bucket_bytes),
         ),
-        "gloo_broadcast": (lambda: open_broadcast(0), lambda: open_broadcast(1)),
     }
     return {
         name: between_processes(weights, bucket_bytes, repeats, *pair)

@@ -6,6 +6,7 @@ they share a cluster.
 
 import gc
 import os
+import re
 
 # Must be set before torch is imported: AMX that is advertised but cannot run dies with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -19,6 +20,9 @@ from typing import Any
 import pytest
 import torch
 
+RAY_ID = re.compile(r"(?<![a-z])ray(?![a-z])")
+"""What the id of each test on Ray contains: `test_ray.py`, `[ray-2]`, `test_parts_on_ray`."""
+
 
 def is_on_ray(item: pytest.Item) -> bool:
     return item.get_closest_marker("ray") is not None
@@ -26,11 +30,11 @@ def is_on_ray(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    for item in items:
-        if is_on_ray(item):
-            item.add_marker(pytest.mark.xdist_group("ray"))
     yield
-    items.sort(key=is_on_ray)  # one after another, last in a session without xdist
+    items.sort(key=is_on_ray)  # one after another, at the end of the session or of their group
+    unnamed = [item.nodeid for item in items if is_on_ray(item) and not RAY_ID.search(item.nodeid)]
+    if unnamed:
+        raise pytest.UsageError(f"tests on Ray need the word ray in their ids: {unnamed}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,13 +48,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadFileScheduling
 
-    class FilesAndGroups(LoadGroupScheduling):
+    class FilesAndRay(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return super()._split_scope(nodeid).partition("::")[0]
+            return "ray" if RAY_ID.search(nodeid) else super()._split_scope(nodeid)
 
-    return FilesAndGroups(config, log) if config.getvalue("dist") == "loadgroup" else None
+    return FilesAndRay(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

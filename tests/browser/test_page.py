@@ -4,7 +4,7 @@ import base64
 import hashlib
 import re
 
-from verl.server.page import page_policy, page_text
+from verl.server.app import page_policy, page_text
 
 PAGE = page_text()
 

@@ -147,6 +147,13 @@ def test_a_switch_below_an_idle_section_is_named_and_its_own_is_not():
     assert found.keys() == {"critic.profiler.enable"}
 
 
+def test_a_profiler_that_nothing_starts_is_named_with_its_switch():
+    profiled = {"global_profiler.steps": [1], "global_profiler.tool": "torch"}
+    key = "critic.profiler.enable"
+    assert "actor's ranks record" in idle({**profiled, key: True})[key]
+    assert idle({**profiled, f"{A}.profiler.enable": True}) == {}
+
+
 def test_the_parts_of_engine_kwargs_are_for_one_engine_each():
     key = f"{R}.engine_kwargs.vllm.swap_space"
     assert idle({key: 4, f"{R}.name": "sglang"})[key] == "name is sglang, and this is for vllm"

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.config.readers import reads
-from verl.config.effects import OTHER_BACK_END, default_of, way, why_idle, without_effect
+from verl.config.effects import OTHER_BACK_END, default_of, key_parts, why_idle, without_effect
 from verl.config.legacy import meaning_of
 from verl.config.roles import OWN_LOOPS
 from verl.config.schema import ROOTS, Keys, family
@@ -30,29 +30,29 @@ def keys_of(command):
 EVERY_KEY = [(command, key) for command in COMMANDS for key in keys_of(command)]
 
 
-def refusal_of(command, stops):
+def refusal_of(command, parts):
     """The rule that refuses every value but the default."""
-    key = ".".join(stop.item.name for stop in stops)
+    key = ".".join(part.item.name for part in parts)
     if command == "sft_trainer_engine" and (key in OF_ENGINE or key.endswith("parallel_size")):
         return key
-    rules = [stop.rule("absent") for stop in stops]
+    rules = [part.rule("absent") for part in parts]
     return next((rule for rule in rules if rule is not None and rule.values is None), None)
 
 
-def is_never_used(stops):
-    for stop in stops:
-        listed = stop.rule("reads")
-        if listed is not None and stop.rest.split(".")[0] not in listed[0]:
+def is_never_used(parts):
+    for part in parts:
+        listed = part.rule("reads")
+        if listed is not None and part.rest.split(".")[0] not in listed[0]:
             return True
-        if any(condition.is_never for condition in stop.rule("used_if") or ()):
+        if any(condition.is_never for condition in part.rule("used_if") or ()):
             return True
     return False
 
 
-def has_reader(stops):
-    *_, last = stops
+def has_reader(parts):
+    *_, last = parts
     owners = reads().get(last.item.name, set())
-    parent = stops[-2].item.name if len(stops) > 1 else ""
+    parent = parts[-2].item.name if len(parts) > 1 else ""
     classes = {cls.__name__ for cls in type(last.section).__mro__}
     is_listed = "*" in owners and "_" in last.item.name
     return bool(owners & ({parent} | classes)) or is_listed
@@ -82,14 +82,14 @@ def is_translated(command, key, value):
 
 def has_effect(command, key):
     root = ROOTS[command]()
-    stops = way(root, key)
-    if has_reader(stops) or stops[-1].item.name in CHECKED:
+    parts = key_parts(root, key)
+    if has_reader(parts) or parts[-1].item.name in CHECKED:
         return True
-    if any(OWN_LOOPS in (stop.rule("used_if") or ()) for stop in stops):
+    if any(OWN_LOOPS in (part.rule("used_if") or ()) for part in parts):
         return True  # agent loops of the user's own read it
     if tuple(key.split(".")) == family(ROOTS[command]).strategy_key or key.endswith(".strategy"):
         return True  # it chooses the schema, or is refused
-    if is_translated(command, key, default_of(stops[-1].item)):
+    if is_translated(command, key, default_of(parts[-1].item)):
         return True
     return any(has_effect(command, one) for one in FOLLOWERS[command].get(key, ()))
 
@@ -98,21 +98,21 @@ def has_effect(command, key):
 def test_every_key_is_in_one_of_three_states(command):
     root, wrong = ROOTS[command](), []
     for key in keys_of(command):
-        stops = way(root, key)
-        is_refused, is_idle = refusal_of(command, stops) is not None, is_never_used(stops)
+        parts = key_parts(root, key)
+        is_refused, is_idle = refusal_of(command, parts) is not None, is_never_used(parts)
         is_read = not is_refused and not is_idle and has_effect(command, key)
         if not (is_refused or is_idle or is_read):
             wrong.append(f"{key}: nothing reads it, and no rule says so")
-        absent, conditions = stops[-1].rule("absent"), stops[-1].rule("used_if") or ()
+        absent, conditions = parts[-1].rule("absent"), parts[-1].rule("used_if") or ()
         if absent and absent.values is None and any(one.is_never for one in conditions):
             wrong.append(f"{key}: it is refused, and it is said to have no effect")
     assert wrong == []
 
 
 def test_a_key_that_nobody_reads_is_noticed():
-    stops = way(ROOTS["ppo_trainer"](), "trainer.del_local_ckpt_after_load")
-    assert not has_reader(stops)
-    assert has_reader(way(ROOTS["ppo_trainer"](), "trainer.save_freq"))
+    parts = key_parts(ROOTS["ppo_trainer"](), "trainer.del_local_ckpt_after_load")
+    assert not has_reader(parts)
+    assert has_reader(key_parts(ROOTS["ppo_trainer"](), "trainer.save_freq"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -132,10 +132,10 @@ def test_keys_of_another_back_end_are_named():
     assert dict(without_effect(config, others)) == dict.fromkeys(others, OTHER_BACK_END)
 
 
-def wrong_value(stop):
+def wrong_value(part):
     """A value that is not the default, as a command line writes it."""
-    default = default_of(stop.item)
-    choices = [one for one in stop.item.metadata.get("choices", ()) if one not in (default, None)]
+    default = default_of(part.item)
+    choices = [one for one in part.item.metadata.get("choices", ()) if one not in (default, None)]
     if choices:
         return str(choices[0])
     if isinstance(default, bool):
@@ -150,7 +150,7 @@ def wrong_value(stop):
 REFUSED = [
     (command, key)
     for command, key in EVERY_KEY
-    if refusal_of(command, way(ROOTS[command](), key)) is not None
+    if refusal_of(command, key_parts(ROOTS[command](), key)) is not None
 ]
 MAINS = {
     "ppo_trainer": main_ppo.main,
@@ -171,8 +171,8 @@ def exit_code(monkeypatch, command, *arguments):
 
 @pytest.mark.parametrize(("command", "key"), REFUSED)
 def test_a_run_with_a_refused_key_ends_before_a_model_is_loaded(command, key, monkeypatch, capsys):
-    stops = way(ROOTS[command](), key)
-    assignment = f"{key}={wrong_value(stops[-1])}"
+    parts = key_parts(ROOTS[command](), key)
+    assignment = f"{key}={wrong_value(parts[-1])}"
     assert exit_code(monkeypatch, command, assignment) == 2
     said = capsys.readouterr().err
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -215,7 +215,7 @@ def test_defaults_that_scripts_state_are_accepted_silently(monkeypatch, capsys):
     """Every refused key at its default, and False, null or 0 where it asks for nothing."""
     off = []
     for command, key in REFUSED:
-        last = way(ROOTS[command](), key)[-1]
+        last = key_parts(ROOTS[command](), key)[-1]
         if command == "ppo_trainer" and not isinstance(default_of(last.item), dict):
             value = default_of(last.item)
             off.append(f"{key}={'null' if value is None else value}")

@@ -6,12 +6,12 @@
 from dataclasses import replace
 
 from tests.workers.rollout.mismatched import BUILD, ROOT
-from verl.workers.rollout.factory import EngineOrder, native_process, process_engines
+from verl.workers.rollout.factory import ProcessEngineSpec, native_process, register_engine
 from verl.workers.rollout.process.client import EngineSpec
 
 
-@process_engines.register("rounded")
-def rounded(order: EngineOrder) -> EngineSpec:
+@register_engine("rounded")
+def rounded(order: ProcessEngineSpec) -> EngineSpec:
     spec = native_process(order)
     return replace(
         spec,

@@ -16,8 +16,14 @@ from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.single_controller import WorkerError
 from verl.trainer.ppo.metric_utils import calculate_debug_metrics
-from verl.workers.rollout.canary import METRIC, Canary, StaleEngineError
-from verl.workers.rollout.probe import EngineProbeError, SamplingInUse, probe_engine
+from verl.workers.rollout.probe import (
+    METRIC,
+    EngineProbeError,
+    FixedPromptCheck,
+    SamplingInUse,
+    StaleEngineError,
+    probe_engine,
+)
 from verl.workers.rollout.trained import LocalPolicy
 
 NO_LIMIT = 1e3
@@ -135,10 +141,10 @@ def test_probe_and_canary_tell_such_an_engine_from_one_that_rounds_as_it_should(
         )
     length = bandit.process.facts.max_model_len
     with pytest.raises(StaleEngineError, match="differ by up to"):
-        Canary(vocabulary=VOCABULARY, max_model_len=length, tolerance=0.05).check(
+        FixedPromptCheck(vocabulary=VOCABULARY, max_model_len=length, tolerance=0.05).check(
             bandit.process, policy
         )
-    accepted = Canary(vocabulary=VOCABULARY, max_model_len=length, tolerance=5.0)
+    accepted = FixedPromptCheck(vocabulary=VOCABULARY, max_model_len=length, tolerance=5.0)
     assert 0.05 < accepted.check(bandit.process, policy)[METRIC] < 5
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.server.clients import call, complete, connected, exchange, until_closed
 from tests.server.engines import MODEL, TOKEN, ScriptedRollout, byte_tokenizer, saying
 from verl.server import RunningServer, ServerOptions, serve
-from verl.server.page import page_policy
+from verl.server.app import page_policy
 from verl.utils.environment import temp_env_var
 
 ROUTES = ["/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics",

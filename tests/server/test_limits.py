@@ -9,7 +9,7 @@ import pytest
 from tests.server.clients import call, chat, complete
 from tests.server.engines import MODEL, TOKEN, ScriptedRollout, byte_tokenizer, saying
 from verl.server import ServerOptions, serve
-from verl.server.bodies import num_containers
+from verl.server.schemas import num_containers
 
 USER = {"role": "user", "content": "hello"}
 TOO_MUCH = {

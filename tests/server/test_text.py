@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.engines import byte_tokenizer
-from verl.server.text import Detokenizer, StopCutter
-from verl.server.tool_calls import FoundCall, ToolCallReader
+from verl.server.chat import FoundCall, ToolCallReader
+from verl.server.samples import Detokenizer, StopCutter
 
 TOKENIZER = byte_tokenizer()
 

@@ -80,7 +80,7 @@ class LosesItsEngine(KeepsResponses):
             manager = self.async_rollout_manager
             manager.rollout_replicas[0] = Unlucky(manager.rollout_replicas[0])
             manager.rollout_replicas[0].is_due = True
-            manager.recover_with(self.recover_engine)  # serves from the engines as they are now
+            manager.recover_with(self.publisher.recover)  # serves from the engines as they are
         return super().rollout(step)
 
 

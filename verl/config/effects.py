@@ -18,8 +18,8 @@ OTHER_BACK_END = "it belongs to another training back-end than this run's strate
 
 
 @dataclass(frozen=True)
-class Stop:
-    """One step on the way of a key: the section, its field, and the rest of the key."""
+class KeyPart:
+    """One part of a dotted key: its section, its field, and the rest of the key."""
 
     section: BaseConfig
     item: Field[Any]
@@ -34,49 +34,44 @@ class Stop:
         return None
 
 
-def way(config: BaseConfig, key: str) -> list[Stop]:
+def key_parts(config: BaseConfig, key: str) -> list[KeyPart]:
     """The fields from the root to `key`; shorter where undeclared keys or a plain dict begin."""
-    stops: list[Stop] = []
+    parts: list[KeyPart] = []
     section: Any = config
     names = key.split(".")
     for depth, name in enumerate(names):
         declared = section.__dataclass_fields__ if isinstance(section, BaseConfig) else {}
         if name not in declared:
             break
-        stops.append(Stop(section, declared[name], ".".join(names[depth + 1 :])))
+        parts.append(KeyPart(section, declared[name], ".".join(names[depth + 1 :])))
         section = vars(section)[name]
-    return stops
+    return parts
 
 
 def why_idle(config: BaseConfig, key: str) -> str | None:
     """The reason why a key has no effect in this configuration; None when it has one."""
-    stops = way(config, key)
-    for stop in stops:
-        reads = stop.rule("reads")
-        if reads is not None and not any(is_at_or_below(stop.rest, name) for name in reads[0]):
+    parts = key_parts(config, key)
+    for part in parts:
+        reads = part.rule("reads")
+        if reads is not None and not any(is_at_or_below(part.rest, name) for name in reads[0]):
             return reads[1]
-        ignored: Mapping[str, str] = stop.rule("ignores") or {}
-        if stop.rest in ignored:
-            return ignored[stop.rest]
-        if is_switch_of(stop):
-            continue
-        conditions: tuple[When, ...] = stop.rule("used_if") or ()
+        ignored: Mapping[str, str] = part.rule("ignores") or {}
+        if part.rest in ignored:
+            return ignored[part.rest]
+        is_switch = part.rest in ("enable", "enabled")  # what makes its section idle
+        conditions: tuple[When, ...] = part.rule("used_if") or ()
         for condition in conditions:
-            if not condition.holds(stop.section, config):
+            is_about_key = condition.is_never or not is_switch
+            if is_about_key and not condition.holds(part.section, config):
                 return condition.reason
-    if stops and stops[-1].item.name == "engine_kwargs":
-        return why_engine_ignores(stops[-1])
+    if parts and parts[-1].item.name == "engine_kwargs":
+        return why_engine_ignores(parts[-1])
     return None
 
 
-def is_switch_of(stop: Stop) -> bool:
-    """A switch is what makes its section idle, so the section's own rule is not about it."""
-    return stop.rest in ("enable", "enabled")
-
-
-def why_engine_ignores(stop: Stop) -> str | None:
+def why_engine_ignores(part: KeyPart) -> str | None:
     """`engine_kwargs` has a part for each engine, and only that of the engine that runs is read."""
-    engine, name = stop.rest.partition(".")[0], stop.section.get("name")
+    engine, name = part.rest.partition(".")[0], part.section.get("name")
     is_other = engine and name is not None and engine != name
     return f"name is {name}, and this is for {engine}" if is_other else None
 
@@ -107,25 +102,25 @@ def absent_faults(
     `has_own_code` says that the caller's program may implement what `Absent.unless` leaves to it.
     """
     for key in sorted(user_set):
-        for stop in way(config, key):
-            rule: Absent | None = stop.rule("absent")
+        for part in key_parts(config, key):
+            rule: Absent | None = part.rule("absent")
             if rule is None:
                 continue
-            if rule.unless is not None and (has_own_code or rule.unless(stop.section, config)):
+            if rule.unless is not None and (has_own_code or rule.unless(part.section, config)):
                 continue
-            value = vars(stop.section)[stop.item.name]
-            if rule.covers(value, default_of(stop.item)):
+            value = vars(part.section)[part.item.name]
+            if rule.covers(value, default_of(part.item)):
                 yield Fault(f"{key} is {shown(value_at(config, key))}; {rule.reason}", (key,))
 
 
 def changed(config: BaseConfig, user_set: Iterable[str]) -> Iterator[str]:
     """The keys whose value is not the default of their field."""
     for key in user_set:
-        stops = way(config, key)
+        parts = key_parts(config, key)
         if (
-            not stops
-            or stops[-1].rest
-            or vars(stops[-1].section)[stops[-1].item.name] != default_of(stops[-1].item)
+            not parts
+            or parts[-1].rest
+            or vars(parts[-1].section)[parts[-1].item.name] != default_of(parts[-1].item)
         ):  # undeclared, or below a plain dict
             yield key
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from verl.config.actor import RouterReplayConfig
 from verl.config.base import Absent, BaseConfig, When, is_option
-from verl.config.effects import Stop
+from verl.config.effects import KeyPart
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, VeOmniEngineConfig
 from verl.config.model import McoreLoraConfig, MtpConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmniOptimizerConfig
@@ -260,13 +260,13 @@ def rows(section: BaseConfig, prefix: str = "") -> Iterator[Row]:
 
 def state_of(section: BaseConfig, item: Field[Any]) -> str:
     """When an option has no effect, and which of its values are refused."""
-    stop = Stop(section, item, "")
-    absent: Absent | None = stop.rule("absent")
+    part = KeyPart(section, item, "")
+    absent: Absent | None = part.rule("absent")
     notes = []
     if absent is not None:
         values = ", ".join(f"`{value}`" for value in absent.values or ())
         notes.append(f"**Refused**{f' ({values})' if values else ''}: {absent.reason}.")
-    conditions: tuple[When, ...] = stop.rule("used_if") or ()
+    conditions: tuple[When, ...] = part.rule("used_if") or ()
     for condition in conditions:
         always = ": " if condition.is_never else " when "
         notes.append(f"No effect{always}{condition.reason}.")

@@ -43,7 +43,45 @@ POLICY_LOSSES = (
     "kl_cov",
     "sapo",
 )
-ROLLOUTS = ("native", "native_process", "hf", "vllm", "sglang")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTraits:
+    """Facts about a rollout engine that hold whatever its options are."""
+
+    has_own_process: bool = True
+    """It runs apart from the worker, and weights are sent to it."""
+
+    is_builtin: bool = False
+    """It is ours: log-probs always come back, and it has no settings of another package."""
+
+    package: str | None = None
+    """The package that must be installed; None: nothing beyond ours."""
+
+    is_divisible: bool = True
+    """One engine may span several devices."""
+
+    takes_adapters: bool = False
+    """Updates may bring the tensors of a LoRA adapter alone."""
+
+    process_name: str | None = None
+    """The name of the same engine in a process of its own, if that is another name."""
+
+
+ROLLOUTS = {
+    "native": RolloutTraits(has_own_process=False, is_builtin=True, process_name="native_process"),
+    "hf": RolloutTraits(has_own_process=False, is_builtin=True, is_divisible=False),
+    "native_process": RolloutTraits(is_builtin=True, is_divisible=False),
+    "vllm": RolloutTraits(package="vllm", takes_adapters=True),
+    "sglang": RolloutTraits(package="sglang", takes_adapters=True),
+}
+
+
+def rollout_traits(name: str) -> RolloutTraits:
+    """Those of a built-in name; engines that users register run in processes of their own."""
+    return ROLLOUTS.get(name, RolloutTraits())
+
+
 AGENT_LOOPS = ("single_turn_agent",)
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
 POOL_ROLES = ("actor_rollout_ref", "critic", "reward_model", "rollout")
@@ -242,11 +280,11 @@ NEW_ADAPTERS = (
     ),
 )
 FOREIGN_ENGINE = When(
-    lambda here, run: here.name not in ("native", "native_process", "hf"),
+    lambda here, run: not rollout_traits(here.name).is_builtin,
     "the built-in engine has no such setting",
 )
 OWN_PROCESS = When(
-    lambda here, run: here.name not in ("native", "hf"),
+    lambda here, run: rollout_traits(here.name).has_own_process,
     "the built-in engine runs in the trainer's processes",
 )
 SGLANG_SERVER = When(

@@ -22,6 +22,7 @@ from verl.config.roles import (
     ROUTES,
     SYNCHRONOUS,
     is_training,
+    rollout_traits,
 )
 from verl.config.serving import (
     CheckpointEngineConfig,
@@ -256,7 +257,7 @@ class RolloutConfig(ServingConfig):
     load_format: str = option(
         "dummy",
         used_if=When(
-            lambda here, run: here.name not in ("native", "hf", "native_process"),
+            lambda here, run: not rollout_traits(here.name).is_builtin,
             "the built-in engine generates with the trained weights, or with a copy of them",
         ),
     )

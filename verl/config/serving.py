@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import Absent, BaseConfig, When, never, option, while_on
-from verl.config.roles import FOREIGN_ENGINE, OWN_PROCESS, SGLANG_SERVER, is_training
+from verl.config.roles import (
+    FOREIGN_ENGINE,
+    OWN_PROCESS,
+    SGLANG_SERVER,
+    is_training,
+    rollout_traits,
+)
 
 
 @dataclass(kw_only=True)
@@ -32,7 +38,7 @@ class ServingConfig(BaseConfig):
     dtype: str = option(
         "bfloat16",
         used_if=When(
-            lambda here, run: here.name not in ("native", "hf") or not is_training(run),
+            lambda here, run: rollout_traits(here.name).has_own_process or not is_training(run),
             "the built-in engine computes in the format that is trained in",
         ),
     )

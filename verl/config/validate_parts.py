@@ -30,6 +30,7 @@ from verl.config.roles import (
     needs_critic,
     pool_devices,
     rollout_ranks,
+    rollout_traits,
     uses_lora,
     world_size,
 )
@@ -46,7 +47,6 @@ REJECTION_CRITERIA = (
     "seq_max_k3",
 )
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
-ENGINE_PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
 ROLLOUT = "actor_rollout_ref.rollout"
 DEVICE_FILES = {
     "cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg"),
@@ -157,7 +157,7 @@ def correction_faults(config: Any) -> Iterator[Fault]:
     path = "algorithm.rollout_correction"
     rollout = config.actor_rollout_ref.rollout
     is_on = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
-    always_given = rollout.name in ("native", "native_process", "hf")
+    always_given = rollout_traits(rollout.name).is_builtin
     if is_on and not rollout.calculate_log_probs and not always_given:
         key = "actor_rollout_ref.rollout.calculate_log_probs"
         text = f"{key} is False; {path} compares with the rollout's log-probs, so set it to True"
@@ -299,7 +299,8 @@ def engine_size_faults(config: Any) -> Iterator[Fault]:
     """Not every engine can be divided among devices."""
     rollout = config.actor_rollout_ref.rollout
     key = f"{ROLLOUT}.tensor_model_parallel_size"
-    if rollout.name in ("hf", "native_process") and rollout.tensor_model_parallel_size > 1:
+    is_divisible = rollout_traits(rollout.name).is_divisible
+    if not is_divisible and rollout.tensor_model_parallel_size > 1:
         text = (
             f'{key} is {rollout.tensor_model_parallel_size}, but {ROLLOUT}.name is "{rollout.name}"'
             "; of the built-in engines only native divides its model among ranks: set one of them "
@@ -396,7 +397,7 @@ def looks_local(name: str) -> bool:
 
 def engine_package_faults(config: PPOConfig) -> Iterator[Fault]:
     rollout = config.actor_rollout_ref.rollout
-    package = ENGINE_PACKAGES.get(rollout.name)
+    package = rollout_traits(rollout.name).package
     if package is not None and rollout.python is None and find_spec(package) is None:
         text = (
             f'{ROLLOUT}.name is "{rollout.name}", but the package {package} is not installed; '

@@ -1,30 +1,36 @@
-"""The application: routes, the published schema, and one form for every error.
+"""The application: routes, the published schema, the chat page, and one form for every error.
 
-    Guard (host, token, body) --> FastAPI (routes, schema) --> completions, chat --> engines
+    Guard (host, token, body) --> FastAPI (routes, schema) --> completions, chat --> fleet
 
-`build_app` needs no running server; `running` puts it behind a socket.
+`build_app` needs no running server; `running` puts it behind a socket. The schema is what FastAPI
+derives from the routes, completed with the token, the errors of every route, and the model's name
+and vocabulary. The chat page is one file with its style and its script; the policy sent with it
+allows these two, by their hashes, and nothing else.
 """
 
+import base64
+import hashlib
 import logging
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from verl.server import answers
-from verl.server.bodies import parsed
 from verl.server.chat import converse
 from verl.server.completions import complete
-from verl.server.errors import ApiError, internal_error, unavailable
+from verl.server.errors import ApiError, ErrorAnswer, internal_error, unavailable
 from verl.server.events import CONTENT_TYPE as EVENTS
 from verl.server.guard import Guard
 from verl.server.metrics import CONTENT_TYPE as METRICS
-from verl.server.openapi import body_of, publish_schema
-from verl.server.page import page_policy, page_text
-from verl.server.schemas import ChatRequest, CompletionRequest
+from verl.server.schemas import MODEL_NAME, TOKEN_ID, ChatRequest, CompletionRequest, parsed
 from verl.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -149,3 +155,82 @@ def either(answer: type[answers.Answer]) -> dict[int | str, dict[str, Any]]:
     """An answer as a whole, or in events."""
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     return {200: {"model": answer, "content": {EVENTS: {"schema": event}}}}
+
+
+def page_text() -> str:
+    return (files("verl.server") / "page.html").read_text(encoding="utf-8")
+
+
+def page_policy(text: str) -> str:
+    """The Content-Security-Policy of the page."""
+    return (
+        f"default-src 'none'; style-src {hashes(text, 'style')}; "
+        f"script-src {hashes(text, 'script')}; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def hashes(text: str, tag: str) -> str:
+    """Of what stands between the tags, as browsers compute them."""
+    bodies = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(body.encode()).digest()) for body in bodies]
+    return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+
+
+ERRORS = {
+    "400": "The request is wrong",
+    "401": "The token is missing or wrong",
+    "403": "Called by a name that the server does not know",
+    "404": "No such model",
+    "413": "The body is too large",
+    "415": "The body is not plain JSON",
+    "429": "Too many requests wait already",
+    "500": "The server failed",
+    "502": "An engine was lost",
+    "503": "No engine can answer now",
+    "504": "The answer took too long",
+}
+REF = "#/components/schemas/"
+
+
+def publish_schema(app: FastAPI, *, model: str, vocabulary: int) -> None:
+    """Let `app.openapi()`, and with it `/openapi.json`, give the completed schema."""
+    schema = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    components = schema.setdefault("components", {})
+    for model_class in (ErrorAnswer, CompletionRequest, ChatRequest):
+        form = model_class.model_json_schema(ref_template=REF + "{model}")
+        components.setdefault("schemas", {}).update(form.pop("$defs"))
+        components["schemas"][model_class.__name__] = form
+    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    for path in schema["paths"].values():
+        for operation in path.values():
+            complete_operation(operation)
+    facts = {TOKEN_ID: {"maximum": vocabulary - 1}, MODEL_NAME: {"enum": [model]}}
+    fill_in(schema, facts)
+    app.openapi = lambda: schema
+
+
+def body_of(form: type[BaseModel]) -> dict[str, Any]:
+    """What a route whose body is read by ourselves says of it."""
+    schema = {"$ref": REF + form.__name__}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def complete_operation(operation: dict[str, Any]) -> None:
+    operation.setdefault("security", [{"token": []}])
+    content = {"application/json": {"schema": {"$ref": REF + "ErrorAnswer"}}}
+    for status, text in ERRORS.items():
+        operation["responses"][status] = {"description": text, "content": content}
+
+
+def fill_in(node: Any, facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add to every part with one of these titles what is only known here."""
+    if isinstance(node, dict):
+        node.update(facts.get(node.get("title", ""), {}))
+        for inner in node.values():
+            fill_in(inner, facts)
+    elif isinstance(node, list):
+        for inner in node:
+            fill_in(inner, facts)

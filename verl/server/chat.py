@@ -1,8 +1,21 @@
-"""`/v1/chat/completions`: a conversation goes on, with tool calls where tools are offered."""
+"""`/v1/chat/completions`: a conversation, with tool calls where tools are offered.
 
+Tool calls are parsed from the model's text in the form of Hermes and Qwen models:
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Bern"}}
+    </tool_call>
+
+Text outside is passed on as it comes; a block is held until it is whole. A block that is not such
+an object is text like any other: the client sees what the model wrote.
+"""
+
+import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from starlette.responses import Response
 
 from verl.server.answers import (
@@ -21,8 +34,70 @@ from verl.server.events import EventStream
 from verl.server.samples import Piece, Sample
 from verl.server.schemas import ChatRequest
 from verl.server.service import Job, Service
-from verl.server.tool_calls import FoundCall, ToolCallReader
 from verl.workers.rollout.base import TokenDelta
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class WrittenCall(BaseModel):
+    """What stands in a block."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    arguments: dict[str, JsonValue]
+
+
+@dataclass(frozen=True)
+class FoundCall:
+    """A call, with its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReader:
+    """Finds the calls in a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def add(self, text: str) -> list[str | FoundCall]:
+        """What has become certain: text and calls in the order in which they were written."""
+        self._held += text
+        found: list[str | FoundCall] = []
+        while (start := self._held.find(OPEN)) >= 0:
+            end = self._held.find(CLOSE, start)
+            if end < 0:
+                break
+            block_end = end + len(CLOSE)
+            call = parse_call(self._held[start + len(OPEN) : end])
+            found.append(self._held[:start])
+            found.append(call or self._held[start:block_end])
+            self._held = self._held[block_end:]
+        certain = start if start >= 0 else len(self._held) - self._num_doubtful()
+        found.append(self._held[:certain])
+        self._held = self._held[certain:]
+        return [piece for piece in found if piece]
+
+    def finish(self) -> str:
+        """A block that was never closed is text."""
+        text, self._held = self._held, ""
+        return text
+
+    def _num_doubtful(self) -> int:
+        longest = min(len(OPEN) - 1, len(self._held))
+        fits = (n for n in range(longest, 0, -1) if OPEN.startswith(self._held[-n:]))
+        return next(fits, 0)
+
+
+def parse_call(block: str) -> FoundCall | None:
+    """The call in a block, or None if it is something else."""
+    try:
+        written = WrittenCall.model_validate_json(block.strip())
+    except ValidationError:  # a model may write anything; what is no call stays text
+        return None
+    return FoundCall(written.name, json.dumps(written.arguments, ensure_ascii=False))
 
 
 async def converse(service: Service, request: ChatRequest) -> Response:

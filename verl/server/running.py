@@ -1,25 +1,34 @@
-"""A server in a thread of its own.
+"""A server in a thread of its own, and connections that cannot be held open by sending slowly.
 
     serve() --> thread: uvicorn's event loop --> port and token are known --> serve() returns
-    stop()  --> no new requests; those under way get a few seconds; the thread ends
+    stop()  --> no new requests; those in flight get a few seconds; the thread ends
 
-Engines are neither started nor closed here: whoever made them does that.
+    connection or first byte -- receipt_seconds --> whole request, or the connection is closed
+    response sent -- keep_alive_seconds --> next first byte, or the connection is closed
+
+uvicorn has a deadline between requests but none within one, and a middleware sees a request only
+after its headers. So the clock runs in the protocol, and it is absolute: another byte does not buy
+more time. Engines are neither started nor closed here.
 """
 
 import asyncio
+import json
 import secrets
 import socket
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 from urllib.parse import quote
 
+import h11
 import uvicorn
 from transformers import PreTrainedTokenizerBase
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.server.app import build_app
+from verl.server.errors import ApiError
 from verl.server.options import ServerOptions
-from verl.server.protocol import punctual
 from verl.server.service import Service
 from verl.utils.environment import server_token
 from verl.workers.rollout.base import StreamingRollout
@@ -138,3 +147,76 @@ def listening_socket(options: ServerOptions) -> socket.socket:
             "another port, or 0 for a free one"
         ) from error
     return listener
+
+
+RECEIVING = (h11.IDLE, h11.SEND_BODY)
+"""What h11 says of a client whose request has not come to its end."""
+
+
+class PunctualProtocol(H11Protocol):
+    """One connection; subclassed once per server by `punctual` to set its limits."""
+
+    receipt_seconds: float = 8.0
+    max_connections: int = 2048
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.abort()
+        else:
+            self._start_clock()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # a pipelined request has begun
+            self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP gets an error object too, in place of uvicorn's text."""
+        body = json.dumps(ApiError(400, msg, code="invalid_http").body()).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _follow(self) -> None:
+        if self.conn.their_state not in RECEIVING:
+            self._stop_clock()
+        elif self._deadline is None:
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._deadline = self.loop.call_later(self.receipt_seconds, self._give_up)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _give_up(self) -> None:
+        # Not close(): whoever sends slowly may read slowly too, and would keep us flushing.
+        self._deadline = None
+        self.transport.abort()
+
+
+def punctual(receipt_seconds: float, max_connections: int) -> type[PunctualProtocol]:
+    """The class that uvicorn makes connections of, with these limits."""
+    limits = {"receipt_seconds": receipt_seconds, "max_connections": max_connections}
+    return type("PunctualProtocol", (PunctualProtocol,), limits)

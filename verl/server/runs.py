@@ -24,7 +24,7 @@ from verl.server.errors import ApiError, internal_error, too_slow, unavailable
 from verl.server.metrics import ServerMetrics
 from verl.workers.rollout.base import EngineLostError, GenerationRequest, TokenDelta
 from verl.workers.rollout.fleet import Fleet
-from verl.workers.weight_sync.errors import WeightsNotReadyError
+from verl.workers.weight_sync.bucket import WeightsNotReadyError
 
 logger = logging.getLogger(__name__)
 

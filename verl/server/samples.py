@@ -1,15 +1,19 @@
 """One sample of a response as it grows: its text, its log-probabilities, its end.
 
-The same object serves answers as a whole, which are one large piece, and answers in events.
+    ids --> Detokenizer: whole characters only --> StopCutter: nothing of a stop text --> text
+
+Token ids come a few at a time; the pieces of text, joined, equal the decoding of all ids at once,
+cut at the stop text. The same object serves responses as a whole, which are one large piece, and
+responses in events.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from verl.server.answers import ChatLogprob, ChatLogprobs, CompletionLogprobs
 from verl.server.encoding import Encoder
-from verl.server.text import REPLACEMENT, Detokenizer, StopCutter
 from verl.workers.rollout.base import TokenDelta
 
 
@@ -66,3 +70,84 @@ def finish_reason(stop_reason: str) -> Literal["stop", "length", "abort"] | None
         return None
     assert stop_reason in ("stop", "length", "abort"), stop_reason
     return stop_reason
+
+
+CONTEXT_TOKENS = 8
+"""Tokens decoded again before the new ones: a tokenizer may treat the first ones differently."""
+
+MAX_PENDING_TOKENS = 64
+"""Tokens that may wait for the end of a character, before they are given on as they are."""
+
+REPLACEMENT = "\ufffd"
+
+Decode = Callable[[list[int]], str]
+
+
+class Detokenizer:
+    """The text of a growing list of ids.
+
+    Text is certain up to the replacement characters at its end: these may be the first bytes of a
+    character that is not whole yet.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []  # a few that have been given, then those that are pending
+        self._num_given = 0  # characters of their text that have been given
+        self._num_pending = 0
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that has become certain."""
+        self._ids += token_ids
+        self._num_pending += len(token_ids)
+        return self._take(self._num_pending > MAX_PENDING_TOKENS)
+
+    def finish(self) -> str:
+        """The rest, whole characters or not."""
+        return self._take(True)
+
+    def _take(self, is_last: bool) -> str:
+        text = self._decode(self._ids)
+        certain = text if is_last else text.rstrip(REPLACEMENT)
+        new = certain[self._num_given :]
+        self._num_given = max(self._num_given, len(certain))
+        if len(certain) == len(text):
+            self._ids = self._ids[-CONTEXT_TOKENS:]
+            self._num_given = len(self._decode(self._ids))
+            self._num_pending = 0
+        return new
+
+
+class StopCutter:
+    """Lets text through up to the first stop text, which it keeps back with all that follows."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.is_stopped = False
+
+    def add(self, text: str) -> str:
+        if self.is_stopped:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [self._held.find(stop) for stop in self._stops]
+        cuts = [place for place in found if place >= 0]
+        self.is_stopped = bool(cuts)
+        end = min(cuts) if cuts else len(self._held) - self._num_doubtful()
+        text, self._held = self._held[:end], self._held[end:]
+        return text
+
+    def finish(self) -> str:
+        """What was held back and turned out not to be a stop text."""
+        text, self._held = ("" if self.is_stopped else self._held), ""
+        return text
+
+    def _num_doubtful(self) -> int:
+        """Length of the longest end of the text with which a stop text begins."""
+        longest = max(map(len, self._stops)) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,14 +1,17 @@
-"""What clients may send: OpenAI's two requests, as far as they have a meaning here.
+"""Requests that clients may send: OpenAI's two, as far as they have a meaning here.
 
 A field that is not listed is refused, and so is a value that would have to be ignored: a client
-never gets something else than it asked for. Every number and every list has a limit, so that a
-request can be judged before anything is done for it.
+never gets something else than it asked for. Every number and every list has a limit. Beside
+OpenAI's fields there are `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` and
+`return_token_ids`, as other servers of open models have them.
 
-Beside OpenAI's fields there are `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`,
-`ignore_eos` and `return_token_ids`, as other servers of open models have them.
+Values are those of JSON Schema, where 5.0 is a whole number and 0 is not false. Pydantic parses the
+bytes of a body (no NaN, no halves of characters, no endless nesting); lists and objects are counted
+before, because a million small lists are slow to refuse.
 """
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,12 +19,72 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     JsonValue,
     Tag,
+    ValidationError,
     WithJsonSchema,
 )
+from pydantic_core import CoreSchema, core_schema
 
-from verl.server.values import Only, Whole
+from verl.server.errors import ApiError, invalid
+
+
+@dataclass(frozen=True)
+class Whole:
+    """`Annotated[int, Whole(low, high)]`: a whole number, however it is written."""
+
+    low: int
+    high: int
+    title: str | None = None
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        exact = core_schema.int_schema(ge=self.low, le=self.high, strict=True)
+        number = core_schema.float_schema(
+            ge=self.low, le=self.high, strict=True, allow_inf_nan=False
+        )
+        written = core_schema.no_info_after_validator_function(_as_int, number)
+        return core_schema.union_schema([(exact, "as integer"), (written, "as number")])
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        named = {} if self.title is None else {"title": self.title}
+        return {"type": "integer", "minimum": self.low, "maximum": self.high, **named}
+
+
+@dataclass(frozen=True)
+class Only:
+    """`Annotated[bool, Only(False)]`: a switch that has one position."""
+
+    value: bool
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(
+            self._check, core_schema.bool_schema(strict=True)
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"type": "boolean", "const": self.value}
+
+    def _check(self, value: bool) -> bool:
+        if value is not self.value:
+            raise ValueError(f"it can only be {str(self.value).lower()}")
+        return value
+
+
+def _as_int(value: float) -> int:
+    if not value.is_integer():
+        raise ValueError("it must be a whole number")
+    return int(value)
+
 
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_PROMPTS = 128
@@ -251,3 +314,29 @@ class ChatRequest(SamplingRequest):
     @property
     def offered_tools(self) -> list[Tool]:
         return [] if self.tool_choice == "none" else list(self.tools or ())
+
+
+MAX_CONTAINERS = 1 << 16
+
+Form = TypeVar("Form", bound=SamplingRequest)
+
+
+def parsed(form: type[Form], body: bytes) -> Form:
+    if num_containers(body) > MAX_CONTAINERS:
+        message = f"the body has more than {MAX_CONTAINERS} lists and objects"
+        raise ApiError(400, message, code="too_many_parts")
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+def num_containers(body: bytes) -> int:
+    """Lists and objects in a JSON text, exactly if there are many; in others texts count too."""
+    most = body.count(b"[") + body.count(b"{")
+    if most <= MAX_CONTAINERS:
+        return most
+    # With escaped quotes out of the way, every second piece between quotes is inside a text.
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(bare.split(b'"')[::2])
+    return outside.count(b"[") + outside.count(b"{")

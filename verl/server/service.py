@@ -1,21 +1,25 @@
-"""What the routes share: the engines, the tokenizer, the places, and how a request becomes a run.
+"""State that the routes share: fleet, tokenizer, admission, and how a request becomes a run.
 
-A route gives prompts and a request and gets back deltas; what it makes of them is its own affair.
+    request --> [max_running run] <-- [max_waiting wait] <-- 429 with Retry-After
+
+A route passes prompts and a request and gets deltas back. A request that leaves, for whatever
+reason, gives its slot to the one that has waited longest.
 """
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.server.admission import Admission
 from verl.server.answers import Usage
 from verl.server.encoding import Encoder
-from verl.server.errors import ApiError
+from verl.server.errors import ApiError, busy
 from verl.server.metrics import ServerMetrics
 from verl.server.options import ServerOptions
 from verl.server.runs import Run
@@ -144,3 +148,41 @@ class Job:
             completion_tokens=num_generated,
             total_tokens=num_prompt + num_generated,
         )
+
+
+class Admission:
+    """Places for requests, for one event loop."""
+
+    def __init__(self, max_running: int, max_waiting: int, metrics: ServerMetrics) -> None:
+        self._places = asyncio.Semaphore(max_running)
+        self._max_waiting = max_waiting
+        self._metrics = metrics
+        self.num_running = 0
+        self.num_waiting = 0
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait for a place and keep it for the length of a `with` block."""
+        await self._enter()
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._places.release()
+            self._report()
+
+    async def _enter(self) -> None:
+        if self._places.locked() and self.num_waiting >= self._max_waiting:
+            raise busy(f"{self.num_waiting} requests are waiting already; try again later")
+        self.num_waiting += 1
+        try:
+            await self._places.__aenter__()
+        finally:
+            self.num_waiting -= 1
+            self._report()
+        self.num_running += 1
+        self._report()
+
+    def _report(self) -> None:
+        self._metrics.running.set(self.num_running)
+        self._metrics.waiting.set(self.num_waiting)

@@ -14,28 +14,28 @@ from verl.config.rollout import RolloutConfig
 from verl.trainer.generation.engines import GenerationFailed, start_engines, start_processes
 from verl.trainer.main_generation_server import main as serve
 from verl.trainer.serving.run import ServingFailed
-from verl.workers.rollout.factory import EngineOrder, native_process, process_engines
+from verl.workers.rollout.factory import ProcessEngineSpec, native_process, register_engine
 from verl.workers.rollout.process.client import EngineSpec, EngineStartError
 
 NO_PYTHON = "/no/such/python"
 
-ordered: list[EngineOrder] = []
+ordered: list[ProcessEngineSpec] = []
 
 
-@process_engines.register("without_python")
-def without_python(order: EngineOrder) -> EngineSpec:
+@register_engine("without_python")
+def without_python(spec: ProcessEngineSpec) -> EngineSpec:
     """No process of it comes up."""
-    ordered.append(order)
-    return replace(native_process(order), python=NO_PYTHON)
+    ordered.append(spec)
+    return replace(native_process(spec), python=NO_PYTHON)
 
 
-@process_engines.register("second_without_python")
-def second_without_python(order: EngineOrder) -> EngineSpec:
-    return without_python(order) if order.seed == 1 else native_process(order)
+@register_engine("second_without_python")
+def second_without_python(spec: ProcessEngineSpec) -> EngineSpec:
+    return without_python(spec) if spec.seed == 1 else native_process(spec)
 
 
-@process_engines.register("refusing")
-def refusing(order: EngineOrder) -> EngineSpec:
+@register_engine("refusing")
+def refusing(spec: ProcessEngineSpec) -> EngineSpec:
     raise ValueError("this engine takes no orders")
 
 
@@ -75,9 +75,9 @@ def test_no_two_engines_draw_with_the_same_seeds(model):
     ordered.clear()
     with pytest.raises(EngineStartError, match=NO_PYTHON):
         start("without_python", model, 3)
-    assert [order.seed for order in ordered] == [0, 1, 2]
-    assert all(order.has_weights and order.dtype == "float32" for order in ordered)
-    first_seeds = [without_python(order).options["seed"] % 2**64 for order in ordered[:3]]
+    assert [spec.seed for spec in ordered] == [0, 1, 2]
+    assert all(spec.has_weights and spec.dtype == "float32" for spec in ordered)
+    first_seeds = [without_python(spec).options["seed"] % 2**64 for spec in ordered[:3]]
     assert first_seeds == [0, 2**32, 2**33]
 
 

@@ -12,11 +12,10 @@ from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.rollout import RolloutConfig
 from verl.workers.roles import ActorRolloutRefWorker
-from verl.workers.rollout.factory import adapter_engines, process_engines
+from verl.workers.rollout.factory import register_engine
 
 NAME = "takes_adapters_for_tests"
-process_engines.register(NAME)(adapter_engine.spec)
-adapter_engines.add(NAME)
+register_engine(NAME, takes_adapters=True)(adapter_engine.spec)
 
 
 def policy(model_path, *, name):

@@ -6,19 +6,19 @@ import torch
 from tests.tiny_models import VOCABULARY, tiny_model
 from tests.workers.rollout.faulty_engine import FaultyEngine, trained_policy
 from tests.workers.rollout.helpers import training_log_probs
-from verl.workers.rollout.canary import (
+from verl.workers.rollout.probe import (
     METRIC,
-    Canary,
+    FixedPromptCheck,
     StaleEngineError,
-    canary_lengths,
-    canary_prompt,
-    canary_request,
     default_tolerance,
+    fixed_prompt,
+    fixed_request,
+    prompt_lengths,
 )
 
 
 def canary(tolerance=0.05):
-    return Canary(vocabulary=VOCABULARY, max_model_len=176, tolerance=tolerance)
+    return FixedPromptCheck(vocabulary=VOCABULARY, max_model_len=176, tolerance=tolerance)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_the_metric_is_the_largest_difference_of_a_log_probability(pair):
     with torch.no_grad():
         training.module.lm_head.weight.mul_(1.001)
     watch = canary()
-    request = canary_request(watch.prompt_ids, max_tokens=watch.num_tokens)
+    request = fixed_request(watch.prompt_ids, max_tokens=watch.num_tokens)
     (output,) = engine.generate_batch([request])[0]
     expected = training_log_probs(training.module, watch.prompt_ids, output.token_ids)
     by_hand = float((torch.tensor(output.log_probs) - expected).abs().max())
@@ -78,18 +78,18 @@ def test_a_rank_without_an_engine_only_helps_to_score(pair):
 
 
 def test_the_prompt_is_fixed_and_keeps_away_from_special_tokens():
-    assert canary_prompt(1000, 50) == canary_prompt(1000, 50)
-    assert canary_prompt(1000, 50) != canary_prompt(1000, 50, number=1)
-    ids = canary_prompt(1000, 500)
+    assert fixed_prompt(1000, 50) == fixed_prompt(1000, 50)
+    assert fixed_prompt(1000, 50) != fixed_prompt(1000, 50, number=1)
+    ids = fixed_prompt(1000, 500)
     assert min(ids) >= 250
     assert max(ids) < 750
     assert len(set(ids)) > 200
 
 
 def test_lengths_fit_the_room_that_there_is():
-    assert canary_lengths(4096, 8) == (8, 144)
-    assert canary_lengths(100, 24) == (24, 76)
-    assert canary_lengths(14, 8) == (7, 7)
+    assert prompt_lengths(4096, 8) == (8, 144)
+    assert prompt_lengths(100, 24) == (24, 76)
+    assert prompt_lengths(14, 8) == (7, 7)
 
 
 def test_the_coarsest_number_format_sets_the_tolerance():

@@ -10,13 +10,13 @@ from tests.tiny_tokenizer import save_tiny_model, tiny_tokenizer
 from verl.config.rollout import RolloutConfig
 from verl.config.serving import CheckpointEngineConfig, ServerConfig
 from verl.workers.rollout.factory import (
-    ModuleOrder,
+    ModuleEngineSpec,
     engine_spec,
     has_own_process,
     native,
-    process_engines,
     process_spec,
     ranks_per_engine,
+    register_engine,
 )
 from verl.workers.rollout.process.client import EngineSpec
 from verl.workers.rollout.process.native import build as build_native
@@ -68,7 +68,7 @@ def test_the_built_in_engine_in_a_process_has_one_device(model_path):
 
 
 def test_an_engine_of_ones_own_is_one_function(model_path):
-    @process_engines.register("engine_of_this_test")
+    @register_engine("engine_of_this_test")
     def mine(order):
         return process_spec(order, build="mine:build", options={"seed": order.seed})
 
@@ -81,7 +81,7 @@ def test_an_engine_of_ones_own_is_one_function(model_path):
 
 def test_weights_of_its_own_are_part_of_an_engines_memory():
     module = tiny_model("llama")
-    order = ModuleOrder(
+    order = ModuleEngineSpec(
         module=module,
         rollout=rollout("native"),
         tokenizer=tiny_tokenizer(),

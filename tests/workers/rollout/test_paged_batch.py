@@ -131,7 +131,7 @@ def test_a_conversation_goes_on_from_the_pages_of_its_last_turn(device):
 def test_new_weights_in_the_middle_leave_no_page_behind(device):
     model, version = small_model(device), [3]
     engine = build(model, num_pages=14)
-    engine._version = lambda: version[0]
+    engine.core._version = lambda: version[0]
     engine.core.batch.steps.is_late = True
     groups = [group for request in requests({}) for group in engine.core.add(request).groups]
     for _ in range(2):

@@ -3,6 +3,7 @@ import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -19,14 +20,13 @@ from verl.workers.weight_sync import (
     receive_weights,
     send_weights,
 )
-from verl.workers.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from verl.workers.weight_sync.channel import parse_confirmation
-from verl.workers.weight_sync.errors import (
+from verl.workers.weight_sync.bucket import (
     ChannelError,
     DamagedBucketError,
     SyncRefusedError,
     WrongWeightsError,
 )
+from verl.workers.weight_sync.channel import parse_confirmation
 from verl.workers.weight_sync.shared_memory import (
     SHARED_FOLDER,
     SharedMemoryReceiver,
@@ -56,14 +56,15 @@ def receive_two_versions(channel: ReceivingChannel) -> list[int]:
     return fingerprints
 
 
-def outcome_of_wrong_weights(rank: int) -> str:
+def outcome_of_wrong_weights(rank: int, end: Connection) -> str:
     """The receiver has another model: both sides must end, each with its own error."""
     try:
         if rank == 0:
-            send_weights(WeightSender(40), small_weights().items(), 3, BroadcastSender())
+            channel = SharedMemorySender([end])
+            send_weights(WeightSender(40), small_weights().items(), 3, channel)
         else:
             receiver = WeightReceiver({"other": torch.zeros(1)})
-            receive_weights(receiver, BroadcastReceiver(source=0))
+            receive_weights(receiver, SharedMemoryReceiver(end, timeout_seconds=30))
     except (SyncRefusedError, WrongWeightsError) as error:
         return type(error).__name__
     return "no error"
@@ -77,20 +78,18 @@ def test_two_processes_agree_over_every_channel(tmp_path):
 
     def work(rank: int) -> tuple[list[list[int]], str]:
         if rank == 0:
-            results = [send_two_versions(BroadcastSender())]
-            results.append(send_two_versions(SharedMemorySender([near], folder=str(shared))))
+            results = [send_two_versions(SharedMemorySender([near], folder=str(shared)))]
             address = (listener.host, listener.port)
             results.append(send_two_versions(TcpSender([address], TOKEN, timeout_seconds=30)))
         else:
-            results = [receive_two_versions(BroadcastReceiver(source=0))]
-            results.append(receive_two_versions(SharedMemoryReceiver(far, timeout_seconds=30)))
+            results = [receive_two_versions(SharedMemoryReceiver(far, timeout_seconds=30))]
             results.append(receive_two_versions(listener.accept(timeout_seconds=30)))
-        return results, outcome_of_wrong_weights(rank)
+        return results, outcome_of_wrong_weights(rank, near if rank == 0 else far)
 
     (sent, sender_error), (received, receiver_error) = run_on_two_ranks(work, tmp_path)
     listener.close()
     assert sent == received
-    assert sent[0] == sent[1] == sent[2]
+    assert sent[0] == sent[1]
     assert sender_error == "SyncRefusedError"
     assert receiver_error == "WrongWeightsError"
     assert not list(shared.iterdir())

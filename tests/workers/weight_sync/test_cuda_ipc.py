@@ -7,6 +7,7 @@ import torch
 
 from tests.workers.weight_sync.models import are_equal, small_weights
 from verl.workers.weight_sync import WeightReceiver, WeightSender, receive_weights, send_weights
+from verl.workers.weight_sync.bucket import ChannelError
 from verl.workers.weight_sync.cuda_ipc import (
     CudaIpcReceiver,
     CudaIpcSender,
@@ -16,7 +17,6 @@ from verl.workers.weight_sync.cuda_ipc import (
     opened,
     split_head,
 )
-from verl.workers.weight_sync.errors import ChannelError
 
 
 def test_a_ticket_is_plain_text_and_reads_back_as_it_was():

@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from verl.utils.scramble import GOLDEN, scramble
-from verl.workers.weight_sync.bucket import TensorKind, fingerprint_of
-from verl.workers.weight_sync.fingerprint import (
+from verl.workers.weight_sync.bucket import (
     BLOCK_WORDS,
     BLOCKS_AT_ONCE_ON_CPU,
+    TensorKind,
     content_hash,
+    fingerprint_of,
 )
 
 UNSIGNED = 2**64 - 1

@@ -17,15 +17,14 @@ from tests.workers.weight_sync.test_faults import (
     truncate,
 )
 from verl.workers.weight_sync import Published, WeightSender, WeightSyncError
-from verl.workers.weight_sync.bucket import Bucket
-from verl.workers.weight_sync.channel import ReceivingChannel
-from verl.workers.weight_sync.errors import (
+from verl.workers.weight_sync.bucket import (
+    Bucket,
     ChannelError,
     DamagedBucketError,
     FingerprintError,
     WrongWeightsError,
 )
-from verl.workers.weight_sync.sender import published_by
+from verl.workers.weight_sync.channel import ReceivingChannel, published_by
 from verl.workers.weight_sync.streaming import stream_weights
 
 NUM_RUNS = 300

@@ -13,8 +13,8 @@ from verl.workers.weight_sync import (
     WeightsNotReadyError,
     copy_weights,
 )
-from verl.workers.weight_sync.bucket import Bucket
-from verl.workers.weight_sync.errors import (
+from verl.workers.weight_sync.bucket import (
+    Bucket,
     DamagedBucketError,
     FingerprintError,
     LostBucketError,

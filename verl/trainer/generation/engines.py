@@ -22,11 +22,11 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine.spec import compute_dtype
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.factory import (
-    EngineOrder,
-    ModuleOrder,
+    ModuleEngineSpec,
+    ProcessEngineSpec,
     has_own_process,
-    module_engines,
-    process_engines,
+    rollout_engines,
+    traits_of,
 )
 from verl.workers.rollout.fleet import Recover
 from verl.workers.rollout.process.client import EngineProcess, EngineStartError
@@ -89,14 +89,14 @@ def engine_here(config: GenerationConfig, model_path: str, device: str, dtype: s
         trust_remote_code=trusts_code,
     )
     fuse_model(module)
-    order = ModuleOrder(
+    spec = ModuleEngineSpec(
         module=module,
         rollout=config.rollout,
         tokenizer=hf_tokenizer(model_path, trust_remote_code=trusts_code),
         version=lambda: 0,
         owns_module=True,
     )
-    return Engines([module_engines[config.rollout.name](order)])
+    return Engines([rollout_engines[config.rollout.name].build(spec)])
 
 
 def restart_process(engine: Rollout) -> None:
@@ -118,10 +118,10 @@ def start_processes(
     `dtype` is `auto` or the number format of the weights. `EngineStartError` if an engine does not
     come up, ValueError if it refuses its options.
     """
-    build = process_engines[process_name(rollout.name)]
+    build = rollout_engines[process_name(rollout.name)].build
     shares = device_shares(device, count, rollout.tensor_model_parallel_size)
     orders = [
-        EngineOrder(
+        ProcessEngineSpec(
             rollout=rollout,
             model_path=model_path,
             device=device,
@@ -133,7 +133,7 @@ def start_processes(
         )
         for number, share in enumerate(shares)
     ]
-    processes = [EngineProcess(build(order)) for order in orders]
+    processes = [EngineProcess(build(spec)) for spec in orders]
     with ExitStack() as closing:
         for process in processes:
             closing.callback(process.close)
@@ -145,15 +145,14 @@ def start_processes(
 
 def process_name(name: str) -> str:
     """The name of the engine that runs in a process of its own."""
-    if name == "native":
-        return "native_process"
-    if not has_own_process(name):
-        text = (
-            f"rollout.name is {name!r}, which runs in this process, one engine alone; set "
-            "trainer.n_gpus_per_node=1, or use rollout.name=native for several"
-        )
-        raise ConfigError([Fault(text, ("rollout.name",))])
-    return name
+    traits = traits_of(name)
+    if traits.process_name is not None or traits.has_own_process:
+        return traits.process_name or name
+    text = (
+        f"rollout.name is {name!r}, which runs in this process, one engine alone; set "
+        "trainer.n_gpus_per_node=1, or use rollout.name=native for several"
+    )
+    raise ConfigError([Fault(text, ("rollout.name",))])
 
 
 def device_shares(device: str, count: int, size: int) -> Sequence[tuple[str, ...]]:

@@ -37,13 +37,11 @@ from verl.workers.rollout.engine_weights import (
     load_copy,
 )
 from verl.workers.rollout.factory import (
-    EngineOrder,
-    ModuleOrder,
-    adapter_engines,
+    ModuleEngineSpec,
+    ProcessEngineSpec,
     has_own_process,
-    module_engines,
-    process_engines,
     ranks_per_engine,
+    rollout_engines,
 )
 from verl.workers.rollout.polling import Poller, poller_of
 from verl.workers.rollout.process.client import EngineProcess
@@ -109,7 +107,7 @@ class Generator:
                 "zero1, rollout.tensor_model_parallel_size=1 and model.lora.merge=False, or "
                 "rollout.exact=False"
             )
-        takes_adapters = rollout.name in adapter_engines
+        takes_adapters = rollout_engines[rollout.name].traits.takes_adapters
         sends_adapter = takes_adapters and has_lora(module) and not self.config.model.lora.merge
         self.start_on_copy(module if sends_adapter else None)
         if isinstance(self.weights, ProcessWeights):
@@ -144,10 +142,10 @@ class Generator:
 
         The ranks of `tp_group` shard the module, which must be the engine's own.
         """
-        build = module_engines[self.config.rollout.name]
+        build = rollout_engines[self.config.rollout.name].build
         self._serve(
             build(
-                ModuleOrder(
+                ModuleEngineSpec(
                     module=module,
                     rollout=self.config.rollout,
                     tokenizer=self.tokenizer,
@@ -251,7 +249,7 @@ class Generator:
         group = self._create_subgroups(ranks_per_engine(config.rollout))
         devices = devices_of_ranks(group, self.device)
         if self.leads_engine:
-            order = EngineOrder(
+            order = ProcessEngineSpec(
                 rollout=config.rollout,
                 model_path=copy_to_local(config.model.path),
                 device=self.device,
@@ -263,7 +261,7 @@ class Generator:
                 visible_devices=devices,
                 adapter=adapter,
             )
-            process = EngineProcess(process_engines[config.rollout.name](order))
+            process = EngineProcess(rollout_engines[config.rollout.name].build(order))
             process.start()
             self._serve(process)
         return ProcessWeights(process, tensors)

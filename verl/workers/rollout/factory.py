@@ -1,24 +1,25 @@
-"""From `rollout.name` to an engine.
+"""The registry of rollout engines: from `rollout.name` to an engine.
 
-There are two kinds. `module_engines` run in the worker's process on a Hugging Face module, which
-may be the very one that is trained (`native`, `hf`). `process_engines` run in a process of their
-own, perhaps with another Python, and weights are sent to them (`vllm`, `sglang`, and
-`native_process`, the built-in engine). Both are registries; a name of your own is one function:
+There are two kinds. `native` and `hf` run in the worker's process on a Hugging Face module, which
+may be the very one that is trained. The others run in a process of their own, perhaps with another
+Python, and weights are sent to them: `vllm`, `sglang`, and `native_process`, the built-in engine.
+A name of your own is one function:
 
-    @process_engines.register("mine")
-    def my_engine(order: EngineOrder) -> EngineSpec:
-        return process_spec(order, build="my_package.engine:build", options={...})
+    @register_engine("mine")
+    def my_engine(spec: ProcessEngineSpec) -> EngineSpec:
+        return process_spec(spec, build="my_package.engine:build", options={...})
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from verl.config.roles import ROLLOUTS, RolloutTraits
 from verl.config.rollout import RolloutConfig
 from verl.utils.device import get_visible_devices_keyword
 from verl.utils.registry import Registry
@@ -44,7 +45,7 @@ SILENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleOrder:
+class ModuleEngineSpec:
     """An engine in this process, over `module`, whose weights have seen `version()` updates.
 
     The ranks of `tp_group` divide the module, which must then be the engine's own.
@@ -70,7 +71,7 @@ class ModuleOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOrder:
+class ProcessEngineSpec:
     """An engine in a process of its own."""
 
     rollout: RolloutConfig
@@ -116,19 +117,19 @@ class EngineOrder:
         )
 
 
-def native(order: ModuleOrder) -> Rollout:
-    limits = native_limits(order.rollout, next(order.module.parameters()).device)
-    if order.owns_module:
-        num_ranks = 1 if order.tp_group is None else order.tp_group.size()
-        limits = beside_weights(limits, order.module, num_ranks)
+def native(spec: ModuleEngineSpec) -> Rollout:
+    limits = native_limits(spec.rollout, next(spec.module.parameters()).device)
+    if spec.owns_module:
+        num_ranks = 1 if spec.tp_group is None else spec.tp_group.size()
+        limits = beside_weights(limits, spec.module, num_ranks)
     return NativeEngine(
-        order.module,
+        spec.module,
         limits,
-        eos_token_ids=order.end_tokens,
-        version=order.version,
-        decode_text=order.decode_text,
-        seed=order.seed * SEEDS_PER_ENGINE,
-        tp_group=order.tp_group,
+        eos_token_ids=spec.end_tokens,
+        version=spec.version,
+        decode_text=spec.decode_text,
+        seed=spec.seed * SEEDS_PER_ENGINE,
+        tp_group=spec.tp_group,
     )
 
 
@@ -143,105 +144,129 @@ def native_limits(rollout: RolloutConfig, device: torch.device) -> EngineLimits:
     )
 
 
-def hf(order: ModuleOrder) -> Rollout:
-    pad_token_id = order.tokenizer.pad_token_id
+def hf(spec: ModuleEngineSpec) -> Rollout:
+    pad_token_id = spec.tokenizer.pad_token_id
     assert isinstance(pad_token_id, int)
     return HFRollout(
-        order.module,
-        max_num_seqs=order.rollout.max_num_seqs,
-        max_prompt_tokens=order.rollout.prompt_length,
-        max_response_tokens=order.rollout.response_length,
-        eos_token_ids=order.end_tokens,
+        spec.module,
+        max_num_seqs=spec.rollout.max_num_seqs,
+        max_prompt_tokens=spec.rollout.prompt_length,
+        max_response_tokens=spec.rollout.response_length,
+        eos_token_ids=spec.end_tokens,
         pad_token_id=pad_token_id,
-        version=order.version,
-        decode_text=order.decode_text,
-        seed=order.seed * SEEDS_PER_ENGINE,
+        version=spec.version,
+        decode_text=spec.decode_text,
+        seed=spec.seed * SEEDS_PER_ENGINE,
     )
 
 
-def native_process(order: EngineOrder) -> EngineSpec:
+def native_process(spec: ProcessEngineSpec) -> EngineSpec:
     """The built-in engine, apart from the trainer."""
-    size = order.rollout.tensor_model_parallel_size
+    size = spec.rollout.tensor_model_parallel_size
     if size > 1:
         raise ValueError(
             f"rollout.tensor_model_parallel_size is {size}, but rollout.name=native_process has "
             "one device; rollout.name=native divides the model among ranks"
         )
     options = native_options(
-        order.model_path,
-        native_limits(order.rollout, torch.device(order.device)),
-        device=order.device,
-        dtype=order.dtype,
-        seed=order.seed * SEEDS_PER_ENGINE,
-        tokenizer_path=order.tokenizer_path,
-        trust_remote_code=order.trust_remote_code,
-        override_config=order.override_config,
+        spec.model_path,
+        native_limits(spec.rollout, torch.device(spec.device)),
+        device=spec.device,
+        dtype=spec.dtype,
+        seed=spec.seed * SEEDS_PER_ENGINE,
+        tokenizer_path=spec.tokenizer_path,
+        trust_remote_code=spec.trust_remote_code,
+        override_config=spec.override_config,
     )
-    return process_spec(order, build=BUILD_NATIVE, options=options)
+    return process_spec(spec, build=BUILD_NATIVE, options=options)
 
 
-def vllm(order: EngineOrder) -> EngineSpec:
+def vllm(spec: ProcessEngineSpec) -> EngineSpec:
     return process_spec(
-        order,
+        spec,
         build="verl.workers.rollout.vllm_rollout.hosted:build",
-        options=order.options(vllm_options),
-        environment=vllm_environment(order.device),
+        options=spec.options(vllm_options),
+        environment=vllm_environment(spec.device),
     )
 
 
-def sglang(order: EngineOrder) -> EngineSpec:
+def sglang(spec: ProcessEngineSpec) -> EngineSpec:
     return process_spec(
-        order,
+        spec,
         build="verl.workers.rollout.sglang_rollout.hosted:build",
-        options=order.options(sglang_options),
+        options=spec.options(sglang_options),
     )
 
 
 def process_spec(
-    order: EngineOrder,
+    spec: ProcessEngineSpec,
     *,
     build: str,
     options: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
 ) -> EngineSpec:
     """What all engines with a process of their own have in common."""
-    rollout, variables = order.rollout, dict(environment or {})
-    if order.visible_devices:
-        variables[get_visible_devices_keyword()] = ",".join(order.visible_devices)
+    rollout, variables = spec.rollout, dict(environment or {})
+    if spec.visible_devices:
+        variables[get_visible_devices_keyword()] = ",".join(spec.visible_devices)
     return EngineSpec(
         build=build,
         options=options,
         python=None if rollout.python is None else str(Path(rollout.python).expanduser()),
         environment=variables,
-        has_weights=order.has_weights,
+        has_weights=spec.has_weights,
         bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
         start_seconds=rollout.server.max_start_wait_time,
         answer_seconds=SILENCE_SECONDS,
     )
 
 
-module_engines = Registry[Callable[[ModuleOrder], Rollout]]("rollout engine", native=native, hf=hf)
-process_engines = Registry[Callable[[EngineOrder], EngineSpec]](
-    "rollout engine", native_process=native_process, vllm=vllm, sglang=sglang
+@dataclass(frozen=True)
+class RolloutEngine:
+    """How to build an engine, and facts about it."""
+
+    build: Callable[[Any], Any]
+    """From a `ModuleEngineSpec` to a `Rollout`, or from a `ProcessEngineSpec` to the `EngineSpec`
+    of its process."""
+
+    traits: RolloutTraits
+
+
+rollout_engines = Registry[RolloutEngine](
+    "rollout engine",
+    **{
+        build.__name__: RolloutEngine(build, ROLLOUTS[build.__name__])
+        for build in (native, hf, native_process, vllm, sglang)
+    },
 )
 
-adapter_engines = {"sglang", "vllm"}
-"""Those of them that heed `EngineOrder.adapter`; others are sent weights with adapters merged."""
+Build = TypeVar("Build", bound=Callable[[ProcessEngineSpec], EngineSpec])
+
+
+def register_engine(name: str, **traits: Any) -> Callable[[Build], Build]:
+    """Decorator: `rollout.name=<name>` starts the process that the function describes."""
+
+    def add(build: Build) -> Build:
+        rollout_engines.register(name)(RolloutEngine(build, RolloutTraits(**traits)))
+        return build
+
+    return add
+
+
+def traits_of(name: str) -> RolloutTraits:
+    """Facts about the engine of that `rollout.name`; unknown names are refused."""
+    if name not in rollout_engines:
+        known = ", ".join(sorted(rollout_engines))
+        raise ValueError(
+            f"rollout.name is {name!r}; known: {known}. A name of your own is registered with "
+            "verl.workers.rollout.factory.register_engine by a module in "
+            "actor_rollout_ref.model.external_lib"
+        )
+    return rollout_engines[name].traits
 
 
 def has_own_process(name: str) -> bool:
-    """Whether the engine of that `rollout.name` runs apart from the worker; refuses unknown
-    names."""
-    if name in module_engines:
-        return False
-    if name not in process_engines:
-        known = ", ".join(sorted([*module_engines, *process_engines]))
-        raise ValueError(
-            f"rollout.name is {name!r}; known: {known}. A name of your own is registered in "
-            "verl.workers.rollout.factory.process_engines by a module in "
-            "actor_rollout_ref.model.external_lib"
-        )
-    return True
+    return traits_of(name).has_own_process
 
 
 def ranks_per_engine(rollout: RolloutConfig) -> int:
@@ -253,8 +278,8 @@ def ranks_per_engine(rollout: RolloutConfig) -> int:
 def engine_spec(
     rollout: RolloutConfig, model_path: str, *, device: str, has_weights: bool, **options: Any
 ) -> EngineSpec:
-    """The process that `rollout.name` asks for; `options` are further fields of `EngineOrder`."""
-    order = EngineOrder(
+    """The process of `rollout.name`; `options` are further fields of `ProcessEngineSpec`."""
+    spec = ProcessEngineSpec(
         rollout=rollout, model_path=model_path, device=device, has_weights=has_weights, **options
     )
-    return process_engines[rollout.name](order)
+    return rollout_engines[rollout.name].build(spec)

@@ -31,10 +31,14 @@ from transformers import PreTrainedModel
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.single_controller.base.failures import WorkerError, WorkerTimeout
 from verl.workers.rollout.base import EngineLostError, Rollout
-from verl.workers.rollout.canary import METRIC, Canary, default_tolerance
 from verl.workers.rollout.factory import has_own_process, ranks_per_engine
-from verl.workers.rollout.probe import probe_engine
-from verl.workers.rollout.probe_findings import SamplingInUse
+from verl.workers.rollout.probe import (
+    METRIC,
+    FixedPromptCheck,
+    SamplingInUse,
+    default_tolerance,
+    probe_engine,
+)
 from verl.workers.rollout.process.hosted import EngineFacts
 from verl.workers.rollout.remote import RemoteRollout, remote_rollouts
 from verl.workers.rollout.trained import Answer, TrainedPolicy
@@ -243,8 +247,8 @@ class DriftCheck:
         return {METRIC: max(differences)}
 
     @cached_property
-    def _canary(self) -> Canary:
-        return Canary(
+    def _canary(self) -> FixedPromptCheck:
+        return FixedPromptCheck(
             vocabulary=self._settings.vocabulary,
             max_model_len=min(facts.max_model_len for _, _, facts in self._compared),
             tolerance=self._settings.tolerance,

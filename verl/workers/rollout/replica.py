@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from verl.config.model import HFModelConfig
+from verl.config.roles import ROLLOUTS
 from verl.config.rollout import RolloutConfig
 from verl.utils.device import get_device_name
 from verl.utils.fs import copy_to_local
@@ -200,10 +201,7 @@ class RolloutReplicaRegistry:
 
     _loaders: ClassVar[Registry[Callable[[], type[RolloutReplica]]]] = Registry(
         "rollout replica",
-        **{
-            name: lambda: RolloutReplica
-            for name in ("native", "native_process", "hf", "vllm", "sglang")
-        },
+        **{name: lambda: RolloutReplica for name in ROLLOUTS},
     )
 
     @classmethod

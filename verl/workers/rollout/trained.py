@@ -1,7 +1,7 @@
-"""The policy in training as those see it who compare an engine with it: probe and canary.
+"""The policy in training, as the checks see it that compare an engine with it (probe, drift check).
 
-They need three things of it: send the weights to the engine, say how likely training finds given
-tokens, and do both once with scrambled weights. Scrambling changes signs in every tensor, so a
+It sends its weights to the engine, scores given tokens as training does, and can do both with
+scrambled weights. Scrambling changes signs in every tensor, so a
 tensor that an engine left out makes its answers wrong; and it is its own inverse to the last bit,
 so the trainer can scramble its weights in place, score, and have them back.
 """
@@ -35,7 +35,7 @@ ZERO_STEP = 1.0
 
 
 class Answer(NamedTuple):
-    """A prompt and what an engine made of it."""
+    """A prompt and the continuation that an engine returned."""
 
     prompt_ids: Sequence[int]
     output: TokenOutput
@@ -118,12 +118,12 @@ def log_probs_of(
         response_length=max(map(len, responses)),
         pad_token_id=0,  # masked: any token will do
     )
-    found = engine.infer_batch(
+    scores = engine.infer_batch(
         TensorDict(columns, batch_size=len(answers)),  # pyright: ignore[reportArgumentType]
         micro_batching=[list(range(len(answers)))],  # on every rank one pass
         temperature=temperature,
     )
-    rows = found["log_probs"].float().cpu()
+    rows = scores["log_probs"].float().cpu()
     return [row[: len(response)] for row, response in zip(rows, responses, strict=True)]
 
 

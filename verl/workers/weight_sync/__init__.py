@@ -4,23 +4,22 @@
     receiver = WeightReceiver(dict(module.named_parameters()))
     published = copy_weights(sender, engine.get_per_tensor_param(), version, receiver)
 
-`sender` cuts named tensors into buckets, `receiver` judges and applies them, and both sides compare
-a fingerprint of the content. Between processes a channel carries the buckets: `broadcast` (a torch
-process group), `shared_memory` (one machine) or `tcp`. Each side needs the memory of two buckets at
+`WeightSender` cuts named tensors into buckets, `WeightReceiver` checks and applies them, and both
+sides compare a fingerprint of the content. Between processes a channel carries the buckets:
+`shared_memory` and `cuda_ipc` (one machine) or `tcp`. Each side needs the memory of two buckets at
 most, whatever the size of the model.
 """
 
-from verl.workers.weight_sync.bucket import Bucket, Published
+from verl.workers.weight_sync.bucket import Bucket, Published, WeightsNotReadyError, WeightSyncError
 from verl.workers.weight_sync.channel import (
     ReceivingChannel,
     SendingChannel,
+    WeightSender,
     copy_weights,
     receive_weights,
     send_weights,
 )
-from verl.workers.weight_sync.errors import WeightsNotReadyError, WeightSyncError
 from verl.workers.weight_sync.receiver import WeightReceiver
-from verl.workers.weight_sync.sender import WeightSender
 
 __all__ = [
     "Bucket",

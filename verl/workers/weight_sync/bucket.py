@@ -1,22 +1,34 @@
-"""`Bucket`: a bounded number of bytes of some weights, and all that is needed to judge them.
+"""`Bucket`: a bounded number of bytes of some weights, with checksum, manifest and fingerprint.
 
-A bucket says which update it belongs to (version and attempt), its place in it, which bytes of
-which tensors it carries and where they stand in the payload. Its checksum covers all of that and
-the payload. The last bucket of an update also has the manifest: every tensor with its shape, number
+A bucket says which update it belongs to (version and attempt), its index in it, which bytes of
+which tensors it carries and where they are in the payload. Its checksum covers all of that and the
+payload. The last bucket of an update also has the manifest: every tensor with its shape, number
 format and hash. On the wire a bucket is a header, which is JSON, and the payload.
+
+A tensor's hash is computed on its device. Its bytes are read as 32-bit words w_i, in blocks of
+2^16. With fixed odd 64-bit multipliers a_i,
+
+    block_b = sum_i a_i w_i                                                mod 2^64
+    hash    = scramble(num_bytes + sum_b scramble(block_b + b GOLDEN))     mod 2^64
+
+Only integer products and sums, so a CPU and a GPU agree to the bit and no byte leaves the device.
+One changed word always changes its block, because a_i is odd; other damage goes unnoticed with a
+probability below 2^-32. That is enough against accidents, and no defence against an attacker: who
+may send weights at all is for the channel to decide.
 """
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from verl.workers.weight_sync.errors import DamagedBucketError
-from verl.workers.weight_sync.fingerprint import combine, content_hash
+from verl.utils.scramble import GOLDEN, scramble
 
 MAX_HEADER_BYTES = 64 * 2**20
 
@@ -161,3 +173,98 @@ def _integer(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
+
+
+class WeightSyncError(RuntimeError):
+    """Weights did not arrive as they were sent. The receiver serves nothing it is not sure of."""
+
+
+class DamagedBucketError(WeightSyncError):
+    """A bucket is not what its checksum says, or cannot be read."""
+
+
+class StaleBucketError(WeightSyncError):
+    """A bucket belongs to an update that is over: an old version, or an earlier attempt."""
+
+
+class RepeatedBucketError(WeightSyncError):
+    """A bucket of the running update came twice; the second one changed nothing."""
+
+
+class LostBucketError(WeightSyncError):
+    """A bucket came before its predecessor, which is late or lost."""
+
+
+class WrongWeightsError(WeightSyncError):
+    """Names, shapes or number formats differ between the two sides."""
+
+
+class FingerprintError(WeightSyncError):
+    """All buckets were applied, and the receiver still holds something else than was sent."""
+
+
+class WeightsNotReadyError(WeightSyncError):
+    """The receiver holds no complete version, or not the one that was asked for."""
+
+
+class SyncRefusedError(WeightSyncError):
+    """The sender's view: one or more receivers do not hold the version that was sent."""
+
+
+class ChannelError(WeightSyncError):
+    """The way between the two sides failed: closed, too slow, or a peer without the token."""
+
+
+WORD_BYTES = 4
+BLOCK_WORDS = 2**16
+BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
+BLOCKS_AT_ONCE_ON_CPU = 1
+"""Half a megabyte of products: they stay in a core's cache, and the allocator keeps the memory."""
+
+BLOCKS_AT_ONCE = 64
+_UNSIGNED = 2**64 - 1
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as uint8 in its own memory."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def content_hash(tensor: Tensor) -> int:
+    """64 bits that depend on every byte of a contiguous tensor and on nothing else."""
+    content = byte_view(tensor)
+    if content.storage_offset() % WORD_BYTES:  # words cannot be read across their alignment
+        content = content.clone()
+    num_whole = len(content) // BLOCK_BYTES
+    whole, rest = content[: num_whole * BLOCK_BYTES], content[num_whole * BLOCK_BYTES :]
+    blocks = torch.cat([*_whole_blocks(whole), _last_block(rest)])  # (blocks,) int64
+    places = torch.arange(1, len(blocks) + 1, device=blocks.device)
+    mixed = scramble(blocks + places * GOLDEN).sum()
+    return int(scramble(mixed + len(content)).item()) & _UNSIGNED
+
+
+def combine(identified_hashes: Iterable[tuple[str, int]]) -> int:
+    """One number for many tensors, each with a text that says what it is; order does not matter."""
+    total = 0
+    for identity, content in identified_hashes:
+        digest = blake2b(identity.encode() + b"\0" + content.to_bytes(8, "big"), digest_size=8)
+        total += int.from_bytes(digest.digest(), "big")
+    return total & _UNSIGNED
+
+
+def _whole_blocks(content: Tensor) -> list[Tensor]:
+    words = content.view(torch.int32).view(-1, BLOCK_WORDS)
+    factors = _factors(content.device)
+    size = BLOCKS_AT_ONCE_ON_CPU if content.device.type == "cpu" else BLOCKS_AT_ONCE
+    return [part.long().mul_(factors).sum(-1) for part in words.split(size)]
+
+
+def _last_block(content: Tensor) -> Tensor:
+    words = F.pad(content, (0, -len(content) % WORD_BYTES)).view(torch.int32).long()
+    return (words * _factors(content.device)[: len(words)]).sum(-1, keepdim=True)
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    return scramble(torch.arange(1, BLOCK_WORDS + 1, device=device) * GOLDEN) | 1

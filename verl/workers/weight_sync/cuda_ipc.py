@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.workers.weight_sync.bucket import Bucket, Published, empty_payload
+from verl.workers.weight_sync.bucket import Bucket, ChannelError, Published, empty_payload
 from verl.workers.weight_sync.channel import ReceivingChannel, SendingChannel
-from verl.workers.weight_sync.errors import ChannelError
 from verl.workers.weight_sync.shared_memory import (
     DEFAULT_TIMEOUT_SECONDS,
     SharedMemoryReceiver,

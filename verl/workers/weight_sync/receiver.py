@@ -17,21 +17,20 @@ from torch import Tensor
 
 from verl.workers.weight_sync.bucket import (
     Bucket,
+    FingerprintError,
+    LostBucketError,
     Manifest,
     Piece,
     Published,
-    TensorKind,
-    fingerprint_of,
-)
-from verl.workers.weight_sync.errors import (
-    FingerprintError,
-    LostBucketError,
     RepeatedBucketError,
     StaleBucketError,
+    TensorKind,
     WeightsNotReadyError,
     WrongWeightsError,
+    byte_view,
+    content_hash,
+    fingerprint_of,
 )
-from verl.workers.weight_sync.fingerprint import byte_view, content_hash
 
 NAMES_SHOWN = 5
 

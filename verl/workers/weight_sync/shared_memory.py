@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.workers.weight_sync.bucket import Bucket, Published, empty_payload
+from verl.workers.weight_sync.bucket import Bucket, ChannelError, Published, empty_payload
 from verl.workers.weight_sync.channel import (
     ReceivingChannel,
     SendingChannel,
     format_confirmation,
     parse_confirmation,
 )
-from verl.workers.weight_sync.errors import ChannelError
 
 SHARED_FOLDER = "/dev/shm"
 DEFAULT_TIMEOUT_SECONDS = 600.0

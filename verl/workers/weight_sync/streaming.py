@@ -18,23 +18,22 @@ from torch import Tensor
 
 from verl.workers.weight_sync.bucket import (
     Bucket,
-    Manifest,
-    Piece,
-    Published,
-    TensorKind,
-    fingerprint_of,
-)
-from verl.workers.weight_sync.channel import ReceivingChannel
-from verl.workers.weight_sync.errors import (
     ChannelError,
     FingerprintError,
     LostBucketError,
+    Manifest,
+    Piece,
+    Published,
     RepeatedBucketError,
     StaleBucketError,
+    TensorKind,
     WeightSyncError,
     WrongWeightsError,
+    byte_view,
+    content_hash,
+    fingerprint_of,
 )
-from verl.workers.weight_sync.fingerprint import byte_view, content_hash
+from verl.workers.weight_sync.channel import ReceivingChannel
 from verl.workers.weight_sync.receiver import shown
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], None]

@@ -15,15 +15,20 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from verl.workers.weight_sync.bucket import MAX_HEADER_BYTES, Bucket, Published, empty_payload
+from verl.workers.weight_sync.bucket import (
+    MAX_HEADER_BYTES,
+    Bucket,
+    ChannelError,
+    Published,
+    empty_payload,
+)
 from verl.workers.weight_sync.channel import (
+    DEFAULT_BUCKET_BYTES,
     ReceivingChannel,
     SendingChannel,
     format_confirmation,
     parse_confirmation,
 )
-from verl.workers.weight_sync.errors import ChannelError
-from verl.workers.weight_sync.sender import DEFAULT_BUCKET_BYTES
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_SECONDS = 600.0

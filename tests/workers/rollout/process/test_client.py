@@ -15,7 +15,7 @@ from verl.workers.rollout.process.client import EngineProcess, EngineSpec, Engin
 from verl.workers.rollout.process.messages import EngineStateError, request_fields, request_of
 from verl.workers.rollout.process.wire import decode, encode
 from verl.workers.weight_sync import WeightSender, WeightsNotReadyError, WeightSyncError
-from verl.workers.weight_sync.errors import (
+from verl.workers.weight_sync.bucket import (
     ChannelError,
     DamagedBucketError,
     LostBucketError,

@@ -166,7 +166,7 @@ def test_a_process_that_is_closed_tells_those_who_wait(ready):
 def test_an_engine_whose_line_is_closed_ends_with_all_that_it_started(tmp_path):
     spec = counting_spec(tmp_path, {"starts_helper": True})
     child = Child(None, spec.environment, beat_seconds=60.0)  # the main thread sees it first
-    child.shake_hands(60.0)
+    child.handshake(60.0)
     child.wire.send(
         encode(
             {
@@ -184,7 +184,7 @@ def test_an_engine_whose_line_is_closed_ends_with_all_that_it_started(tmp_path):
     child.wire.close()
     wait_for(lambda: not runs(child.pid) and not runs(helper), "the group is gone")
     child.end()
-    assert "SIGKILL" in child.last_words()
+    assert "SIGKILL" in child.stderr_tail()
 
 
 PARENT = """

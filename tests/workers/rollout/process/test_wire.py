@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from verl.workers.rollout.process.host import Host
-from verl.workers.rollout.process.pulse import Pulse
+from verl.workers.rollout.process.host import Host, Pulse
 from verl.workers.rollout.process.wire import (
     MAX_MESSAGE_BYTES,
     Wire,
@@ -124,7 +123,7 @@ def test_the_host_ends_with_an_error_when_it_reads_garbage(ends):
 
 def shake(wire, token, starts, outcomes):
     try:
-        wire.shake_hands(token, starts=starts, timeout_seconds=5.0)
+        wire.handshake(token, starts=starts, timeout_seconds=5.0)
         outcomes[starts] = "trusted"
     except WireError as error:
         outcomes[starts] = str(error)

@@ -145,7 +145,7 @@ def test_arguments_that_the_server_does_not_have_are_refused_by_name(folder):
         start_engine(engine_options(folder, own={"mem_fraction": 0.5}))
 
 
-def test_a_server_that_does_not_start_is_reported_with_its_last_words(folder):
+def test_a_server_that_does_not_start_is_reported_with_its_stderr_tail(folder):
     options = engine_options(folder)
     options["arguments"]["model_path"] = f"{folder}/nowhere"
     with pytest.raises(EngineStartError, match="nowhere"):

@@ -20,7 +20,7 @@ from tests.workers.rollout.sglang.engines import (
 from verl.config.serving import ServerConfig
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
 from verl.workers.rollout.sglang_rollout.hosted import SGLangEngine, build
-from verl.workers.rollout.sglang_rollout.http_client import ServerRefusedError
+from verl.workers.rollout.sglang_rollout.server import ServerRefusedError
 
 NUMBERS = itertools.count()
 

@@ -7,9 +7,9 @@ import torch
 
 from tests.workers.rollout.sglang.engines import ask
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.sglang_rollout.running_sample import RunningSample
-from verl.workers.rollout.sglang_rollout.sampling import generate_body
-from verl.workers.rollout.sglang_rollout.weight_folder import weight_folder
+from verl.workers.rollout.sglang_rollout.adapter import weight_folder
+from verl.workers.rollout.sglang_rollout.arguments import generate_body
+from verl.workers.rollout.sglang_rollout.streams import RunningSample
 
 
 def body(request, **options) -> dict:

@@ -9,14 +9,14 @@ from tests.workers.rollout.sglang.engines import PROTOCOL_SERVER, save_model
 from verl.config.serving import ServerConfig
 from verl.utils.environment import sglang_python
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.factory import EngineOrder, process_engines, sglang
+from verl.workers.rollout.factory import ProcessEngineSpec, register_engine, sglang
 from verl.workers.rollout.process.client import EngineSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@process_engines.register("sglang_protocol")
-def sglang_protocol(order: EngineOrder) -> EngineSpec:
+@register_engine("sglang_protocol")
+def sglang_protocol(order: ProcessEngineSpec) -> EngineSpec:
     """SGLang's engine over our protocol server."""
     spec = sglang(order)
     return replace(spec, options={**spec.options, "command": [PROTOCOL_SERVER]})

@@ -5,8 +5,7 @@ import pytest
 from tests.workers.rollout.vllm.helpers import needs_vllm, saved_model, vllm_process
 from verl.models.loading import load_causal_lm
 from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.rollout.canary import METRIC, Canary
-from verl.workers.rollout.probe import SamplingInUse, probe_engine
+from verl.workers.rollout.probe import METRIC, FixedPromptCheck, SamplingInUse, probe_engine
 from verl.workers.rollout.trained import LocalPolicy
 
 pytestmark = needs_vllm
@@ -36,7 +35,9 @@ def test_vllm_passes_the_probe_and_the_canary(model_type, has_weights, tmp_path)
             sampling=SamplingInUse(),
         )
         assert findings[-1].answer == "they did"
-        canary = Canary(vocabulary=vocabulary, max_model_len=facts.max_model_len, tolerance=0.01)
-        assert canary.check(engine, policy)[METRIC] < 1e-3
+        check = FixedPromptCheck(
+            vocabulary=vocabulary, max_model_len=facts.max_model_len, tolerance=0.01
+        )
+        assert check.check(engine, policy)[METRIC] < 1e-3
     finally:
         engine.close()

@@ -1,9 +1,8 @@
-"""Keys and values of finished turns, kept for the next turn of the same conversation.
+"""Keys and values of finished turns, kept for the next turn of the same session.
 
-A finished sequence gives its slots up, so what it computed is copied out, and joined to the new
+A finished sequence frees its slots, so its keys and values are copied out, and joined to the new
 tokens when a prompt that begins the same way comes. Memory is bounded: the least recently used
-conversation goes first. Whoever changes the weights must `clear`: numbers of other weights are no
-use to anyone.
+session is evicted first. A change of the weights must `clear` the store.
 """
 
 from collections import OrderedDict
@@ -30,7 +29,7 @@ class KnownTokens:
 
 
 class SessionStore:
-    """Conversations by name, at most `max_bytes` of them."""
+    """Sessions by name, at most `max_bytes` of keys and values."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -41,7 +40,7 @@ class SessionStore:
         return len(self._sessions)
 
     def put(self, session_id: str, known: KnownTokens) -> None:
-        """Keep a finished turn in place of the one before; nothing if it alone is too large."""
+        """Keep a finished turn in place of the one before, unless it alone is too large."""
         self.close(session_id)
         if known.num_bytes > self.max_bytes:
             return
@@ -60,7 +59,7 @@ class SessionStore:
         return known.prefix(num_equal(known.token_ids[:most], prompt_ids[:most]))
 
     def close(self, session_id: str) -> KnownTokens:
-        """Forget a conversation and give what was known of it."""
+        """Drop a session and return what was kept for it."""
         known = self._sessions.pop(session_id, KnownTokens())
         self.num_bytes -= known.num_bytes
         return known

@@ -71,9 +71,9 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def shake_hands(self, timeout_seconds: float) -> None:
+    def handshake(self, timeout_seconds: float) -> None:
         """Wait for the process to prove that it is the one."""
-        self.wire.shake_hands(self._token, starts=False, timeout_seconds=timeout_seconds)
+        self.wire.handshake(self._token, starts=False, timeout_seconds=timeout_seconds)
 
     def has_ended(self) -> bool:
         """Without taking notice of it for the kernel, so that its number stays its own."""
@@ -101,7 +101,7 @@ class Child:
         self.wire.close()
         self._folder.cleanup()
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """How it ended, and the last lines it wrote."""
         code = self._process.returncode
         if code is None:

@@ -32,14 +32,13 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.process.child import Child
 from verl.workers.rollout.process.hosted import EngineFacts
-from verl.workers.rollout.process.link import Link, Patience
-from verl.workers.rollout.process.pending import DeltaFeed
+from verl.workers.rollout.process.link import DeltaFeed, Link, Timeouts
 from verl.workers.rollout.process.weights import CUDA_IPC, SHARED_MEMORY, TCP
 from verl.workers.rollout.process.wire import WireError
 from verl.workers.rollout.stepping import Submission
 from verl.workers.weight_sync import Published, WeightSender, WeightSyncError, send_weights
+from verl.workers.weight_sync.bucket import WeightsNotReadyError
 from verl.workers.weight_sync.cuda_ipc import CudaIpcSender
-from verl.workers.weight_sync.errors import WeightsNotReadyError
 from verl.workers.weight_sync.shared_memory import SharedMemorySender
 
 MAX_BEAT_SECONDS = 1.0
@@ -290,12 +289,12 @@ class EngineProcess(StreamingRollout):
                 "Python interpreter"
             ) from error
         try:
-            child.shake_hands(spec.start_seconds)
+            child.handshake(spec.start_seconds)
         except WireError as error:
             child.end()
-            raise EngineStartError(f"{error}; {child.last_words()}") from error
+            raise EngineStartError(f"{error}; {child.stderr_tail()}") from error
         silent = spec.answer_seconds
-        link = Link(child, Patience(silent_seconds=silent, work_seconds=spec.start_seconds))
+        link = Link(child, Timeouts(silent_seconds=silent, work_seconds=spec.start_seconds))
         try:
             facts = link.call(
                 "build",
@@ -308,7 +307,7 @@ class EngineProcess(StreamingRollout):
             if isinstance(error, EngineLostError):
                 raise EngineStartError(f"the engine was not built: {error}") from error
             raise
-        link.patience = Patience(silent_seconds=silent, work_seconds=spec.work_seconds)
+        link.timeouts = Timeouts(silent_seconds=silent, work_seconds=spec.work_seconds)
         self._link, self._facts = link, EngineFacts(**facts)
         link.version = 0 if spec.has_weights else None
         return self._facts

@@ -1,20 +1,28 @@
 """The engine's process: reads calls, steps the engine, sends what came.
 
-    line --calls--> | submit, abort, weights, sleep |          thread `pulse`: beats, and the end
-                    | one step of the engine        |          of this process when its parent ends
-    line <--deltas- | (again and again)             |
+    link --calls--> | submit, abort, weights, sleep |      heartbeat thread: signs of life, and the
+                    | one step of the engine        |      end of this process when its parent ends
+    link <--deltas- | (again and again)             |
 
 One thread does everything that concerns the engine, so no token is ever computed while weights
-change, and calls are read between any two steps, so an abort never waits for more than one. What
-the caller got wrong is answered; any other error ends the process, because nobody knows what the
-engine is worth after it: the parent sees the end at once, with the traceback.
+change, and calls are read between any two steps. A mistake of the caller is answered; any other
+error ends the process, because the engine's state is unknown after it: the parent sees the end at
+once, with the traceback.
 
-Started by `link`, in whatever environment the engine needs: this imports torch and no more.
+The heartbeat says for how long the main thread has been at its present work, so a long step is not
+taken for silence and a deadlock shows. The same thread watches for the end of the parent and then
+kills this process group: the link alone does not tell, since a fork of the parent may hold its end
+open. Started by `link`, in whatever environment the engine needs: this imports torch and no more.
 """
 
 import json
+import os
+import shutil
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
@@ -28,10 +36,41 @@ from verl.workers.rollout.process.messages import (
     error_fields,
     request_of,
 )
-from verl.workers.rollout.process.pulse import Pulse
 from verl.workers.rollout.process.weights import IncomingWeights
 from verl.workers.rollout.process.wire import Message, Wire, WireClosedError, encode
-from verl.workers.weight_sync.errors import WeightsNotReadyError
+from verl.workers.weight_sync.bucket import WeightsNotReadyError
+
+
+class Pulse:
+    """The thread; `came_round` is called by the main one whenever it has got on."""
+
+    def __init__(self, wire: Wire, *, parent: int, beat_seconds: float, folder: str) -> None:
+        self._wire = wire
+        self._folder = folder  # the parent removes it, if it can
+        self._parent = parent
+        self._beat_seconds = beat_seconds
+        self._last_round = time.monotonic()
+
+    def start(self) -> None:
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def came_round(self) -> None:
+        self._last_round = time.monotonic()
+
+    def _beat(self) -> None:
+        while os.getppid() == self._parent and not self._wire.has_hung_up(self._beat_seconds):
+            try:
+                self._wire.send_if_free(encode({"beat": time.monotonic() - self._last_round}))
+            except WireClosedError:
+                break
+        self.end_all()
+
+    def end_all(self) -> None:
+        """Kill this process and all that the engine started; whoever sees first that the parent is
+        gone calls it."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
 
 HANDSHAKE_SECONDS = 30.0
 IDLE_SECONDS = 1.0
@@ -42,7 +81,7 @@ def main() -> None:
     line = socket.socket(fileno=setup["descriptor"])
     line.set_inheritable(False)  # what the engine starts must not hold it open
     wire = Wire(line)
-    wire.shake_hands(setup["token"], starts=True, timeout_seconds=HANDSHAKE_SECONDS)
+    wire.handshake(setup["token"], starts=True, timeout_seconds=HANDSHAKE_SECONDS)
     pulse = Pulse(
         wire,
         parent=setup["parent"],

@@ -1,42 +1,139 @@
-"""The line to one running engine process, from its start to its end.
+"""The link to one running engine process, from its start to its end.
 
     any thread --call, submit--> queue --> thread `send` --> process
-    those who wait <--answers, deltas-- thread `read` <----- process
-                   <--EngineLostError--   |  the line ends, the process ends, it is silent, or
-                                          |  one piece of its work takes too long: kill it, tell all
+    pending calls <--answers, deltas-- thread `read` <------ process
+                  <--EngineLostError--   |  the link ends, the process ends, it is silent, or one
+                                         |  piece of its work takes too long: kill it, fail all
 
-Whatever happens to the process, everybody who waits hears of it: the reading thread wakes several
-times a second and is the only one that decides. A process that is lost stays lost; `client` starts
-another one with a link of its own.
+The reading thread wakes several times a second and is the only one that decides; in the end it
+resolves everything that is pending, if only with the loss of the process. A process that is lost
+stays lost; `client` starts another one with a link of its own.
 """
 
+import asyncio
 import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import TimeoutError as StillWaiting  # another class before Python 3.11
 from concurrent.futures import wait as wait_futures
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from verl.workers.rollout.base import EngineLostError, GenerationRequest, OnEnd
+from verl.workers.rollout.base import (
+    EngineLostError,
+    GenerationRequest,
+    OnEnd,
+    TokenDelta,
+    TokenOutput,
+)
 from verl.workers.rollout.process.child import Child
 from verl.workers.rollout.process.messages import delta_of, error_of, request_fields
-from verl.workers.rollout.process.pending import OnDelta, PendingCall, PendingRequest
 from verl.workers.rollout.process.wire import Message, WireError, encode
 
 logger = logging.getLogger(__name__)
+
+OnDelta = Callable[[TokenDelta | None], None]
+"""Told of every delta, and of None when there will be no more."""
+
+
+class PendingCall:
+    """`future` gets the answer, or the error."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()  # who no longer waits must not disturb
+
+    def succeed(self, value: Any) -> None:
+        self.future.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        self.future.set_exception(error)
+
+
+class PendingRequest(PendingCall):
+    """Puts the deltas of a request together; `future` gets the list of its samples."""
+
+    def __init__(
+        self,
+        number: int,
+        request: GenerationRequest,
+        on_delta: OnDelta | None = None,
+        on_end: OnEnd | None = None,
+    ) -> None:
+        super().__init__(number)
+        self.request = request
+        self._outputs = [TokenOutput() for _ in range(request.num_samples)]
+        self._on_delta = on_delta
+        self._on_end = on_end
+
+    def add(self, delta: TokenDelta) -> bool:
+        """True when this was the last of all."""
+        output = self._outputs[delta.sample]
+        output.token_ids += delta.token_ids
+        output.log_probs += delta.log_probs
+        output.policy_versions += delta.policy_versions
+        output.stop_reason = delta.stop_reason
+        is_finished = all(output.stop_reason for output in self._outputs)
+        if self._on_delta is not None:
+            self._on_delta(delta)
+        if self._on_end is not None and output.stop_reason:
+            self._on_end(delta.sample, output)
+        if is_finished:
+            self.succeed(self._outputs)
+        return is_finished
+
+    def succeed(self, value: Any) -> None:
+        super().succeed(value)
+        self._tell_end()
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        if self._on_delta is not None:
+            self._on_delta(None)
+
+
+class DeltaFeed:
+    """From the reading thread to one coroutine of an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: deque[TokenDelta | None] = deque()
+        self._news: asyncio.Future[None] = loop.create_future()
+
+    def put(self, delta: TokenDelta | None) -> None:
+        """Called on the reading thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._take, delta)
+
+    async def next(self) -> TokenDelta | None:
+        """None when there will be no more."""
+        while not self._arrived:
+            self._news = self._loop.create_future()
+            await self._news
+        return self._arrived.popleft()
+
+    def _take(self, delta: TokenDelta | None) -> None:
+        self._arrived.append(delta)
+        if not self._news.done():
+            self._news.set_result(None)
+
 
 LOOK_SECONDS = 0.25
 WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class Timeouts:
     """How long the process may do what."""
 
     silent_seconds: float
@@ -47,9 +144,9 @@ class Patience:
 class Link:
     """Sends calls to a process that has shaken hands, and gives what comes back to its owner."""
 
-    def __init__(self, child: Child, patience: Patience) -> None:
+    def __init__(self, child: Child, timeouts: Timeouts) -> None:
         self._child = child
-        self.patience = patience
+        self.timeouts = timeouts
         self.version: int | None = None
         """Of the weights that the process holds whole."""
 
@@ -197,7 +294,7 @@ class Link:
                 return str(error)
             if messages:
                 heard = now
-            elif now - heard > self.patience.silent_seconds:
+            elif now - heard > self.timeouts.silent_seconds:
                 return f"it was silent for {now - heard:.0f} s"
             elif self._child.has_ended():
                 return "it ended"
@@ -206,7 +303,7 @@ class Link:
                     self._take(message)
                 except (LookupError, TypeError, ValueError) as error:
                     return f"it sent something that cannot be understood ({error!r})"
-            if self._busy_seconds > self.patience.work_seconds:
+            if self._busy_seconds > self.timeouts.work_seconds:
                 return f"it was at one piece of work for {self._busy_seconds:.0f} s"
         return self._end
 
@@ -241,7 +338,7 @@ class Link:
         finally:
             self._outgoing.put(None)
             with self._lock:
-                self._end = f"{self._end}; {self._child.last_words()}"
+                self._end = f"{self._end}; {self._child.stderr_tail()}"
                 waiting, self._pending = list(self._pending.values()), {}
             for pending in waiting:
                 pending.fail(EngineLostError(self._end))

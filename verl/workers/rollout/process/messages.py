@@ -14,8 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, TokenDelta
-from verl.workers.weight_sync import errors as weight_errors
-from verl.workers.weight_sync.errors import WeightSyncError
+from verl.workers.weight_sync import bucket
+from verl.workers.weight_sync.bucket import WeightSyncError
 
 MAX_TOKENS_PER_MESSAGE = 1 << 16
 
@@ -27,7 +27,7 @@ class EngineStateError(RuntimeError):
 
 _ANSWERED: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ValueError, EngineStateError, *vars(weight_errors).values())
+    for kind in (ValueError, EngineStateError, *vars(bucket).values())
     if isinstance(kind, type) and issubclass(kind, Exception)
 }
 ANSWERED_ERRORS = (ValueError, EngineStateError, WeightSyncError)

@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from verl.workers.rollout.process.wire import Message
-from verl.workers.weight_sync.bucket import Published
+from verl.workers.weight_sync.bucket import ChannelError, Published
 from verl.workers.weight_sync.channel import ReceivingChannel
 from verl.workers.weight_sync.cuda_ipc import CudaIpcReceiver
-from verl.workers.weight_sync.errors import ChannelError
 from verl.workers.weight_sync.shared_memory import SharedMemoryReceiver
 from verl.workers.weight_sync.streaming import LoadWeights, stream_weights
 from verl.workers.weight_sync.tcp import TcpListener, TcpReceiver

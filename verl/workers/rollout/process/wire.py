@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from verl.workers.weight_sync.errors import ChannelError
+from verl.workers.weight_sync.bucket import ChannelError
 from verl.workers.weight_sync.tcp import Stream, key_of
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -47,7 +47,7 @@ class Wire:
         self._bytes = bytearray()
         self._descriptors: deque[int] = deque()
 
-    def shake_hands(self, token: str, *, starts: bool, timeout_seconds: float) -> None:
+    def handshake(self, token: str, *, starts: bool, timeout_seconds: float) -> None:
         """Prove to each other that both know the token; the one that `starts` signs first."""
         stream = Stream(self._connection, "the other end")
         stream.start_clock(timeout_seconds)

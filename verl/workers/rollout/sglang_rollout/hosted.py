@@ -21,17 +21,15 @@ from verl.workers.rollout.adapter_names import without_adapters
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
 from verl.workers.rollout.native.sequence import EngineLimits, refuse_what_cannot_run
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
-from verl.workers.rollout.sglang_rollout.adapter import ServedAdapter
+from verl.workers.rollout.sglang_rollout.adapter import ServedAdapter, weight_folder
 from verl.workers.rollout.sglang_rollout.arguments import (
     FIXED,
+    generate_body,
     refuse_what_the_server_did_not_take,
     server_arguments,
 )
-from verl.workers.rollout.sglang_rollout.http_client import ServerRefusedError
-from verl.workers.rollout.sglang_rollout.sampling import generate_body
-from verl.workers.rollout.sglang_rollout.server import Server
+from verl.workers.rollout.sglang_rollout.server import Server, ServerRefusedError
 from verl.workers.rollout.sglang_rollout.streams import Streams
-from verl.workers.rollout.sglang_rollout.weight_folder import weight_folder
 
 UPDATE_SECONDS = 600.0
 SETTLE_SECONDS = 30.0

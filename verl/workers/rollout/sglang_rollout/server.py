@@ -1,11 +1,15 @@
-"""SGLang's server as a child of the engine's process: started, waited for, ended.
+"""SGLang's server as a child of the engine's process, and calls to it.
 
-It listens on this machine alone and wants a key, which it reads from a file that nobody else may
+It listens on this machine alone and requires a key, which it reads from a file that nobody else may
 read: a command line is visible to everybody. It is in the process group of the engine, which is
-ended as a whole, and it ends by itself if the engine's process ends first. What it writes goes on
-to where the engine writes, and the last lines are kept for error messages.
+ended as a whole, and it ends by itself if the engine's process ends first. Its output goes to where
+the engine writes, and the last lines are kept for error messages.
+
+A call has its own connection and a deadline, with the standard library alone. It is sent again only
+where it certainly was not taken: nobody accepted the connection, or the server was busy (503).
 """
 
+import http.client
 import json
 import os
 import secrets
@@ -17,12 +21,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.workers.rollout.sglang_rollout.arguments import command_line, unknown_arguments
-from verl.workers.rollout.sglang_rollout.http_client import ServerClient, ServerRefusedError
 
 DIE_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
@@ -73,18 +77,18 @@ class Server:
                 unknown = unknown_arguments("\n".join(self._tail))
                 if unknown is not None:
                     raise ValueError(unknown)
-                raise RuntimeError(f"SGLang's server did not start: {self.last_words()}")
+                raise RuntimeError(f"SGLang's server did not start: {self.stderr_tail()}")
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"SGLang's server was not ready within {seconds:g} seconds; if it only needs "
-                    f"longer, raise rollout.server.max_start_wait_time. {self.last_words()}"
+                    f"longer, raise rollout.server.max_start_wait_time. {self.stderr_tail()}"
                 )
             time.sleep(LOOK_SECONDS)
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """How it ended, and the last lines it wrote."""
         code = self._process.poll()
         if code is None:
@@ -126,3 +130,78 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+STREAM_SECONDS = 3600.0
+"""Longest silence of one stream, which may wait behind many others. That the server as a whole
+still says something is watched by `streams`."""
+
+BUSY = 503
+TEXT_SHOWN = 400
+
+
+class ServerRefusedError(RuntimeError):
+    """The server answered, and the answer is no."""
+
+    def __init__(self, path: str, status: int, text: str) -> None:
+        super().__init__(f"SGLang answered {path} with status {status}: {text[:TEXT_SHOWN]}")
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerClient:
+    """The server on `port` of this machine; the fields below are those of `rollout.server`."""
+
+    port: int
+    api_key: str
+    timeout: float
+    max_attempts: int
+    retry_delay: float
+
+    def call(self, path: str, body: Any = None, *, seconds: float | None = None) -> Any:
+        """GET without a body, POST with one; the answer, decoded if it is JSON."""
+        for attempt in range(1, self.max_attempts + 1):
+            try:
+                return self.call_once(path, body, seconds=seconds)
+            except (ConnectionRefusedError, ServerRefusedError) as error:
+                is_busy = isinstance(error, ConnectionRefusedError) or error.status == BUSY
+                if not is_busy or attempt == self.max_attempts:
+                    raise
+                time.sleep(self.retry_delay)
+        raise AssertionError("max_attempts is at least 1")
+
+    def call_once(self, path: str, body: Any = None, *, seconds: float | None = None) -> Any:
+        connection = self._send(path, body, seconds or self.timeout)
+        try:
+            response = connection.getresponse()
+            text = response.read().decode()
+            if response.status != http.client.OK:
+                raise ServerRefusedError(path, response.status, text)
+            kind = response.getheader("Content-Type") or ""
+            return json.loads(text) if text and "json" in kind else text
+        finally:
+            connection.close()
+
+    def stream(self, path: str, body: Any) -> Iterator[Any]:
+        """The messages of a stream of events, as they come."""
+        connection = self._send(path, body, STREAM_SECONDS)
+        try:
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise ServerRefusedError(path, response.status, response.read().decode())
+            for line in response:
+                if line.startswith(b"data: "):
+                    content = line.removeprefix(b"data: ").strip()
+                    if content != b"[DONE]":  # after it comes the end of the stream
+                        yield json.loads(content)
+        finally:
+            connection.close()
+
+    def _send(self, path: str, body: Any, seconds: float) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        if body is None:
+            connection.request("GET", path, headers=headers)
+        else:
+            connection.request("POST", path, body=json.dumps(body), headers=headers)
+        return connection

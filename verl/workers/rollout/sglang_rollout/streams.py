@@ -1,4 +1,4 @@
-"""Generations under way: one connection and one thread each, read from one place.
+"""Generations in flight: one connection and one thread each, read from one place.
 
     start --> waiting --> [ thread: /generate, message by message ] --+
                           [ thread: ...                           ] --+--> queue --> take --> deltas
@@ -6,6 +6,8 @@
 
 Threads only read and pass on; everything else happens in the engine's one thread. A request counts
 as lost when the whole server has been silent for too long: one of many may well have to wait.
+SGLang has no tokenizer here, so stop texts are matched on this side; and with `ignore_eos` it
+checks no stop token at all, though only the model's own are to be ignored.
 """
 
 import http.client
@@ -14,14 +16,72 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.workers.rollout.base import SamplingParams, TokenDelta
-from verl.workers.rollout.sglang_rollout.http_client import ServerRefusedError
-from verl.workers.rollout.sglang_rollout.running_sample import RunningSample
-from verl.workers.rollout.sglang_rollout.sampling import sample_name
-from verl.workers.rollout.sglang_rollout.server import Server
+from verl.workers.rollout.native.sequence import tokens_until_stop
+from verl.workers.rollout.sglang_rollout.arguments import sample_name
+from verl.workers.rollout.sglang_rollout.server import Server, ServerRefusedError
+
+
+@dataclass
+class RunningSample:
+    """A sample of a request; `take` follows it from message to message."""
+
+    index: int
+    params: SamplingParams
+    decode_text: Callable[[list[int]], str]
+    is_over: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    """Kept only where a text may end it."""
+
+    def take(self, message: Mapping[str, Any]) -> TokenDelta:
+        """The new tokens of a message of the server; `is_over` afterwards if it ended."""
+        facts = message["meta_info"]
+        drawn = [(int(token), float(value)) for value, token, _ in facts["output_token_logprobs"]]
+        if [token for token, _ in drawn] != message["output_ids"]:
+            raise RuntimeError(
+                f"SGLang sent tokens {message['output_ids']} of sample {facts['id']}, but "
+                f"log-probabilities of {[token for token, _ in drawn]}; it is not the version that "
+                "this protocol was written for, or --incremental-streaming-output is off"
+            )
+        stop_reason = stop_reason_of(facts)
+        end = self._end_among([token for token, _ in drawn])
+        if end is not None:
+            drawn, stop_reason = drawn[:end], "stop"
+        self.is_over = bool(stop_reason)
+        return TokenDelta(
+            sample=self.index,
+            token_ids=tuple(token for token, _ in drawn),
+            log_probs=tuple(value for _, value in drawn),
+            policy_versions=(),
+            stop_reason=stop_reason,
+        )
+
+    def _end_among(self, new: list[int]) -> int | None:
+        """How many of the new tokens belong to the response if it ends with one of them."""
+        ends = []
+        if self.params.ignore_eos:
+            ends = [i + 1 for i, token in enumerate(new) if token in self.params.stop_token_ids]
+        if self.params.stop:
+            self.token_ids += new
+            total = tokens_until_stop(self.token_ids, len(new), self.params.stop, self.decode_text)
+            if total is not None:
+                ends.append(total - (len(self.token_ids) - len(new)))
+        return min(ends, default=None)
+
+
+def stop_reason_of(facts: Mapping[str, Any]) -> str:
+    """`stop`, `length`, `abort`, or nothing while it runs. An abort with a status is SGLang's own
+    refusal, for which nobody here asked."""
+    reason = facts["finish_reason"]
+    if reason is None:
+        return ""
+    if reason["type"] == "abort" and {"status_code": None, **reason}["status_code"] is not None:
+        raise RuntimeError(f"SGLang gave sample {facts['id']} up: {reason}")
+    return reason["type"]
+
 
 WAIT_SECONDS = 0.02
 """How long `take` waits for a first message; calls to the engine are read in between."""
@@ -116,7 +176,7 @@ class Streams:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"SGLang's server still works on {len(self._connected)} requests {seconds:g} "
-                    f"seconds after they ended here; {self._server.last_words()}"
+                    f"seconds after they ended here; {self._server.stderr_tail()}"
                 )
 
     # ---- messages ----------------------------------------------------------------------------
@@ -180,7 +240,7 @@ class Streams:
         if not generation.is_over:
             raise RuntimeError(
                 f"the stream of request {generation.number} broke off ({fault!r}); SGLang's "
-                f"server: {self._server.last_words()}"
+                f"server: {self._server.stderr_tail()}"
             ) from fault
         del self._connected[generation.number]
         self._connect()
@@ -192,7 +252,7 @@ class Streams:
                 f"SGLang's server has said nothing for {silence:.0f} seconds while "
                 f"{len(self._connected)} requests run; rollout.server.timeout allows "
                 f"{self._max_silence_seconds:g}: raise it if single steps take so long. "
-                f"{self._server.last_words()}"
+                f"{self._server.stderr_tail()}"
             )
 
 

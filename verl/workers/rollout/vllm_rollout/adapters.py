@@ -1,18 +1,26 @@
-"""A LoRA adapter that is replaced by every update, while the base weights stay as they are.
+"""Weights in the forms that vLLM reads: adapters from folders, tensors under published names.
 
-vLLM reads adapters from folders in peft's format. An update's tensors are written to a fresh
-folder and loaded from there under a new number; the old adapter is removed before anything is
-generated again, so no request can meet it.
+A LoRA adapter is replaced by every update, while the base weights stay as they are. An update's
+tensors are written to a fresh folder in peft's format and loaded under a new number; the old
+adapter is removed before anything is generated again, so no request can meet it.
+
+A Hugging Face module may hold weights in another form than the files it was loaded from: the
+experts of a layer, for instance, are one tensor in the module and two or three per expert in the
+files. The trainer sends what the module holds; Transformers knows the way back to the published
+form, since saving a model takes it.
 """
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 from vllm.lora.request import LoRARequest
 
 from verl.workers.rollout.adapter_names import in_peft_format
@@ -50,3 +58,29 @@ class AdapterFolder:
         if not engine.add_lora(request):
             raise RuntimeError(f"vLLM did not take the adapter of {len(tensors)} tensors")
         self._folder, self._in_use = folder, request
+
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+def published_form(
+    model_path: str, *, trust_remote_code: bool = False
+) -> Callable[[Weights], Iterator[tuple[str, Tensor]]]:
+    """A function that turns a module's weights into those of its files.
+
+    A model whose code is not part of transformers is taken to have no other form.
+    """
+    config = transformers.AutoConfig.from_pretrained(
+        model_path, trust_remote_code=trust_remote_code
+    )
+    architecture = (config.architectures or [""])[0]
+    if architecture not in dir(transformers):
+        return iter
+    with torch.device("meta"):
+        skeleton = getattr(transformers, architecture)(config)
+
+    def convert(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            yield from revert_weight_conversion(skeleton, {name: tensor}).items()
+
+    return convert

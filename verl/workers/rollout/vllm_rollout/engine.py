@@ -28,9 +28,8 @@ from verl.workers.rollout.native.sequence import (
     tokens_until_stop,
 )
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
-from verl.workers.rollout.vllm_rollout.adapters import AdapterFolder
+from verl.workers.rollout.vllm_rollout.adapters import AdapterFolder, published_form
 from verl.workers.rollout.vllm_rollout.arguments import merged_arguments
-from verl.workers.rollout.vllm_rollout.published_names import published_form
 from verl.workers.rollout.vllm_rollout.sampling import sampling_of_samples
 
 PART_BYTES = 64 << 20

@@ -1,9 +1,21 @@
-"""Who enters and who gives way when memory is pages: without tensors."""
+"""Admission and preemption where memory is pages; the pool of pages and the table of them."""
 
 import random
 
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tests.workers.rollout.test_scheduler import build_group
-from verl.workers.rollout.native.pages import PAGE, PageBudget
+from verl.workers.rollout.native.pages import (
+    PAGE,
+    SCRATCH,
+    PageBudget,
+    PagePool,
+    PageTable,
+    pages_for,
+)
 from verl.workers.rollout.native.scheduler import Scheduler
 
 
@@ -170,3 +182,127 @@ def test_every_group_finishes_however_few_pages_there_are():
         assert all(s.num_tokens == simulation.lengths[s] for g in groups for s in g.samples)
         num_gave_way += simulation.num_gave_way
     assert num_gave_way > 50
+
+
+HOLDERS = ["a", "b", "c", "d"]
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.sampled_from(HOLDERS), st.integers(0, 5)),
+        st.tuples(st.just("give back"), st.sampled_from(HOLDERS), st.just(0)),
+        st.tuples(st.just("clear"), st.just(""), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(num_pages=st.integers(1, 12), calls=CALLS)
+def test_every_page_is_free_or_held_by_one_and_none_is_lost(num_pages, calls):
+    pool, held = PagePool(num_pages), {}
+    for call, holder, number in calls:
+        if call == "clear":
+            pool.clear()
+            held.clear()
+        elif call == "take" and number <= pool.num_free:
+            before = list(held.get(holder, []))
+            pool.take(holder, number)
+            held[holder] = list(pool.held(holder))
+            assert held[holder][: len(before)] == before, "pages that one has stay where they are"
+            assert len(held[holder]) == len(before) + number
+        elif call == "give back" and holder in held:
+            pool.free(holder)
+            del held[holder]
+        in_use = [page for pages in held.values() for page in pages]
+        assert len(in_use) == len(set(in_use))
+        assert SCRATCH not in in_use
+        assert len(in_use) + pool.num_free == pool.capacity == num_pages - 1
+
+
+def test_pages_cannot_be_given_back_twice_or_taken_where_there_are_none():
+    pool = PagePool(3)
+    pool.take("a", 2)
+    with pytest.raises(AssertionError, match="1 of 0 pages"):
+        pool.take("b", 1)
+    pool.free("a")
+    with pytest.raises(KeyError):
+        pool.free("a")
+    assert pool.num_free == 2
+
+
+def test_the_list_of_a_holder_grows_with_it_and_is_another_when_it_comes_back():
+    pool = PagePool(5)
+    pool.take("a", 1)
+    first = pool.held("a")
+    pool.take("a", 2)
+    assert pool.held("a") is first
+    assert len(first) == 3
+    pool.free("a")
+    pool.take("a", 3)
+    assert pool.held("a") is not first
+
+
+def test_a_page_is_counted_as_soon_as_one_token_is_in_it():
+    assert [pages_for(n) for n in (0, 1, PAGE, PAGE + 1)] == [0, 1, 1, 2]
+
+
+def build_table():
+    pool = PagePool(20)
+    pool.take("prompt", 2)
+    pool.take("a", 1)
+    pool.take("b", 2)
+    table = PageTable(num_slots=4, num_blocks=5, device=torch.device("cpu"))
+    return pool, table
+
+
+def update(pool, table, **slots):
+    table.update({slot: (pool.held("prompt"), pool.held(name)) for name, slot in slots.items()})
+    return table.pages.tolist()
+
+
+def row(pool, name):
+    pages = [*pool.held("prompt"), *pool.held(name)]
+    return pages + [SCRATCH] * (5 - len(pages))
+
+
+NOTHING = [SCRATCH] * 5
+
+
+def test_a_slot_leads_to_the_prompts_pages_and_then_to_its_own():
+    pool, table = build_table()
+    address = table.pages.data_ptr()
+    assert update(pool, table, a=2, b=0) == [row(pool, "b"), NOTHING, row(pool, "a"), NOTHING]
+    pool.take("a", 2)
+    assert update(pool, table, a=2, b=0)[2] == row(pool, "a")
+    assert SCRATCH not in table.pages[2].tolist()
+    assert table.pages.data_ptr() == address, "captured steps find it where it was"
+
+
+def test_a_slot_that_nobody_has_any_more_leads_to_nobodys_page():
+    pool, table = build_table()
+    update(pool, table, a=2, b=0)
+    assert update(pool, table, b=0) == [row(pool, "b"), NOTHING, NOTHING, NOTHING]
+    assert update(pool, table, b=3) == [NOTHING, NOTHING, NOTHING, row(pool, "b")]
+
+
+def test_who_comes_back_to_its_slot_with_as_many_other_pages_is_noticed():
+    pool, table = build_table()
+    update(pool, table, a=2, b=0)
+    before = pool.held("b")
+    pool.free("b")
+    pool.take("c", 1)
+    pool.take("b", 2)
+    assert pool.held("b") != before
+    assert update(pool, table, a=2, b=0)[0] == row(pool, "b")
+
+
+def test_one_takes_the_slot_of_another():
+    pool, table = build_table()
+    update(pool, table, b=1)
+    assert update(pool, table, a=1) == [NOTHING, row(pool, "a"), NOTHING, NOTHING]
+
+
+def test_after_a_reset_the_device_is_told_everything_again():
+    pool, table = build_table()
+    before = update(pool, table, a=2, b=0)
+    table.reset()
+    assert table.pages.tolist() == [NOTHING] * 4
+    assert update(pool, table, a=2, b=0) == before
