@@ -58,8 +58,11 @@ class GradingService:
     MAX_TIMEOUTS_IN_A_ROW = 3
     """After that the rest of a wait is not tried: what the grader waits for is not there."""
 
-    def __init__(self, grader: Grader) -> None:
+    def __init__(
+        self, grader: Grader, *, max_timeouts_in_a_row: float = MAX_TIMEOUTS_IN_A_ROW
+    ) -> None:
         self.grader = grader
+        self._max_timeouts_in_a_row = max_timeouts_in_a_row
         self._lock = threading.RLock()
         self._has_work = threading.Condition(self._lock)
         self._has_changed = threading.Condition(self._lock)
@@ -89,10 +92,15 @@ class GradingService:
         self._begin_pass(wait, groups)
         return wait.future
 
-    def grade_once(self, trajectories: Sequence[Trajectory]) -> "concurrent.futures.Future[int]":
-        """`settle` for trajectories whose groups do not matter: nothing is graded again."""
+    def grade_once(
+        self, trajectories: Sequence[Trajectory], *, does_log: bool = True
+    ) -> "concurrent.futures.Future[int]":
+        """`settle` for trajectories whose groups do not matter: nothing is graded again.
+
+        `does_log` is false where the caller reports each infra error itself.
+        """
         group = Group(index=0, uid="", drawn_at=0, trajectories=list(trajectories))
-        wait = _Wait([group], may_retry=False)
+        wait = _Wait([group], may_retry=False, does_log=does_log)
         self._begin_pass(wait, [group])
         return wait.future
 
@@ -154,7 +162,7 @@ class GradingService:
         with self._lock:
             self._timeouts_in_a_row = 0
             cause, self._last_error = self._last_error, None
-        if errors:
+        if errors and wait.does_log:
             what_now = "trying again" if again else "not trying again"
             text = "grading failed %d times, e.g. %s; %s"
             logger.warning(text, len(errors), errors[0].reason, what_now, exc_info=cause)
@@ -257,7 +265,7 @@ class GradingService:
         """The next call, whose clock starts now."""
         skipped: list[Call] = []
         with self._lock:
-            if self._timeouts_in_a_row >= self.MAX_TIMEOUTS_IN_A_ROW:
+            if self._timeouts_in_a_row >= self._max_timeouts_in_a_row:
                 skipped = list(self._queue)
                 self._queue.clear()
             if self._queue and not lane.is_abandoned:
@@ -268,7 +276,7 @@ class GradingService:
                 self._lanes.discard(lane)  # tasks are cheap; a thread waits for more
                 self._start_lanes()  # for what was handed over just now
             call = lane.call
-        reason = f"not tried after {self.MAX_TIMEOUTS_IN_A_ROW} time-outs in a row"
+        reason = f"not tried after {self._max_timeouts_in_a_row} time-outs in a row"
         for late in skipped:
             self._record(late, [InfraError(reason)] * len(late), was_tried=False)
         return call
@@ -394,6 +402,7 @@ class _Wait:
     num_pending: int = 0
     num_errors: int = 0
     may_retry: bool = True
+    does_log: bool = True
     future: "concurrent.futures.Future[int]" = field(default_factory=concurrent.futures.Future)
 
 
