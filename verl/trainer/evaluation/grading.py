@@ -69,7 +69,7 @@ def grade_all(
             trajectory = Trajectory(
                 uid=str(task.row), sample=task.number, row={"arguments": arguments}
             )
-            pending[service.grade_once([trajectory], does_log=False)] = task, trajectory
+            pending[service.grade_once([trajectory], is_reported=False)] = task, trajectory
             if len(pending) >= 2 * grader.max_concurrent:
                 collect()
         while pending:
