@@ -31,7 +31,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Abstain:
-    """The grader cannot judge this response; it takes no part in training."""
+    """The grader cannot grade this response; it takes no part in training."""
 
     reason: str
 

@@ -130,8 +130,8 @@ class ChatAnswer:
     async def whole(self) -> ChatCompletion:
         choices: list[ChatChoice] = []
         async with self._service.admission.place(), self._service.run(self._job) as run:
-            while (news := await run.next()) is not None:
-                choices.append(self._choice(news[1]))
+            while (item := await run.next()) is not None:
+                choices.append(self._choice(item[1]))
         choices.sort(key=lambda choice: choice.index)
         return ChatCompletion(
             id=self._job.id,
@@ -145,8 +145,8 @@ class ChatAnswer:
     async def events(self) -> AsyncIterator[ChatChunk]:
         has_begun: set[int] = set()
         async with self._service.admission.place(), self._service.run(self._job) as run:
-            while (news := await run.next()) is not None:
-                delta = news[1]
+            while (item := await run.next()) is not None:
+                delta = item[1]
                 chunk = self._chunk(
                     [self._chunk_choice(delta, is_first=delta.sample not in has_begun)]
                 )

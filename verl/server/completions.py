@@ -45,8 +45,8 @@ class CompletionAnswer:
     async def whole(self) -> Completion:
         choices: list[CompletionChoice] = []
         async with self._service.admission.place(), self._service.run(self._job) as run:
-            while (news := await run.next()) is not None:
-                choices.append(self._choice(*news))
+            while (item := await run.next()) is not None:
+                choices.append(self._choice(*item))
         choices.sort(key=lambda choice: choice.index)
         answer = self._answer(choices)
         answer.usage = self._job.usage(self._num_generated)
@@ -54,8 +54,8 @@ class CompletionAnswer:
 
     async def events(self) -> AsyncIterator[Completion]:
         async with self._service.admission.place(), self._service.run(self._job) as run:
-            while (news := await run.next()) is not None:
-                yield self._answer([self._choice(*news)])
+            while (item := await run.next()) is not None:
+                yield self._answer([self._choice(*item)])
         if self._request.reports_usage:
             last = self._answer([])
             last.usage = self._job.usage(self._num_generated)

@@ -86,14 +86,14 @@ class Service:
 
     def _generation(self, job: "Job", number: int) -> GenerationRequest:
         request, prompt = job.request, job.prompts[number]
-        room = self.options.max_model_len - len(prompt)
+        max_new_tokens = self.options.max_model_len - len(prompt)
         params = SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=min(request.top_k, self.encoder.vocabulary),
             min_p=request.min_p,
             repetition_penalty=request.repetition_penalty,
-            max_tokens=min(job.max_tokens or room, room),
+            max_tokens=min(job.max_tokens or max_new_tokens, max_new_tokens),
             stop=request.stops,
             stop_token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=request.ignore_eos,
@@ -132,7 +132,7 @@ class Job:
     request: SamplingRequest
     prompts: list[list[int]]
     max_tokens: int | None
-    """Per sample; None as many as there is room for."""
+    """Per sample; None allows as many as fit."""
 
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))

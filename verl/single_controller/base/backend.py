@@ -203,8 +203,8 @@ class ResultWait:
 
     def note_failure(self, rank: int, failure: Failure) -> None:
         self.failures[rank] = failure
-        patience = AFTER_DEATH_SECONDS if failure.is_death else AFTER_EXCEPTION_SECONDS
-        self.give_up_at = min(self.give_up_at, time.monotonic() + patience)
+        grace_seconds = AFTER_DEATH_SECONDS if failure.is_death else AFTER_EXCEPTION_SECONDS
+        self.give_up_at = min(self.give_up_at, time.monotonic() + grace_seconds)
 
     def probe(self) -> None:
         """A stopped process looks like a slow one; its state in the kernel tells them apart."""

@@ -90,7 +90,7 @@ def evaluate(config: EvaluationConfig) -> Evaluation:
                 if isinstance(item, Task):
                     yield item
                 else:
-                    tally.set_aside(item)
+                    tally.drop(item)
 
         workers = make_workers(custom if custom is not None else default_compute_score, config)
         try:
@@ -173,13 +173,13 @@ class Tally:
 
     def add(self, task: Task, grade: Grade) -> None:
         if not isinstance(grade, Score):
-            self.set_aside(Unscored(task.row, task.number, task.data_source, grade.reason))
+            self.drop(Unscored(task.row, task.number, task.data_source, grade.reason))
             return
         prompt = self._prompts[task.data_source].setdefault(task.row, PromptScores())
         prompt.scores.append(grade.value)
         prompt.num_passed += accuracy(grade) >= self._pass_threshold
 
-    def set_aside(self, unscored: Unscored) -> None:
+    def drop(self, unscored: Unscored) -> None:
         self._prompts[unscored.data_source].setdefault(unscored.row, PromptScores())
         self._unscored.append(unscored)
 

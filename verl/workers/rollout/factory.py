@@ -41,7 +41,7 @@ SEEDS_PER_ENGINE = 1 << 32
 """The built-in engine counts fresh seeds up; no two engines take the same."""
 
 SILENCE_SECONDS = 30.0
-"""A process beats from a thread of its own, also during long steps; silence is no load."""
+"""Heartbeats come from a thread of their own, also during long steps: load does not delay them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class Child:
     """One process; `wire` is our end of the line."""
 
     def __init__(
-        self, python: str | None, environment: Mapping[str, str], *, beat_seconds: float
+        self, python: str | None, environment: Mapping[str, str], *, heartbeat_seconds: float
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(
             prefix="verl-engine-", ignore_cleanup_errors=True
@@ -62,7 +62,7 @@ class Child:
                 self.wire.close()
                 self._folder.cleanup()
                 raise
-            self._introduce(theirs.fileno(), beat_seconds)
+            self._introduce(theirs.fileno(), heartbeat_seconds)
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._listener = threading.Thread(target=self._listen, name="engine output", daemon=True)
         self._listener.start()
@@ -126,12 +126,12 @@ class Child:
             start_new_session=True,
         )
 
-    def _introduce(self, descriptor: int, beat_seconds: float) -> None:
+    def _introduce(self, descriptor: int, heartbeat_seconds: float) -> None:
         setup = {
             "token": self._token,
             "descriptor": descriptor,
             "parent": os.getpid(),
-            "beat_seconds": beat_seconds,
+            "heartbeat_seconds": heartbeat_seconds,
             "folder": self._folder.name,
         }
         assert self._process.stdin is not None

@@ -103,12 +103,12 @@ class PendingRequest(PendingCall):
 
 
 class DeltaFeed:
-    """From the reading thread to one coroutine of an event loop."""
+    """Hands deltas from the reading thread to one coroutine of an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._arrived: deque[TokenDelta | None] = deque()
-        self._news: asyncio.Future[None] = loop.create_future()
+        self._arrival: asyncio.Future[None] = loop.create_future()
 
     def put(self, delta: TokenDelta | None) -> None:
         """Called on the reading thread."""
@@ -118,14 +118,14 @@ class DeltaFeed:
     async def next(self) -> TokenDelta | None:
         """None when there will be no more."""
         while not self._arrived:
-            self._news = self._loop.create_future()
-            await self._news
+            self._arrival = self._loop.create_future()
+            await self._arrival
         return self._arrived.popleft()
 
     def _take(self, delta: TokenDelta | None) -> None:
         self._arrived.append(delta)
-        if not self._news.done():
-            self._news.set_result(None)
+        if not self._arrival.done():
+            self._arrival.set_result(None)
 
 
 LOOK_SECONDS = 0.25
@@ -308,7 +308,7 @@ class Link:
         return self._end
 
     def _take(self, message: Message) -> None:
-        self._busy_seconds = float(message.get("beat", 0.0))
+        self._busy_seconds = float(message.get("heartbeat", 0.0))
         for row in message.get("deltas", ()):
             number, delta = delta_of(row)
             pending = self._pending.get(number)

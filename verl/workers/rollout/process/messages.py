@@ -4,7 +4,7 @@
       {"call": name, "number": n, ...arguments}           {"answer": n, "value": ...}
                                                           {"answer": n, "error": kind, "text": ...}
                                                           {"deltas": [[n, sample, ...], ...]}
-                                                          {"beat": seconds the present work takes}
+                                                          {"heartbeat": seconds of the current work}
 
 Requests are calls whose answer is the last of their deltas; only a refusal is an answer.
 """
