@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 64
-"""Keys that are visited together."""
+"""Keys of one block of the loop over keys."""
 
 SMALLEST_DOT = 16
 """Rows and columns that a matrix instruction takes at least."""

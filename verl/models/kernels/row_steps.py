@@ -53,7 +53,8 @@ class StepBlock:
 def end_step(tokens: Tensor, log_probs: Tensor, rows: StepRows, block: StepBlock) -> None:
     """Append `tokens` (B,) to the rows that are not done, see which are done now, and keep them.
 
-    Where a block has no line left nothing is kept: capturing a graph runs more steps than a visit.
+    Where a block has no line left nothing is kept: capturing a graph runs more steps than a block
+    has lines.
     """
     num_rows, num_stops = rows.stop_ids.shape
     _end_step[(triton.cdiv(num_rows, BLOCK),)](

@@ -48,7 +48,7 @@ SILENCE_SECONDS = 30.0
 class ModuleEngineSpec:
     """An engine in this process, over `module`, whose weights have seen `version()` updates.
 
-    The ranks of `tp_group` divide the module, which must then be the engine's own.
+    The ranks of `tp_group` shard the module, which must then be the engine's own.
     """
 
     module: PreTrainedModel
@@ -166,7 +166,7 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
     if size > 1:
         raise ValueError(
             f"rollout.tensor_model_parallel_size is {size}, but rollout.name=native_process has "
-            "one device; rollout.name=native divides the model among ranks"
+            "one device; rollout.name=native shards the model across ranks"
         )
     options = native_options(
         spec.model_path,

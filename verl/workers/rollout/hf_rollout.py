@@ -214,8 +214,8 @@ class DrawnRows:
         indices = torch.tensor([s.num_tokens for s in self.samples], device=self.device)
         seen = self._seen(logits) if self._needs.penalty else None
         tokens, log_probs = next_tokens(logits, self._settings, self._needs, indices, seen)
-        news = zip(self.samples, tokens.tolist(), log_probs.tolist(), strict=True)
-        for sample, token, log_prob in news:
+        drawn = zip(self.samples, tokens.tolist(), log_probs.tolist(), strict=True)
+        for sample, token, log_prob in drawn:
             if not sample.is_finished:
                 self._append(sample, token, log_prob)
         return tokens

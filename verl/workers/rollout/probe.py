@@ -237,7 +237,7 @@ class Answers:
     """As `hot`, among the likeliest token alone."""
 
 
-def judge(
+def evaluate_answers(
     answers: Answers,
     facts: EngineFacts,
     *,
@@ -245,6 +245,7 @@ def judge(
     tolerance: float,
     sampling: SamplingInUse,
 ) -> list[Finding]:
+    """One finding per question, from the answers of an engine."""
     weights = weights_finding(answers, tolerance)
     findings = [weights, version_finding(answers, version)]
     if not weights.fault:  # else nothing can be compared with the trainer
@@ -391,7 +392,7 @@ def probe_engine(
     answers = ask(rollout, trained, vocabulary, facts.max_model_len)
     if rollout is None:
         return []
-    findings = judge(
+    findings = evaluate_answers(
         answers, facts, version=trained.version, tolerance=tolerance, sampling=sampling
     )
     logger.warning(  # a run rests on it, so it is shown at the default level

@@ -92,7 +92,7 @@ class LocalPolicy(TrainedPolicy):
         return log_probs_of(self._engine, answers, temperature=temperature)
 
     def can_scramble(self) -> bool:
-        """Not with adapters, which are merged when they are sent, nor with divided weights."""
+        """Whether weights can be scrambled in place: those with adapters or shards cannot."""
         module = self._engine.module
         return not has_lora(module) and not any(
             isinstance(parameter, DTensor) for parameter in module.parameters()

@@ -61,9 +61,10 @@ class VLLMEngine(HostedEngine):
         arguments = merged_arguments(options["arguments"], options["engine_kwargs"], known)
         self._engine = engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._end_tokens = list(options["end_tokens"])
-        room = engine.model_config.max_model_len - options["prompt_length"]
+        max_response_tokens = engine.model_config.max_model_len - options["prompt_length"]
         self._limits = EngineLimits(
-            max_prompt_tokens=options["prompt_length"], max_response_tokens=max(1, room)
+            max_prompt_tokens=options["prompt_length"],
+            max_response_tokens=max(1, max_response_tokens),
         )
         self._adapter = AdapterFolder(options["adapter"]) if options["adapter"] else None
         self._samples: dict[str, RunningSample] = {}
