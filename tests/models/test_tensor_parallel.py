@@ -109,7 +109,7 @@ def test_whole_weights_find_their_part_and_strange_ones_are_refused(tmp_path):
     assert torch.equal(torch.cat(parts, dim=1), down)
 
 
-def test_weights_of_a_model_that_is_not_divided_are_written_in_place():
+def test_weights_of_a_model_that_is_not_sharded_are_written_in_place():
     model, source = tiny_model("llama"), tiny_model("llama", scale=0.1)
     addresses = [p.data_ptr() for p in model.parameters()]
     load_weights(model, source.named_parameters())

@@ -44,7 +44,7 @@ class CompletionAnswer:
 
     async def whole(self) -> Completion:
         choices: list[CompletionChoice] = []
-        async with self._service.admission.place(), self._service.run(self._job) as run:
+        async with self._service.admission.admit(), self._service.run(self._job) as run:
             while (item := await run.next()) is not None:
                 choices.append(self._choice(*item))
         choices.sort(key=lambda choice: choice.index)
@@ -53,7 +53,7 @@ class CompletionAnswer:
         return answer
 
     async def events(self) -> AsyncIterator[Completion]:
-        async with self._service.admission.place(), self._service.run(self._job) as run:
+        async with self._service.admission.admit(), self._service.run(self._job) as run:
             while (item := await run.next()) is not None:
                 yield self._answer([self._choice(*item)])
         if self._request.reports_usage:

@@ -118,7 +118,7 @@ def write_tokens(
     """`store[slot[i], :, position[i]]` becomes token `token[i]` of keys and values.
 
     Those are (N, KV heads, D) each; the store is (slots, KV heads, positions, D) for keys and for
-    values. Where two tokens go to one place, either may stay.
+    values. Where two tokens have one target, either may stay.
     """
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     keys, values = store

@@ -229,11 +229,11 @@ class ResultWait:
 
     def timeout(self, reason: str) -> Exception:
         silent = self.silent()
-        places = {rank: self.backend.label(rank) for rank in silent}
+        labels = {rank: self.backend.label(rank) for rank in silent}
         for rank in silent[:MAX_STACKS]:
-            places[rank] += f": {self.backend.stack_of(rank)}"
+            labels[rank] += f": {self.backend.stack_of(rank)}"
         return timeout_error(
-            self.call.group, self.call.method, self.call.timeout_seconds, places, reason
+            self.call.group, self.call.method, self.call.timeout_seconds, labels, reason
         )
 
 

@@ -245,8 +245,8 @@ def unscored_lines(unscored: list[Unscored]) -> Iterator[str]:
         return
     yield f"{len(unscored)} without a score, in none of the numbers:"
     for one in unscored[:MAX_LISTED]:
-        place = f"row {one.row}" + (f", response {one.number}" if one.number is not None else "")
-        yield f"  {place}: {printable(one.reason, max_characters=300)}"
+        label = f"row {one.row}" + (f", response {one.number}" if one.number is not None else "")
+        yield f"  {label}: {printable(one.reason, max_characters=300)}"
     if len(unscored) > MAX_LISTED:
         yield f"  and {len(unscored) - MAX_LISTED} more (data.output_path lists all)"
 

@@ -118,7 +118,7 @@ class KernelSteps:
         return self._finish_all_but(0)
 
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
-        """Rows change places, slots and all; the slots themselves stay where they are."""
+        """Rows are reordered with their slot numbers; the slots themselves stay where they are."""
         if not moves:
             return
         order = list(range(max(max(move.source, move.target) for move, _ in moves) + 1))

@@ -1,4 +1,4 @@
-"""Which prompts enter the next step, and which places in memory they hold. No tensors.
+"""Which prompts enter the next step, and which slots they hold. No tensors.
 
 A group is admitted as a whole: one slot for its prompt and one for each sample. Occupied slots are
 kept dense (0 to n-1): when a sequence leaves, the last one moves into the gap, and the engine is

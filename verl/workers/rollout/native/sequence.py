@@ -255,7 +255,8 @@ def refuse_what_cannot_run(
     if length >= max_tokens:
         raise ValueError(
             f"{name} has a prompt of {length} tokens; prompt and response have room for "
-            f"{max_tokens} together (rollout.prompt_length + rollout.response_length): raise them or shorten it"
+            f"{max_tokens} together (rollout.prompt_length + rollout.response_length): raise them "
+            "or shorten it"
         )
     if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
         raise ValueError(f"{name} has a token id outside the vocabulary of {vocabulary}")

@@ -127,7 +127,7 @@ class VLLMEngine(HostedEngine):
                 stop_reason = "stop"
         if stop_reason:
             del self._samples[output.request_id]
-        log_probs = [new.logprobs[place][token].logprob for place, token in enumerate(token_ids)]
+        log_probs = [new.logprobs[index][token].logprob for index, token in enumerate(token_ids)]
         delta = TokenDelta(
             sample=sample.index,
             token_ids=tuple(token_ids),
