@@ -12,7 +12,7 @@ from verl.server.service import Job, Service
 from verl.workers.rollout.base import TokenDelta
 
 DEFAULT_TOKENS = 16
-"""As OpenAI has it for this route."""
+"""OpenAI's default for this route."""
 
 
 async def complete(service: Service, request: CompletionRequest) -> Response:

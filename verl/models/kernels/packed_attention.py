@@ -84,7 +84,7 @@ class Tiles:
 
 
 def tokens_per_tile(query: Tensor, key: Tensor) -> int:
-    """Of a program's piece, for queries (N, heads, D) and keys (N, KV heads, D)."""
+    """Tokens of one program, for queries (N, heads, D) and keys (N, KV heads, D)."""
     return max(1, _num_rows(query) // (query.shape[1] // key.shape[1]))
 
 

@@ -104,7 +104,7 @@ def _end_step(
 
 
 TOKENS = 32
-"""Of a program."""
+"""Tokens of one program."""
 
 
 def write_tokens(

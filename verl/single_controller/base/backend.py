@@ -129,7 +129,7 @@ class Backend(ABC):
 
     @abstractmethod
     def stopped_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose process exists but is stopped by a signal, so it cannot answer."""
+        """The ranks of `ranks` whose process is stopped by a signal, so it cannot answer."""
 
     @abstractmethod
     def stack_of(self, rank: int) -> str:

@@ -104,7 +104,7 @@ def isolated(function: RewardFunction, timeout_seconds: float) -> WorkerPool:
 
 
 START_SECONDS = 600.0
-"""For an actor to be placed and to import what it needs, when the cluster is busy."""
+"""Timeout of the start of an actor on a busy cluster: placement and imports."""
 
 
 class RayWorkers(Workers):

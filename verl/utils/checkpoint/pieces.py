@@ -25,7 +25,7 @@ class FlatSlice:
     """(n,) elements `start`, `start + 1`, ... of the whole tensor in row-major order."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
     start: int
 

@@ -60,7 +60,7 @@ class ModuleEngineSpec:
 
     tp_group: ProcessGroup | None = None
     owns_module: bool = False
-    """Nobody else uses the module, so its weights count as the engine's memory."""
+    """Whether only the engine uses the module, so that its weights count as its memory."""
 
     @property
     def end_tokens(self) -> list[int]:
@@ -95,7 +95,7 @@ class ProcessEngineSpec:
     """Fields of the model's configuration to change; only the built-in engine takes them."""
 
     visible_devices: tuple[str, ...] = ()
-    """Those the process may use, by the names that the driver's variable takes; none said: all."""
+    """Visible devices, by the names that the driver's variable takes; all if it is not set."""
 
     has_weights: bool = False
     """Serve what is on disk from the start, instead of waiting for weights that are sent."""

@@ -95,17 +95,17 @@ class HFRollout(Rollout):
         return self._thread.together()
 
     def abort(self, request_id: str) -> None:
-        """Of requests that have not begun: a batch that runs is completed first."""
+        """Abort requests that have not begun; a batch that runs is completed first."""
         self._thread.post(HFRollout._abort, request_id)
 
     def close_session(self, session_id: str) -> None:
-        """Nothing is kept from one request to the next."""
+        """Does nothing: no state is kept between requests."""
 
     def sleep(self) -> None:
-        """Nothing is kept between calls."""
+        """Does nothing: no memory is held between calls."""
 
     def wake_up(self) -> None:
-        """Nothing was given back."""
+        """Does nothing: `sleep` freed nothing."""
 
     # ---- from requests to batches ----------------------------------------------------------------
 

@@ -185,7 +185,7 @@ class CheckSettings:
     def of(
         cls, config: ActorRolloutRefConfig, model: PreTrainedModel, *, dtype: str, device: str
     ) -> "CheckSettings":
-        """For a policy that is trained in `dtype`."""
+        """Settings for a policy that is trained in `dtype`."""
         rollout = config.rollout
         formats = [dtype, rollout.quantization]
         if device != "cpu" or rollout.dtype == "fp8":  # on a CPU engines compute as training does

@@ -46,7 +46,7 @@ __all__ = [
 
 
 class RolloutMode(Enum):
-    """Whose devices an engine uses, and whose weights."""
+    """Which devices an engine uses, and which weights."""
 
     HYBRID = "hybrid"
     COLOCATED = "colocated"

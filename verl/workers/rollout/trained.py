@@ -26,7 +26,7 @@ from verl.workers.rollout.sequences import padded_sequences
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 FLIPPED_SHARE = 0.2
-"""Of a tensor's columns. With half of them a large model becomes so sure of nonsense that a wrong
+"""Fraction of flipped columns. With half, a large model becomes so sure of nonsense that a wrong
 tensor no longer shows; with few, a tensor is hardly wrong. Of 16 tensors of SmolLM2-135M each moves
 log-probabilities by 0.26 at least with a fifth, by 0.13 with a tenth, by 0.01 with half."""
 

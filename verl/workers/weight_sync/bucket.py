@@ -86,7 +86,7 @@ class Bucket:
     """(bytes,) uint8. Valid until the sender is asked for the next bucket."""
 
     manifest: Manifest | None = None
-    """On the last bucket only."""
+    """Set on the last bucket only."""
 
     checksum: str = ""
 

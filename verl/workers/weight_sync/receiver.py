@@ -57,7 +57,7 @@ class WeightReceiver:
 
     @property
     def version(self) -> int:
-        """Of the weights in use; raises when there are none to use."""
+        """Version of the weights in use; raises while there are none."""
         return self.require_ready().version
 
     def require_ready(self, published: Published | None = None) -> Published:

@@ -91,7 +91,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def run_one_token(self, layout: AttentionLayout) -> Tensor:
-        """For a layout that wants to see what layers hand to it; the hidden state, (1, hidden)."""
+        """Run one token, for a `layout` that records its inputs; the hidden state, (1, hidden)."""
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
         return hidden_states(self.module, zero, zero, layout)
 

@@ -41,7 +41,7 @@ class Scheduler:
 
     @property
     def youngest(self) -> Group:
-        """Of the running groups, the one that came last."""
+        """The running group that was admitted last."""
         return max(self.groups, key=lambda group: group.arrival)
 
     def add(self, group: Group) -> None:

@@ -228,7 +228,7 @@ def build_groups(
 
 
 def seeds_of_samples(request: GenerationRequest, seed: int) -> list[int]:
-    """From the request's seed, unless each sample has its own."""
+    """Seeds of the samples: derived from the request's seed, unless each sample has its own."""
     if request.seeds is not None:
         return sample_seeds(request.seeds, [0] * request.num_samples)
     return sample_seeds([seed], range(request.num_samples))

@@ -126,7 +126,7 @@ class EngineProcess(StreamingRollout):
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
+        """Process id of the running process."""
         return self._require_link().pid
 
     def is_alive(self) -> bool:

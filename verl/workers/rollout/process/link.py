@@ -138,7 +138,7 @@ class Timeouts:
 
     silent_seconds: float
     work_seconds: float
-    """For one step, one call, one tensor of an update."""
+    """Timeout of one step, one call or one tensor of an update."""
 
 
 class Link:
@@ -148,7 +148,7 @@ class Link:
         self._child = child
         self.timeouts = timeouts
         self.version: int | None = None
-        """Of the weights that the process holds whole."""
+        """Version of the weights that the process holds complete."""
 
         self._numbers = itertools.count()
         self._pending: dict[int, PendingCall] = {}
@@ -215,7 +215,7 @@ class Link:
         return self.wait(self.begin(name, descriptor=descriptor, **arguments))
 
     def give_up(self, pending: PendingRequest) -> None:
-        """Nobody waits for this request any more; nothing to do if it has ended."""
+        """Cancel a request; nothing happens if it has ended."""
         with self._lock:
             is_running = self._pending.pop(pending.number, None) is not None
         if is_running:
@@ -257,7 +257,7 @@ class Link:
             self._outgoing.put((encoded, descriptor))
 
     def _write(self) -> None:
-        """On a thread of its own, because a process in a long step reads nothing meanwhile."""
+        """Write on a separate thread: a process in a long step reads nothing meanwhile."""
         while self._end is None:
             try:
                 item = self._outgoing.get(timeout=WAIT_SECONDS)

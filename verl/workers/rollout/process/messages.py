@@ -100,7 +100,7 @@ def delta_of(fields: Sequence[Any]) -> tuple[int, TokenDelta]:
 def delta_messages(
     deltas: Iterable[tuple[int, TokenDelta]], version: int
 ) -> Iterator[dict[str, Any]]:
-    """As few messages as their length allows."""
+    """Pack deltas into as few messages as their length allows."""
     rows: list[list[Any]] = []
     num_tokens = 0
     for number, delta in deltas:

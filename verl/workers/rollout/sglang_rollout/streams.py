@@ -98,7 +98,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Nobody waits for it any more; its stream may still have to end."""
+        """Whether all samples have ended; the stream may still have to."""
         return all(sample.is_over for sample in self.samples)
 
 
