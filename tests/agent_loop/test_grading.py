@@ -10,7 +10,7 @@ from tests.agent_loop.fakes import FakeRollout, loop_config
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
 from verl.agent_loop.manager import GRADE_COLUMN
-from verl.agent_loop.rollouter import GradedGeneration
+from verl.agent_loop.rollouter import GradedGeneration, RolloutOptions, new_groups
 from verl.protocol import DataProto
 from verl.protocol.trajectory import InfraError, Score, Trajectory
 from verl.trainer.ppo.reward import RewardError
@@ -101,6 +101,27 @@ def answered(loops, rows):
 
 def final_grades(batch, reward_fn):
     return [trajectory.grade for trajectory in graded(batch, reward_fn)[0]]
+
+
+def test_a_group_reaches_the_buffer_graded_while_another_is_still_generated():
+    has_one = threading.Event()
+    loops = agent_loops(WaitsForGrade(tiny_tokenizer().encode("b")[-1], has_one), naive(len_of))
+    arrived = []
+
+    def put(group):
+        arrived.append(group)
+        has_one.set()  # until then nobody answers b
+
+    groups = new_groups(prompts("b", "a"), 2, step=1, seed_of=lambda uid, sample: sample)
+    loops.rollouter.start(groups, RolloutOptions(step=1), put).result(timeout=60)
+    assert [group.uid for group in arrived] == ["a", "b"]
+    trajectories = [t for group in arrived for t in group.trajectories]
+    assert all(isinstance(t.grade, Score) for t in trajectories)
+    assert len({t.session_id for t in trajectories} - {None}) == 4
+
+
+def len_of(solution_str, **kwargs):
+    return float(len(solution_str))
 
 
 def test_a_response_is_graded_while_another_is_still_generated():

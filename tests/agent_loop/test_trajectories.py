@@ -3,6 +3,7 @@ import torch
 
 from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.agent_loop.rollouter import fill_trajectory
+from verl.agent_loop.server_manager import SampledTurns
 from verl.protocol.padded import Padding, padded_batch, trajectories_of
 from verl.protocol.trajectory import Trajectory, trajectory_timing
 from verl.workers.rollout.base import TokenOutput
@@ -13,7 +14,7 @@ LENGTHS = {"prompt_length": 3, "response_length": 4, "pad_token_id": 2}
 
 def trajectory(output, *turns, **row):
     made = Trajectory(uid="a", sample=0, row=row)
-    fill_trajectory(made, output, turns, max_response_tokens=1024)
+    fill_trajectory(made, output, SampledTurns(list(turns), "s"), max_response_tokens=1024)
     return made
 
 

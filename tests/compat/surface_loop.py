@@ -36,6 +36,9 @@ LOOP = {
         AgentLoopMetrics
         DictConfigWrap
     """,
+    "verl.experimental.agent_loop.single_turn_agent_loop": """
+        SingleTurnAgentLoop
+    """,
     "verl.experimental.dataset.sampler": """
         AbstractSampler(data_source, data_config)
         AbstractCurriculumSampler(data_source, data_config)

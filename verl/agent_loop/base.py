@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verl.agent_loop.server_manager import AsyncLLMServerManager, sampled_turns
+from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics
 from verl.utils.dataset.prompts import Prompt, encode_prompt_once
 from verl.utils.registry import Registry
 from verl.utils.rollout_trace import rollout_trace_attr
-from verl.workers.rollout.base import TokenOutput
 
 Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
 
@@ -79,14 +78,14 @@ class LoopSample:
     row: Mapping[str, Any]
     """The columns of the dataset row, handed to `run` as keyword arguments."""
 
-    end: Callable[[AgentLoopOutput, Sequence[TokenOutput]], None]
+    end: Callable[[AgentLoopOutput, SampledTurns], None]
     """Called on the event loop with the output and the turns that engines sampled for it."""
 
     trace: Mapping[str, Any] | None = None
     """Which trajectory it is, for `rollout_trace_attr`; None while nothing is traced."""
 
     async def run_in(self, loop: "AgentLoopBase") -> None:
-        turns: list[TokenOutput] = []
+        turns = SampledTurns()
         sampled_turns.set(turns)  # in the context of this task, and of those that the loop starts
         if self.trace is None:
             output = await loop.run(self.params, **self.row)

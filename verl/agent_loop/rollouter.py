@@ -33,7 +33,7 @@ from verl.agent_loop.base import (
     agent_loops,
 )
 from verl.agent_loop.buffer import Buffer
-from verl.agent_loop.server_manager import AsyncLLMServerManager
+from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch, trajectories_of
 from verl.protocol.trajectory import (
@@ -48,7 +48,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager.adapters import as_grader
 from verl.workers.reward_manager.service import GradingService
-from verl.workers.rollout.base import EngineLostError, TokenOutput
+from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
 
@@ -205,11 +205,20 @@ class Rollouter(GroupSource):
         service = self.val_grading if options.is_validation else self.grading
         grading = None if service is None else GradedGeneration(service)
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
-        versions = self._policy_versions()
         traces = trace_infos(groups, options)
+
+        async def make(group: Group, trace: Sequence[Mapping[str, Any] | None]) -> None:
+            versions = self._policy_versions()
+            await self._run_group(group, params, trace, grading)
+            is_one_version = len(versions) == 1 and versions == self._policy_versions()
+            group.version = min(versions) if is_one_version else None
+            if grading is not None:
+                await grading.finish(group)
+            put(group)
+
         # One task per group, made in order: samples of a prompt reach the engine together.
         tasks = [
-            asyncio.create_task(self._run_group(group, params, trace, grading))
+            asyncio.create_task(make(group, trace))
             for group, trace in zip(groups, traces, strict=True)
         ]
         try:
@@ -222,13 +231,7 @@ class Rollouter(GroupSource):
             for task in tasks:
                 task.cancel()
         if grading is not None:
-            start = time.perf_counter()
-            await grading.finish()
-            self._seconds["reward_wait"] = time.perf_counter() - start
-        is_one_version = versions == self._policy_versions() and len(versions) == 1
-        for group in groups:
-            group.version = min(versions) if is_one_version else None
-            put(group)
+            self._seconds["reward_wait"] = grading.seconds_after_last_response()
 
     async def _run_group(
         self,
@@ -237,9 +240,7 @@ class Rollouter(GroupSource):
         traces: Sequence[Mapping[str, Any] | None],
         grading: "GradedGeneration | None",
     ) -> None:
-        def end(
-            trajectory: Trajectory, output: AgentLoopOutput, turns: Sequence[TokenOutput]
-        ) -> None:
+        def end(trajectory: Trajectory, output: AgentLoopOutput, turns: SampledTurns) -> None:
             limit = self.padding.response_length
             fill_trajectory(trajectory, output, turns, max_response_tokens=limit)
             if grading is not None and trajectory.reward_score is None:
@@ -294,6 +295,7 @@ class GradedGeneration:
         self._service = service
         self._added: list[Trajectory] = []
         self._num_submitted = 0
+        self._ended_at = time.perf_counter()
 
     def add(self, trajectory: Trajectory) -> None:
         """Grade a trajectory, together with all that end in this turn of the event loop."""
@@ -306,9 +308,14 @@ class GradedGeneration:
         self._num_submitted = len(self._added)
         self._service.submit(ended)
 
-    async def finish(self) -> None:
-        """Wait for the last grades; groups with an infra error are retried when scored."""
-        await asyncio.wrap_future(self._service.grade_once(self._added))
+    async def finish(self, group: Group) -> None:
+        """Wait for the grades of a group that has ended; infra errors are retried when scored."""
+        self._ended_at = time.perf_counter()
+        ungraded = [t for t in group.trajectories if t.reward_score is None]
+        await asyncio.wrap_future(self._service.grade_once(ungraded, is_reported=False))
+
+    def seconds_after_last_response(self) -> float:
+        return time.perf_counter() - self._ended_at
 
     def cancel(self) -> None:
         self._num_submitted = len(self._added)  # they may not have been handed over yet
@@ -363,7 +370,7 @@ class BatchSource(GroupSource):
 def fill_trajectory(
     trajectory: Trajectory,
     output: AgentLoopOutput,
-    turns: Sequence[TokenOutput],
+    turns: SampledTurns,
     *,
     max_response_tokens: int,
 ) -> None:
@@ -378,9 +385,10 @@ def fill_trajectory(
             ids,
             mask,
             log_probs,
-            [(turn.token_ids, turn.policy_versions) for turn in turns],
+            [(turn.token_ids, turn.policy_versions) for turn in turns.outputs],
         ),
     ]
+    trajectory.session_id = turns.session_id
     trajectory.reward_score = output.reward_score
     trajectory.num_turns = output.num_turns
     trajectory.stop_reason = output.stop_reason

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,16 @@ from verl.workers.rollout.fleet import Fleet, Recover
 IGNORED_PARAMS = {"logprobs"}
 """Log-probabilities always come back."""
 
-sampled_turns: ContextVar[list[TokenOutput] | None] = ContextVar("sampled_turns")
+
+@dataclass(eq=False)
+class SampledTurns:
+    """What engines sampled for one trajectory, and the session it was sampled in."""
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+    session_id: str | None = None
+
+
+sampled_turns: ContextVar[SampledTurns | None] = ContextVar("sampled_turns")
 """Set by whoever runs an agent loop: what engines sample for it is added, turn by turn."""
 
 MAX_PARAMS = 1000
@@ -144,7 +153,8 @@ class AsyncLLMServerManager:
             raise
         turns = sampled_turns.get(None)
         if turns is not None:
-            turns.append(output)
+            turns.outputs.append(output)
+            turns.session_id = request_id
         return output
 
     async def generate_group(

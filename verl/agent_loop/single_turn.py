@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, LoopSample
+from verl.agent_loop.server_manager import SampledTurns
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.base import TokenOutput
 
@@ -29,12 +30,13 @@ class SingleTurnAgentLoop(AgentLoopBase):
         prompt_ids = await loop.apply_chat_template(samples[0].row["raw_prompt"])
         start = time.perf_counter()
         session = uuid.uuid4().hex
+        session_ids = [f"{session}-{number}" for number in range(len(samples))]
         await loop.server_manager.generate_group(
-            [f"{session}-{number}" for number in range(len(samples))],
+            session_ids,
             prompt_ids=prompt_ids,
             sampling_params=[sample.params for sample in samples],
             on_end=lambda number, output: samples[number].end(
-                answer(prompt_ids, output, start), [output]
+                answer(prompt_ids, output, start), SampledTurns([output], session_ids[number])
             ),
         )
 

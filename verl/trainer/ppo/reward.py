@@ -384,13 +384,14 @@ class RewardLoopWorker:
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         """`reward_score` and `reward_extra_info` of a batch of one response."""
         manager = self.reward_manager
-        is_single = isinstance(manager, GradingManager) and manager.scope == "trajectory"
-        if not is_single and not isinstance(manager, RewardManagerBase):
-            raise ValueError(
-                f"reward_manager.name={self.config.reward_manager.name} scores whole batches; a "
-                "reward loop asks for one response: use naive, dapo, prime, remote or rate_limited"
-            )
-        return await manager.run_single(data)
+        if isinstance(manager, RewardManagerBase):
+            return await manager.run_single(data)
+        if isinstance(manager, GradingManager) and manager.scope == "trajectory":
+            return await manager.run_single(data)
+        raise ValueError(
+            f"reward_manager.name={self.config.reward_manager.name} scores whole batches; a "
+            "reward loop asks for one response: use naive, dapo, prime, remote or rate_limited"
+        )
 
     async def compute_score_batch(self, data: DataProto) -> list[dict[str, Any]]:
         """The same for every row, at the same time."""

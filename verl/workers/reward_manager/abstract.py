@@ -85,9 +85,10 @@ def required_rewards(data: DataProto, grades: Sequence[Grade | None]) -> dict[st
 
 def graded_rewards(data: DataProto, grades: Sequence[Grade | None]) -> dict[str, Any]:
     """`reward_tensor` (B, T), 0 where there is no score, and what graders reported besides."""
-    per_token = [g.token_values for g in grades if isinstance(g, Score)]
-    if len(per_token) == len(grades) and all(values is not None for values in per_token):
-        rewards = torch.from_numpy(np.stack(per_token))  # pyright: ignore[reportArgumentType]
+    scores = [g for g in grades if isinstance(g, Score)]
+    per_token = [g.token_values for g in scores if g.token_values is not None]
+    if len(per_token) == len(grades):
+        rewards = torch.from_numpy(np.stack(per_token))
     else:
         values = torch.tensor([g.value if isinstance(g, Score) else 0.0 for g in grades])
         rewards = scores_on_last_token(values, data)

@@ -138,7 +138,7 @@ class NaiveRewardManager(FunctionManager):
         if self._pool is not None:
             grade = self._pool.call(arguments)
         else:
-            result = self.compute_score(**arguments)
+            result: Any = self.compute_score(**arguments)
             grade = as_grade(await result if self._is_awaited else result)
         source = str(arguments["data_source"])
         if self._num_examined[source] < self.num_examine:

@@ -89,10 +89,15 @@ class GradingService:
         self._begin_pass(wait, groups)
         return wait.future
 
-    def grade_once(self, trajectories: Sequence[Trajectory]) -> "concurrent.futures.Future[int]":
-        """`settle` for trajectories whose groups do not matter: nothing is graded again."""
+    def grade_once(
+        self, trajectories: Sequence[Trajectory], *, is_reported: bool = True
+    ) -> "concurrent.futures.Future[int]":
+        """`settle` for trajectories whose groups do not matter: nothing is graded again.
+
+        Without `is_reported` errors are left to be logged by whoever settles them later.
+        """
         group = Group(index=0, uid="", drawn_at=0, trajectories=list(trajectories))
-        wait = _Wait([group], may_retry=False)
+        wait = _Wait([group], may_retry=False, is_reported=is_reported)
         self._begin_pass(wait, [group])
         return wait.future
 
@@ -151,10 +156,13 @@ class GradingService:
         wait.num_errors += len(errors)
         again = [group for group in wait.groups if any(map(self._may_retry, group.trajectories))]
         again = again if wait.may_retry else []
+        cause: BaseException | None = None
         with self._lock:
-            self._timeouts_in_a_row = 0
-            cause, self._last_error = self._last_error, None
-        if errors:
+            if not self._in_flight:
+                self._timeouts_in_a_row = 0
+            if wait.is_reported:
+                cause, self._last_error = self._last_error, None
+        if errors and wait.is_reported:
             what_now = "trying again" if again else "not trying again"
             text = "grading failed %d times, e.g. %s; %s"
             logger.warning(text, len(errors), errors[0].reason, what_now, exc_info=cause)
@@ -394,6 +402,7 @@ class _Wait:
     num_pending: int = 0
     num_errors: int = 0
     may_retry: bool = True
+    is_reported: bool = True
     future: "concurrent.futures.Future[int]" = field(default_factory=concurrent.futures.Future)
 
 
