@@ -31,20 +31,18 @@ from verl.config.faults import ConfigError, Fault
 from verl.config.generation import EvaluationConfig
 from verl.protocol.trajectory import Grade, Score
 from verl.trainer.evaluation.grading import (
-    LocalWorkers,
-    RayWorkers,
+    RayCalls,
     ResponseFile,
     RewardFunction,
     Task,
     Unscored,
-    Workers,
     grade_all,
 )
 from verl.trainer.ppo.reward import get_custom_reward_fn, name_of, takes_whole_batch
 from verl.trainer.ppo.validation_metrics import pass_at_k, subset_sizes
 from verl.utils.py_functional import printable
 from verl.utils.reward_score import default_compute_score
-from verl.workers.reward_manager.prime import one_per_core
+from verl.workers.reward_manager.prime import PositionalCalls, one_per_core
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,11 @@ def evaluate(config: EvaluationConfig) -> Evaluation:
                 else:
                     tally.drop(item)
 
-        workers = make_workers(custom if custom is not None else default_compute_score, config)
+        grader = make_grader(custom if custom is not None else default_compute_score, config)
         try:
-            grade_all(tasks(), workers, on_grade=tally.add)
+            grade_all(tasks(), grader, on_grade=tally.add)
         finally:
-            workers.close()
+            grader.close()
     return tally.evaluation()
 
 
@@ -115,19 +113,19 @@ def custom_function(config: EvaluationConfig) -> RewardFunction | None:
     return function
 
 
-def make_workers(function: RewardFunction, config: EvaluationConfig) -> Workers:
+def make_grader(function: RewardFunction, config: EvaluationConfig) -> PositionalCalls | RayCalls:
     grading, ray_init = config.grading, dict(config.ray_kwargs.ray_init)
     if grading.controller == "ray":
-        return RayWorkers(
+        return RayCalls(
             function,
             num_workers=grading.num_workers,
             timeout_seconds=grading.timeout_seconds,
             ray_init=ray_init,
         )
     asked = grading.num_workers or ray_init.get("num_cpus")
-    return LocalWorkers(
+    return PositionalCalls(
         function,
-        num_workers=one_per_core() if asked is None else int(asked),
+        num_processes=one_per_core() if asked is None else int(asked),
         timeout_seconds=grading.timeout_seconds,
     )
 
