@@ -79,7 +79,7 @@ def grade_all(
 
 
 START_SECONDS = 600.0
-"""For an actor to be placed and to import what it needs, when the cluster is busy."""
+"""Timeout of the start of an actor on a busy cluster: placement and imports."""
 
 
 class RayCalls(Grader):
@@ -157,32 +157,32 @@ class ResponseFile:
         self._check_columns()
 
     def __iter__(self) -> Iterator[Task | Unscored]:
-        for place, row in enumerate(self._rows(), start=1):
+        for row_number, row in enumerate(self._rows(), start=1):
             if isinstance(row, BadRow):
-                yield Unscored(place, None, NO_SOURCE, row.reason)
+                yield Unscored(row_number, None, NO_SOURCE, row.reason)
             else:
-                yield from self._tasks(place, row)
+                yield from self._tasks(row_number, row)
 
     def _rows(self) -> Iterator[Row]:
         config = self._config
         keys = (config.response_key, config.data_source_key, config.reward_model_key)
         return self._table.scan({*keys, *ANSWER_COLUMNS})
 
-    def _tasks(self, place: int, row: Mapping[str, Any]) -> Iterator[Task | Unscored]:
+    def _tasks(self, row_number: int, row: Mapping[str, Any]) -> Iterator[Task | Unscored]:
         config = self._config
         source = str(row.get(config.data_source_key) or NO_SOURCE)
         responses = row.get(config.response_key)
         answer = ground_truth_of({**row, "reward_model": row.get(config.reward_model_key)})
         fault = self._fault(responses, answer)
         if fault is not None:
-            yield Unscored(place, None, source, fault)
+            yield Unscored(row_number, None, source, fault)
             return
         for number, response in enumerate(as_list(responses), start=1):
             if isinstance(response, str):
-                yield Task(place, number, source, response, answer)
+                yield Task(row_number, number, source, response, answer)
             else:
                 kind = type(response).__name__
-                yield Unscored(place, number, source, f"the response is {kind}, not text")
+                yield Unscored(row_number, number, source, f"the response is {kind}, not text")
 
     def _fault(self, responses: Any, answer: Any) -> str | None:
         key = self._config.response_key

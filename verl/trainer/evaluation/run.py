@@ -88,7 +88,7 @@ def evaluate(config: EvaluationConfig) -> Evaluation:
                 if isinstance(item, Task):
                     yield item
                 else:
-                    tally.set_aside(item)
+                    tally.drop(item)
 
         grader = make_grader(custom if custom is not None else default_compute_score, config)
         try:
@@ -171,13 +171,13 @@ class Tally:
 
     def add(self, task: Task, grade: Grade) -> None:
         if not isinstance(grade, Score):
-            self.set_aside(Unscored(task.row, task.number, task.data_source, grade.reason))
+            self.drop(Unscored(task.row, task.number, task.data_source, grade.reason))
             return
         prompt = self._prompts[task.data_source].setdefault(task.row, PromptScores())
         prompt.scores.append(grade.value)
         prompt.num_passed += accuracy(grade) >= self._pass_threshold
 
-    def set_aside(self, unscored: Unscored) -> None:
+    def drop(self, unscored: Unscored) -> None:
         self._prompts[unscored.data_source].setdefault(unscored.row, PromptScores())
         self._unscored.append(unscored)
 
@@ -243,8 +243,8 @@ def unscored_lines(unscored: list[Unscored]) -> Iterator[str]:
         return
     yield f"{len(unscored)} without a score, in none of the numbers:"
     for one in unscored[:MAX_LISTED]:
-        place = f"row {one.row}" + (f", response {one.number}" if one.number is not None else "")
-        yield f"  {place}: {printable(one.reason, max_characters=300)}"
+        label = f"row {one.row}" + (f", response {one.number}" if one.number is not None else "")
+        yield f"  {label}: {printable(one.reason, max_characters=300)}"
     if len(unscored) > MAX_LISTED:
         yield f"  and {len(unscored) - MAX_LISTED} more (data.output_path lists all)"
 
