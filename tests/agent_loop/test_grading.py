@@ -9,10 +9,11 @@ import pytest
 from tests.agent_loop.fakes import FakeRollout, loop_config
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
-from verl.agent_loop.manager import GRADE_COLUMN
+from verl.agent_loop.manager import groups_of_rows, options_of
 from verl.agent_loop.rollouter import GradedGeneration, RolloutOptions, new_groups
 from verl.protocol import DataProto
 from verl.protocol.trajectory import InfraError, Score, Trajectory
+from verl.trainer.ppo.context import StepBatch
 from verl.trainer.ppo.reward import RewardError
 from verl.trainer.ppo.scoring import graded, score_batch
 from verl.workers.reward_manager.adapters import RewardManagerBase
@@ -94,13 +95,28 @@ def agent_loops(engine=None, reward_fn=None, val_reward_fn=None):
     return made
 
 
-def answered(loops, rows):
-    """The rows and their responses, as a trainer joins them."""
-    return rows.union(loops.generate_sequences(rows))
+def generated(loops, rows):
+    """The groups of the rows, with their responses."""
+    groups = groups_of_rows(rows)
+    loops.rollouter.generate(groups, options_of(rows.meta_info))
+    return groups
 
 
-def final_grades(batch, reward_fn):
-    return [trajectory.grade for trajectory in graded(batch, reward_fn)[0]]
+def grades_of(groups):
+    return [trajectory.grade for group in groups for trajectory in group.trajectories]
+
+
+def scored_by(loops, rows, reward_fn):
+    """What becomes of the rows, scored as a trainer does it."""
+    groups = generated(loops, rows)
+    batch = StepBatch(groups, loops.rollouter.padding).data
+    return score_batch(batch, reward_fn, groups, loops.rollouter.grading)
+
+
+def final_grades(loops, rows, reward_fn):
+    groups = generated(loops, rows)
+    batch = StepBatch(groups, loops.rollouter.padding).data
+    return [t.grade for t in graded(batch, reward_fn, groups, loops.rollouter.grading)[0]]
 
 
 def test_a_group_reaches_the_buffer_graded_while_another_is_still_generated():
@@ -133,9 +149,9 @@ def test_a_response_is_graded_while_another_is_still_generated():
 
     last = tiny_tokenizer()("c").input_ids[-1]
     made = agent_loops(WaitsForGrade(last, is_graded), naive(function))
-    batch = made.generate_sequences(prompts("a", "b", "c"))
-    assert [grade.value for grade in batch.non_tensor_batch[GRADE_COLUMN]] == [1.0] * 3
-    assert batch.meta_info["timing"]["reward_wait"] >= 0
+    groups = generated(made, prompts("a", "b", "c"))
+    assert [grade.value for grade in grades_of(groups)] == [1.0] * 3
+    assert made.rollouter.take_report(groups)[1]["reward_wait"] >= 0
 
 
 class TellsAll(RewardManagerBase):
@@ -164,11 +180,9 @@ def test_a_manager_is_given_the_same_during_generation_and_afterwards(manager):
     if manager == "run_single":
         reward_fn = TellsAll(config=None, tokenizer=tiny_tokenizer())
     names = np.array(["noting_for_tests"] * 4, dtype=object)
-    during = answered(agent_loops(reward_fn=reward_fn), prompts(*"abcd", agent_name=names))
-    afterwards = answered(agent_loops(), prompts(*"abcd", agent_name=names))
-    assert GRADE_COLUMN not in afterwards.non_tensor_batch
-    found, expected = final_grades(during, reward_fn), final_grades(afterwards, reward_fn)
-    assert found == expected
+    rows = prompts(*"abcd", agent_name=names)
+    found = grades_of(generated(agent_loops(reward_fn=reward_fn), rows))
+    assert found == final_grades(agent_loops(), rows, reward_fn)
     if manager == "function":
         assert found[1].extras == {
             "truth": "b", "index": 1, "num_turns": 3, "turn_scores": [0.5], "note": "b",
@@ -187,11 +201,10 @@ class CountsBatches(NaiveRewardManager):
 
 def test_responses_that_end_together_are_handed_over_as_one_batch():
     reward_fn = CountsBatches(tiny_tokenizer(), 0, lambda ground_truth, **kw: ord(ground_truth))
-    batch = agent_loops(reward_fn=reward_fn).generate_sequences(prompts(*"dacb"))
+    groups = generated(agent_loops(reward_fn=reward_fn), prompts(*"dacb"))
     assert sum(reward_fn.sizes) == 4
     assert len(reward_fn.sizes) <= 2, "one batch, or two if the machine was busy"
-    scores = [grade.value for grade in batch.non_tensor_batch[GRADE_COLUMN]]
-    assert scores == [100.0, 97.0, 99.0, 98.0]
+    assert [grade.value for grade in grades_of(groups)] == [100.0, 97.0, 99.0, 98.0]
 
 
 def test_a_row_keeps_its_own_column_beside_trajectories_that_bring_one():
@@ -205,9 +218,8 @@ def test_a_row_keeps_its_own_column_beside_trajectories_that_bring_one():
     names = np.array(["noting_for_tests", "silent_for_tests"] * 2, dtype=object)
     rows = prompts(*"abcd", agent_name=names, note=list("wxyz"))
     reward_fn = NotesColumns(config=None, tokenizer=tiny_tokenizer())
-    batch = agent_loops(reward_fn=reward_fn).generate_sequences(rows)
-    notes = [grade.extras["note"] for grade in batch.non_tensor_batch[GRADE_COLUMN]]
-    assert notes == ["a", "x", "c", "z"]
+    groups = generated(agent_loops(reward_fn=reward_fn), rows)
+    assert [grade.extras["note"] for grade in grades_of(groups)] == ["a", "x", "c", "z"]
 
 
 def test_a_generation_that_is_given_up_hands_nothing_over():
@@ -227,9 +239,8 @@ def test_a_manager_that_cannot_take_the_responses_stops_the_step():
     rows = prompts("a", "b")
     del rows.non_tensor_batch["data_source"]
     reward_fn = naive(lambda **kw: 1.0)
-    batch = answered(agent_loops(reward_fn=reward_fn), rows)
     with pytest.raises(RewardError, match="no column 'data_source'"):
-        score_batch(batch, reward_fn)
+        scored_by(agent_loops(reward_fn=reward_fn), rows, reward_fn)
 
 
 def test_a_fault_during_generation_is_tried_again_when_the_batch_is_scored():
@@ -242,32 +253,47 @@ def test_a_fault_during_generation_is_tried_again_when_the_batch_is_scored():
         return 1.0
 
     reward_fn = naive(function)
-    batch = answered(agent_loops(reward_fn=reward_fn), prompts("a", "b"))
-    assert isinstance(batch.non_tensor_batch[GRADE_COLUMN][1], InfraError)
-    scored = score_batch(batch, reward_fn)
+    scored = scored_by(agent_loops(reward_fn=reward_fn), prompts("a", "b"), reward_fn)
     assert sorted(calls) == ["a", "b", "b"]
     assert scored.batch.batch["token_level_scores"].sum(1).tolist() == [1.0, 1.0]
     assert scored.metrics["reward/num_errors"] == 1.0
-    assert GRADE_COLUMN not in scored.batch.non_tensor_batch
 
 
 def test_validation_is_graded_by_its_own_manager():
     made = agent_loops(reward_fn=naive(lambda **kw: 1.0), val_reward_fn=naive(lambda **kw: 2.0))
-    batch = made.generate_sequences(prompts("a", meta_info={"validate": True}))
-    assert batch.non_tensor_batch[GRADE_COLUMN][0] == Score(2.0, {"acc": 2.0})
+    groups = generated(made, prompts("a", meta_info={"validate": True}))
+    assert grades_of(groups) == [Score(2.0, {"acc": 2.0})]
 
 
 def test_trajectories_that_have_a_score_are_not_graded():
     reward_fn = naive(lambda **kw: pytest.fail("graded"))
     names = np.array(["scoring_for_tests"] * 2, dtype=object)
     batch = agent_loops(reward_fn=reward_fn).generate_sequences(prompts("a", "b", agent_name=names))
-    assert GRADE_COLUMN not in batch.non_tensor_batch
     assert batch.batch["rm_scores"].sum(1).tolist() == [0.25, 0.25]
 
 
 def test_a_manager_of_whole_batches_waits_for_the_batch():
-    batch = agent_loops(reward_fn=lambda data: None).generate_sequences(prompts("a"))
-    assert GRADE_COLUMN not in batch.non_tensor_batch
+    assert grades_of(generated(agent_loops(reward_fn=lambda data: None), prompts("a"))) == [None]
+
+
+def test_a_batch_brings_its_scores_along_if_every_response_has_one():
+    def function(ground_truth, **kwargs):
+        return {"score": 0.5, "truth": ground_truth} if ground_truth != "c" else None
+
+    reward_fn = naive(function)
+    made = agent_loops(reward_fn=reward_fn)
+    batch = made.generate_sequences(prompts("a", "b"))
+    assert batch.batch["rm_scores"].sum(1).tolist() == [0.5, 0.5]
+    result = reward_fn(batch, return_dict=True)
+    assert result["reward_extra_info"] == {"truth": ["a", "b"]}
+    assert "rm_scores" not in made.generate_sequences(prompts("a", "c")).batch.keys()  # noqa: SIM118
+
+
+def test_loops_may_generate_again_after_grading_has_ended():
+    made = agent_loops(reward_fn=naive(lambda **kw: 1.0))
+    for _ in range(2):
+        assert [grade.value for grade in grades_of(generated(made, prompts("a")))] == [1.0]
+        made.rollouter.end_grading()
 
 
 def test_an_error_in_generation_is_the_error_of_the_batch():
@@ -276,13 +302,12 @@ def test_an_error_in_generation_is_the_error_of_the_batch():
         made.generate_sequences(prompts("a", "b"))
 
 
-def test_grades_survive_the_way_through_the_batch():
+def test_every_kind_of_grade_is_the_same_during_generation_and_afterwards():
     def function(ground_truth, **kwargs):
         return {"a": {"score": 0.1, "acc": True}, "b": None, "c": float("nan")}[ground_truth]
 
     reward_fn = naive(function)
-    during = answered(agent_loops(reward_fn=reward_fn), prompts("a", "b", "c"))
-    afterwards = answered(agent_loops(), prompts("a", "b", "c"))
-    found = final_grades(during, reward_fn)
-    assert found == final_grades(afterwards, reward_fn)
+    rows = prompts("a", "b", "c")
+    found = final_grades(agent_loops(reward_fn=reward_fn), rows, reward_fn)
+    assert found == final_grades(agent_loops(), rows, reward_fn)
     assert isinstance(found[2], InfraError)

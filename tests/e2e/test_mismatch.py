@@ -128,7 +128,7 @@ def test_weights_let_training_arrive_where_the_exact_gradient_does(bandit):
         assert bandit.learn(chosen, num_steps=20)[-1] == pytest.approx(exact[-1], abs=0.01)
 
 
-def test_probe_and_canary_tell_such_an_engine_from_one_that_rounds_as_it_should(bandit):
+def test_probe_and_drift_check_tell_such_an_engine_from_one_that_rounds_as_it_should(bandit):
     policy = LocalPolicy(bandit.training, bandit.process.update_weights)
     with pytest.raises(EngineProbeError, match="reaches every tensor"):
         probe_engine(

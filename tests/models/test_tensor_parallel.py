@@ -1,4 +1,4 @@
-"""What cannot be divided among ranks is refused by name; whole weights find their part."""
+"""Models that cannot be sharded are refused by name; whole weights are loaded into shards."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 from tests.tiny_models import tiny_model
 from tests.utils.two_ranks import run_on_two_ranks
 from verl.models.exact import make_exact
-from verl.models.tensor_parallel import divide_model, load_weights
+from verl.models.tensor_parallel import load_weights, shard_model
 
 
 class Adapted(nn.Module):
@@ -40,13 +40,15 @@ def planned_for_others():
 
 
 REFUSED = {
-    "GptOssForCausalLM cannot be divided among ranks: its plan in transformers does not exist": (
+    "GptOssForCausalLM cannot be sharded across ranks: its plan in transformers does not exist": (
         lambda: tiny_model("gpt_oss")
     ),
-    "LlamaForCausalLM cannot be divided among ranks: its plan in transformers divides layers by "
+    "LlamaForCausalLM cannot be sharded across ranks: its plan in transformers shards layers by "
     "'mla_kv_a_proj'": lambda: planned("mlp.up_proj", "mla_kv_a_proj"),
-    "must divide the 3 attention heads of the model, which it deals out to ranks; possible are 1, "
-    "3": lambda: tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24),
+    "must divide the 3 attention heads of the model, which are sharded across ranks; possible are "
+    "1, 3": lambda: tiny_model(
+        "llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24
+    ),
     "(2) must divide the 49 features of model.layers.0.mlp.gate_proj": (
         lambda: tiny_model("llama", intermediate_size=49)
     ),
@@ -56,10 +58,10 @@ REFUSED = {
 }
 
 
-def test_models_that_cannot_be_divided_are_refused_by_name(tmp_path):
+def test_models_that_cannot_be_sharded_are_refused_by_name(tmp_path):
     def work(rank):
         del rank
-        return [message(divide_model, build(), dist.group.WORLD) for build in REFUSED.values()]
+        return [message(shard_model, build(), dist.group.WORLD) for build in REFUSED.values()]
 
     for messages in run_on_two_ranks(work, tmp_path):
         for found, expected in zip(messages, REFUSED, strict=True):
@@ -71,7 +73,7 @@ def test_a_layer_that_computes_several_of_query_key_and_value_is_refused(tmp_pat
         del rank
         model = planned("self_attn.qkv_proj", "colwise")
         model.model.layers[0].self_attn.qkv_proj = nn.Linear(32, 64)
-        return message(divide_model, model, dist.group.WORLD)
+        return message(shard_model, model, dist.group.WORLD)
 
     for found in run_on_two_ranks(work, tmp_path):
         assert "qkv_proj computes more than one of query, key and value" in found
@@ -81,9 +83,9 @@ def test_whole_weights_find_their_part_and_strange_ones_are_refused(tmp_path):
     def work(rank):
         del rank
         model, whole = tiny_model("qwen2"), tiny_model("qwen2")
-        divide_model(divide_model(model, dist.group.WORLD), dist.group.WORLD)  # once is enough
+        shard_model(shard_model(model, dist.group.WORLD), dist.group.WORLD)  # once is enough
         loaded = tiny_model("qwen2").to("meta")
-        divide_model(loaded, dist.group.WORLD)
+        shard_model(loaded, dist.group.WORLD)
         loaded = loaded.to_empty(device="cpu")
         loaded.tie_weights()
         weights = list(whole.named_parameters())
@@ -107,7 +109,7 @@ def test_whole_weights_find_their_part_and_strange_ones_are_refused(tmp_path):
     assert torch.equal(torch.cat(parts, dim=1), down)
 
 
-def test_weights_of_a_model_that_is_not_divided_are_written_in_place():
+def test_weights_of_a_model_that_is_not_sharded_are_written_in_place():
     model, source = tiny_model("llama"), tiny_model("llama", scale=0.1)
     addresses = [p.data_ptr() for p in model.parameters()]
     load_weights(model, source.named_parameters())

@@ -11,7 +11,7 @@ from verl.models.attention import AttentionLayout, AttentionOptions, key_heads_o
 from verl.models.exact import make_exact
 from verl.models.forward import hidden_states, packed_layout, packed_positions
 from verl.models.loading import random_causal_lm
-from verl.models.ulysses import SequenceShare, UlyssesLayout, refuse_undividable
+from verl.models.ulysses import SequenceShard, UlyssesLayout, refuse_unshardable
 
 CASES = {
     **{name: (name, [7, 1, 12, 3, 10], {}) for name in ARCHITECTURES},
@@ -59,11 +59,11 @@ def found_by_one_rank(case):
     model = tiny_model(model_type, **changes)
     ids, pulls = ids_and_pulls(lengths)
     assert dist.group.WORLD is not None
-    share = SequenceShare(len(ids), torch.arange(len(ids)), dist.group.WORLD)
-    layout = UlyssesLayout(packed_layout(model, lengths), share)
+    shard = SequenceShard(len(ids), torch.arange(len(ids)), dist.group.WORLD)
+    layout = UlyssesLayout(packed_layout(model, lengths), shard)
     positions = packed_positions(lengths)
-    hidden = hidden_states(model, share.cut(ids), share.cut(positions), layout)[share.sources]
-    (hidden * pulls[share.rows]).sum().backward()
+    hidden = hidden_states(model, shard.select(ids), shard.select(positions), layout)[shard.sources]
+    (hidden * pulls[shard.rows]).sum().backward()
     return hidden.detach().numpy(), gradients(model)
 
 
@@ -120,11 +120,11 @@ def test_what_goes_through_collectives_comes_back_as_it_was(device, backend, dty
     positions, inner = packed_positions(lengths).to(device), packed_layout(model, lengths)
     found = []
     with group_of_one(backend, tmp_path) as group:
-        share = SequenceShare(len(ids), torch.arange(len(ids), device=device), group)
-        for layout in (inner, UlyssesLayout(inner, share)):
+        shard = SequenceShard(len(ids), torch.arange(len(ids), device=device), group)
+        for layout in (inner, UlyssesLayout(inner, shard)):
             model.zero_grad()
             hidden = hidden_states(model, ids, positions, layout)
-            values = share.gather(hidden.sum(1))
+            values = shard.gather(hidden.sum(1))
             (hidden * pulls).sum().backward()
             found.append([values.detach(), hidden.detach(), *(p.grad for p in model.parameters())])
     for own, divided in zip(*found, strict=True):
@@ -147,9 +147,9 @@ def test_attention_sees_all_tokens_but_no_padding_for_a_part_of_the_heads(tmp_pa
     def work(rank):
         del rank
         assert dist.group.WORLD is not None
-        share, seen = SequenceShare(3, torch.arange(0), dist.group.WORLD), Seen()
-        own = share.cut(numbers)
-        output = UlyssesLayout(seen, share).attend(0, own, own, own, AttentionOptions(1.0))
+        shard, seen = SequenceShard(3, torch.arange(0), dist.group.WORLD), Seen()
+        own = shard.select(numbers)
+        output = UlyssesLayout(seen, shard).attend(0, own, own, own, AttentionOptions(1.0))
         return seen.query.flatten(1).tolist(), output.flatten(1).tolist()
 
     assert run_on_two_ranks(work, tmp_path) == [
@@ -162,11 +162,11 @@ def test_gathered_values_are_in_the_order_of_their_sources_and_count_once(tmp_pa
     def work(rank):
         assert dist.group.WORLD is not None
         sources = torch.tensor([4, 0, 3, 3, 1])  # five tokens: rank 0 has 0 to 2, rank 1 the rest
-        share = SequenceShare(5, sources, dist.group.WORLD)
-        values = (100.0 * rank + share.sources).requires_grad_()
-        gathered = share.gather(values)
+        shard = SequenceShard(5, sources, dist.group.WORLD)
+        values = (100.0 * rank + shard.sources).requires_grad_()
+        gathered = shard.gather(values)
         (gathered * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).sum().backward()
-        nothing = SequenceShare(5, sources[:0], dist.group.WORLD).gather(torch.zeros(0))
+        nothing = SequenceShard(5, sources[:0], dist.group.WORLD).gather(torch.zeros(0))
         assert values.grad is not None
         return gathered.tolist(), values.grad.tolist(), nothing.tolist()
 
@@ -208,7 +208,7 @@ def test_models_that_cannot_be_divided_are_refused_with_the_way_out(tmp_path):
 
 def refusal(model, group):
     try:
-        refuse_undividable(model, group)
+        refuse_unshardable(model, group)
     except ValueError as error:
         return str(error)
     return ""

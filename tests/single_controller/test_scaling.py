@@ -90,7 +90,7 @@ def test_the_driver_learns_only_what_the_description_tells(pair_launcher):
     assert set(batch.known.batch.keys()) == {"length"}
     assert batch.known.batch["length"].tolist() == [22, 24, 26, 28]
     assert batch.known.non_tensor_batch["rank"].tolist() == [1, 1, 0, 0]  # by who holds them
-    assert batch.places.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert batch.indices.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
     ordered = batch.take([3, 0, 2, 1]).union(rows(0, 0, 0, 0).rename("x", "reward"))
     assert ordered.get(30).batch["x"].tolist() == [14, 11, 13, 12]
     assert group.double(ordered).batch["x"].tolist() == [28, 22, 26, 24]
@@ -140,9 +140,9 @@ def test_a_batch_by_reference_must_divide(pair):
 
 def test_gathering_gives_the_order_that_was_asked_for():
     parts = [rows(1, 2), rows(3, 4)]
-    places = np.array([[1, 1], [0, 0], [1, 0]])
+    indices = np.array([[1, 1], [0, 0], [1, 0]])
     known = DataProto.from_dict({"length": torch.tensor([7, 8, 9])})
-    gathered = gather_rows(parts, places, known)
+    gathered = gather_rows(parts, indices, known)
     assert gathered.batch["x"].tolist() == [4, 1, 3]
     assert gathered.batch["length"].tolist() == [7, 8, 9]
 

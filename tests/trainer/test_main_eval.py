@@ -20,7 +20,7 @@ from verl.trainer.evaluation.run import (
     as_json,
     estimate,
     evaluate,
-    make_workers,
+    make_grader,
     summarise,
     unscored_lines,
     wilson_interval,
@@ -193,6 +193,15 @@ def test_what_cannot_be_scored_is_listed_and_is_in_none_of_the_numbers(tmp_path,
     assert quiz.mean.num_prompts == 3
 
 
+def test_responses_behind_many_that_hang_are_graded(tmp_path, grader, caplog):
+    path = written(tmp_path, [row(["hang"] * 4 + ["right"])])
+    grading = {"num_workers": 2, "timeout_seconds": 1.0}
+    found = evaluate(config_of(path, grader, grading=grading))
+    assert [one.number for one in found.unscored] == [1, 2, 3, 4]
+    assert found.sources["quiz"].mean.value == 1.0
+    assert not caplog.records, "they are in the report"
+
+
 def test_the_number_of_workers_does_not_change_the_result(tmp_path, grader):
     rows = [row(["right" if (place + n) % 3 else "wrong" for n in range(4)]) for place in range(9)]
     path = written(tmp_path, rows)
@@ -202,9 +211,9 @@ def test_the_number_of_workers_does_not_change_the_result(tmp_path, grader):
 
 def test_ray_init_num_cpus_is_the_number_of_workers_of_older_scripts(grader):
     def num_workers(**changes):
-        workers = make_workers(len, config_of("x", **changes))
-        workers.close()
-        return workers.num_workers
+        made = make_grader(len, config_of("x", **changes))
+        made.close()
+        return made.max_concurrent
 
     ray = {"ray_init": {"num_cpus": 3}}
     assert num_workers(grading={"num_workers": None}, ray_kwargs=ray) == 3

@@ -106,7 +106,7 @@ def test_placement_names_controller_roles_and_engines():
         load({f"{R}.tensor_model_parallel_size": 2, f"{A}.use_kl_loss": True}).checked()
     )
     assert (plan.controller, plan.ranks) == ("ray", 8)
-    whole = "whole on each of 8 ranks, the optimizer's state divided"
+    whole = "whole on each of 8 ranks, the optimizer's state sharded"
     assert {role.role: role.layout for role in plan.roles} == {
         "actor": f"{whole}, if that fits; else fsdp over 8 ranks",
         "rollout": "native, 4 engines, tensor parallel 2",
@@ -122,7 +122,7 @@ def test_placement_says_what_ranks_divide_where_it_was_chosen():
 
     engines = "native, 8 engines, tensor parallel 1"
     assert layouts("full") == ["fsdp over 4 ranks, 2 copies", engines]
-    whole = "whole on each of 8 ranks, the optimizer's state divided"
+    whole = "whole on each of 8 ranks, the optimizer's state sharded"
     assert layouts("zero1") == [whole, f"{engines}, on the trainer's own weights"]
 
 

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from verl.agent_loop.manager import GRADE_COLUMN
 from verl.protocol import DataProto
-from verl.protocol.trajectory import Abstain, InfraError, Score
+from verl.protocol.trajectory import Abstain, InfraError, Score, Trajectory
 from verl.trainer.ppo.reward import RewardError, WholeBatchReward
 from verl.trainer.ppo.scoring import reported_metrics, score_batch
+from verl.workers.reward_manager.adapters import groups_of
 from verl.workers.reward_manager.grader import Grader
+from verl.workers.reward_manager.service import GradingService
 
 FAULT, UNSURE = InfraError("timed out"), Abstain("cannot tell")
 
@@ -123,17 +124,32 @@ def test_scores_of_agent_loops_are_used_as_they_are():
     assert grader.graded == []
 
 
-def test_grades_that_came_with_the_batch_are_used_once_and_only_faults_are_tried_again():
-    data = batch("aabb")
-    grades = [*scores(1, 0, 1), FAULT]
-    column = np.empty(4, dtype=object)
-    column[:] = grades
-    data.non_tensor_batch[GRADE_COLUMN] = column
+def graded_groups(uids, grades):
+    return groups_of(
+        [
+            Trajectory(uid=uid, sample=0, row={"row": row}, grade=grade)
+            for row, (uid, grade) in enumerate(zip(uids, grades, strict=True))
+        ]
+    )
+
+
+def test_of_groups_that_are_graded_only_those_with_an_infra_error_are_graded_again():
+    groups = graded_groups("aabb", [*scores(1, 0, 1), FAULT])
     grader = Grades(scores(0, 1))
-    scored = score_batch(data, grader)
+    scored = score_batch(batch("aabb"), Grades(), groups, GradingService(grader))
     assert grader.graded == [[2, 3]]
     assert scored.batch.batch["token_level_scores"].sum(1).tolist() == [1, 0, 0, 1]
-    assert GRADE_COLUMN not in scored.batch.non_tensor_batch
+    assert scored.metrics["reward/num_errors"] == 1
+
+
+@pytest.mark.parametrize("case", ["rows were dropped", "rows were moved", "one has no grade"])
+def test_a_batch_that_is_not_that_of_its_graded_groups_is_graded_itself(case):
+    grades = [*scores(1, 1, 1), None if case == "one has no grade" else Score(1.0)]
+    groups = graded_groups("aabb", grades)
+    uids = {"rows were dropped": "aab", "rows were moved": "bbaa"}.get(case, "aabb")
+    grader = Grades(scores(*range(len(uids))))
+    scored = score_batch(batch(uids), grader, groups, GradingService(Grades()))
+    assert scored.batch.batch["token_level_scores"].sum(1).tolist() == list(range(len(uids)))
 
 
 def test_what_was_tried_again_already_is_dropped_without_another_try():

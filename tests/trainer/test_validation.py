@@ -66,14 +66,14 @@ def test_a_response_without_a_verdict_is_missing_and_not_wrong():
         (0.0, {"acc": 0.0}),
         (None, {}),
     ]
-    metrics = validate([batch("aabb")], Grades(grades), Words()).metrics()
+    metrics = validate([(batch("aabb"), [])], Grades(grades), Words()).metrics()
     assert metrics["val-core/sums/acc/mean@2"] == 0.5
     assert metrics["val-aux/sums/reward/num_missing"] == 2.0
 
 
 def test_several_batches_are_one_validation():
     grades = [Score(1.0), Score(0.0)]
-    samples = validate([batch("aa"), batch("bb")], Grades(grades), Words())
+    samples = validate([(batch("aa"), []), (batch("bb"), [])], Grades(grades), Words())
     assert samples.uids == ["a", "a", "b", "b"]
     assert samples.metrics()["val-core/sums/reward/mean@2"] == 0.5
 

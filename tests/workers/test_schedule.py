@@ -12,17 +12,17 @@ from verl.workers.schedule import (
     InferencePlan,
     MicroBatching,
     UpdatePlan,
-    cut_by_count,
-    cut_by_tokens,
+    pack_by_tokens,
     plan_inference,
     plan_update,
+    split_by_count,
 )
 
 BY_TWO_ROWS = MicroBatching(rows=2)
 
 lengths_of_rows = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 ranks = st.integers(1, 5)
-cuts = st.one_of(
+micro_batchings = st.one_of(
     st.builds(MicroBatching, rows=st.integers(1, 6)),
     st.builds(MicroBatching, tokens=st.integers(50, 120)),
 )
@@ -38,10 +38,10 @@ orders = st.fixed_dictionaries(
 def rows_of_step(plan, step):
     """Rows of the batch in one optimizer step, over all ranks and passes."""
     return sorted(
-        plan.rows_of(rank)[place]
+        plan.rows_of(rank)[index]
         for rank in range(plan.num_ranks)
         for part in step.passes[rank]
-        for place in part
+        for index in part
     )
 
 
@@ -61,35 +61,39 @@ def test_two_ranks_share_the_tokens_of_every_step():
     assert second.passes == [[[2, 3]], [[2]]]
     assert (first.batch_num_tokens, first.global_batch_size) == (8, 3)
     assert (second.batch_num_tokens, second.global_batch_size) == (5, 3)
-    assert plan.places == [0, 1, 4, 5, 2, 6, 3]
+    assert plan.indices == [0, 1, 4, 5, 2, 6, 3]
 
 
-@given(lengths_of_rows, ranks, cuts, orders)
-def test_every_row_is_computed_once_per_epoch_and_padding_never(lengths, num_ranks, cut, order):
-    plan = plan_update(lengths, lengths, micro_batching=cut, num_ranks=num_ranks, **order)
+@given(lengths_of_rows, ranks, micro_batchings, orders)
+def test_every_row_is_computed_once_per_epoch_and_padding_never(
+    lengths, num_ranks, micro_batching, order
+):
+    plan = plan_update(
+        lengths, lengths, micro_batching=micro_batching, num_ranks=num_ranks, **order
+    )
     times = [row for step in plan.steps for row in rows_of_step(plan, step)]
     assert sorted(times) == sorted(list(range(len(lengths))) * order["epochs"])
     size = -(-len(lengths) // num_ranks)  # no more padding than it takes
     assert len(plan.order) == size * num_ranks
     used = {
-        rank * size + place
+        rank * size + index
         for step in plan.steps
         for rank, passes in enumerate(step.passes)
         for part in passes
-        for place in part
+        for index in part
     }
     assert used.isdisjoint(plan.padding)
     assert used | set(plan.padding) == set(range(len(plan.order)))
-    assert [plan.order[place] for place in plan.places] == list(range(len(lengths)))
+    assert [plan.order[index] for index in plan.indices] == list(range(len(lengths)))
 
 
-@given(lengths_of_rows, ranks, cuts, orders)
+@given(lengths_of_rows, ranks, micro_batchings, orders)
 def test_the_rows_and_counts_of_a_step_do_not_depend_on_the_number_of_ranks(
-    lengths, num_ranks, cut, order
+    lengths, num_ranks, micro_batching, order
 ):
     responses = [n // 3 for n in lengths]
     one, many = (
-        plan_update(lengths, responses, micro_batching=cut, num_ranks=n, **order)
+        plan_update(lengths, responses, micro_batching=micro_batching, num_ranks=n, **order)
         for n in (1, num_ranks)
     )
     assert one.order == list(range(len(lengths)))  # a single rank takes the batch as it is
@@ -100,17 +104,21 @@ def test_the_rows_and_counts_of_a_step_do_not_depend_on_the_number_of_ranks(
         assert b.global_batch_size == sum(responses[row] > 0 for row in rows)
 
 
-@given(lengths_of_rows, ranks, cuts, orders)
-def test_all_ranks_make_equally_many_passes_within_the_limit(lengths, num_ranks, cut, order):
-    plan = plan_update(lengths, lengths, micro_batching=cut, num_ranks=num_ranks, **order)
+@given(lengths_of_rows, ranks, micro_batchings, orders)
+def test_all_ranks_make_equally_many_passes_within_the_limit(
+    lengths, num_ranks, micro_batching, order
+):
+    plan = plan_update(
+        lengths, lengths, micro_batching=micro_batching, num_ranks=num_ranks, **order
+    )
     for step in plan.steps:
         assert len({len(passes) for passes in step.passes}) == 1
         assert any(passes[-1] for passes in step.passes), "a pass that is empty everywhere"
         for rank, passes in enumerate(step.passes):
             for part in passes:
-                tokens = sum(lengths[plan.rows_of(rank)[place]] for place in part)
-                assert len(part) <= (cut.rows or len(part))
-                assert tokens <= (cut.tokens or tokens)
+                tokens = sum(lengths[plan.rows_of(rank)[index]] for index in part)
+                assert len(part) <= (micro_batching.rows or len(part))
+                assert tokens <= (micro_batching.tokens or tokens)
 
 
 @given(lengths_of_rows, ranks, st.integers(1, 4))
@@ -119,23 +127,25 @@ def test_groups_stay_on_one_rank_and_in_one_pass_where_they_fit(lengths, num_ran
     plan = plan_inference(
         lengths, micro_batching=MicroBatching(tokens=60), num_ranks=num_ranks, groups=groups
     )
-    place_of: dict[int, set[tuple[int, int]]] = {}
+    micro_batches_of: dict[int, set[tuple[int, int]]] = {}
     for rank, passes in enumerate(plan.passes):
         for number, part in enumerate(passes):
-            for place in part:
-                row = plan.rows_of(rank)[place]
-                place_of.setdefault(groups[row], set()).add((rank, number))
-    for group, places in place_of.items():
+            for index in part:
+                row = plan.rows_of(rank)[index]
+                micro_batches_of.setdefault(groups[row], set()).add((rank, number))
+    for group, numbers in micro_batches_of.items():
         total = sum(n for n, label in zip(lengths, groups, strict=True) if label == group)
-        assert len({rank for rank, _ in places}) == 1
-        assert total > 60 or len(places) == 1
+        assert len({rank for rank, _ in numbers}) == 1
+        assert total > 60 or len(numbers) == 1
 
 
-@given(lengths_of_rows, ranks, cuts, orders)
-def test_a_plan_survives_the_journey_as_plain_numbers(lengths, num_ranks, cut, order):
-    plan = plan_update(lengths, lengths, micro_batching=cut, num_ranks=num_ranks, **order)
+@given(lengths_of_rows, ranks, micro_batchings, orders)
+def test_a_plan_survives_the_journey_as_plain_numbers(lengths, num_ranks, micro_batching, order):
+    plan = plan_update(
+        lengths, lengths, micro_batching=micro_batching, num_ranks=num_ranks, **order
+    )
     assert UpdatePlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    passes = plan_inference(lengths, micro_batching=cut, num_ranks=num_ranks)
+    passes = plan_inference(lengths, micro_batching=micro_batching, num_ranks=num_ranks)
     assert InferencePlan.from_dict(json.loads(json.dumps(passes.to_dict()))) == passes
 
 
@@ -158,7 +168,7 @@ def test_a_rank_without_rows_makes_empty_passes():
     assert len(plan.order) == 3
 
 
-def test_tokens_are_shared_out_evenly_among_ranks():
+def test_tokens_are_balanced_across_ranks():
     lengths = np.random.default_rng(0).lognormal(6, 1, 4096).astype(int) + 1
     plan = plan_inference(lengths.tolist(), micro_batching=MicroBatching(rows=64), num_ranks=8)
     loads = [int(lengths[plan.rows_of(rank)].sum()) for rank in range(8)]
@@ -178,14 +188,14 @@ def test_a_hundred_thousand_rows_are_planned_in_a_second():
     assert time.process_time() - start < 2.0  # 0.5 s on a free core
 
 
-def test_rows_are_cut_by_count_in_order():
-    assert cut_by_count(5, 2) == [[0, 1], [2, 3], [4]]
-    assert cut_by_count(0, 2) == []
+def test_rows_are_split_by_count_in_order():
+    assert split_by_count(5, 2) == [[0, 1], [2, 3], [4]]
+    assert split_by_count(0, 2) == []
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(50, 200))
 def test_a_token_budget_holds_and_every_row_goes_through_once(lengths, max_tokens):
-    parts = cut_by_tokens(lengths, max_tokens)
+    parts = pack_by_tokens(lengths, max_tokens)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     totals = [sum(lengths[row] for row in part) for part in parts]
     assert all(total <= max_tokens for total in totals)
@@ -194,7 +204,7 @@ def test_a_token_budget_holds_and_every_row_goes_through_once(lengths, max_token
 
 def test_a_row_longer_than_the_budget_is_named():
     with pytest.raises(ValueError, match="row 1 has 30 tokens, more than the budget of 20"):
-        cut_by_tokens([5, 30], 20)
+        pack_by_tokens([5, 30], 20)
     with pytest.raises(ValueError, match="row 2 has 30 tokens"):
         plan_update([5, 5, 30], [1, 1, 1], rows_per_step=2, micro_batching=MicroBatching(tokens=20))
 

@@ -5,14 +5,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from verl.agent_loop.rollouter import Rollouter, RolloutOptions, rows_of
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.protocol import DataProto
+from verl.protocol.ops import object_array
 from verl.protocol.padded import padded_batch
-from verl.protocol.trajectory import Group, Trajectory
+from verl.protocol.trajectory import Group, Score, Trajectory
 from verl.utils.rollout_trace import RolloutTraceConfig
+from verl.workers.reward_manager.abstract import graded_rewards
 from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.factory import has_own_process
 from verl.workers.rollout.fleet import Recover
@@ -20,9 +20,6 @@ from verl.workers.rollout.replica import engines_of
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
 logger = logging.getLogger(__name__)
-
-GRADE_COLUMN = "__grade__"
-"""Column of a batch whose responses were graded while they were generated."""
 
 
 class AgentLoopManager:
@@ -80,7 +77,9 @@ class AgentLoopManager:
         """Continue every row once; rows of one prompt stand side by side.
 
         `meta_info` of the result has `timing`, `metrics`, and `policy_version` if all tokens were
-        sampled with the same weights. `generate_sequences_async` is for code with an event loop.
+        sampled with the same weights. Where every response got a score while they were generated,
+        the scores are `rm_scores`, and what graders reported besides are the columns that
+        `reward_extra_keys` names. `generate_sequences_async` is for code with an event loop.
         """
         groups, options = groups_of_rows(prompts), options_of(prompts.meta_info)
         self.rollouter.generate(groups, options)
@@ -113,21 +112,19 @@ class AgentLoopManager:
     def _as_batch(self, groups: Sequence[Group]) -> DataProto:
         trajectories = [t for group in groups for t in group.trajectories]
         batch = padded_batch(trajectories, self.rollouter.padding, with_rows=False)
-        if all(t.grade is not None for t in trajectories):
-            batch.non_tensor_batch[GRADE_COLUMN] = grade_column(trajectories)
+        grades = [t.grade for t in trajectories]
+        if all(isinstance(grade, Score) for grade in grades):
+            rewards = graded_rewards(batch, grades)
+            batch.batch["rm_scores"] = rewards["reward_tensor"]
+            for name, values in rewards["reward_extra_info"].items():
+                batch.non_tensor_batch[name] = object_array(values)
+            batch.meta_info["reward_extra_keys"] = list(rewards["reward_extra_info"])
         metrics, seconds = self.rollouter.take_report(groups)
         batch.meta_info |= {"metrics": metrics, "timing": seconds}
         versions = {group.version for group in groups}
         if len(versions) == 1 and None not in versions:
             (batch.meta_info["policy_version"],) = versions
         return batch
-
-
-def grade_column(trajectories: Sequence[Trajectory]) -> np.ndarray:
-    """The grades as they travel with a batch until it is scored."""
-    column = np.empty(len(trajectories), dtype=object)
-    column[:] = [t.grade for t in trajectories]
-    return column
 
 
 def options_of(meta_info: Mapping[str, Any]) -> RolloutOptions:

@@ -90,6 +90,9 @@ class GroupSource(ABC):
     grading: GradingService | None = None
     """Grades training trajectories as they end; None where that is done afterwards."""
 
+    val_grading: GradingService | None = None
+    """The same for validation."""
+
     def submit(self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer) -> None:
         """Begin to generate; the groups come to the buffer as they end."""
         indices = buffer.begin(len(groups), step=options.step)
@@ -121,6 +124,14 @@ class GroupSource(ABC):
     def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
         """Metrics and seconds to report of groups that have ended, and of engines since the last
         time."""
+
+    def end_grading(self) -> None:
+        """End the threads that grade; whoever generates again starts new ones."""
+        for service in (self.grading, self.val_grading):
+            if service is not None:
+                service.close()
+        self.grading = self.grading and GradingService(self.grading.grader)
+        self.val_grading = self.val_grading and GradingService(self.val_grading.grader)
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,6 @@ class Rollouter(GroupSource):
             response_length=rollout.response_length,
             pad_token_id=tokenizer.pad_token_id,
         )
-        self.val_grading: GradingService | None = None
         self._wake_up = wake_up
         self._default_loop: str = rollout.agent.default_agent_loop
         self._listed_loops = listed_loops(rollout.agent.agent_loop_config_path)

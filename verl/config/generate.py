@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 # Sections too large for one table: their parts have tables of their own.
-DIVIDED = ("", "actor_rollout_ref")
+SPLIT_SECTIONS = ("", "actor_rollout_ref")
 INTRODUCTION = """\
 <!-- Written by `python -m verl.config.generate` from verl/config; change it there. -->
 # Configuration
@@ -219,7 +219,7 @@ def shorter_table(section: BaseConfig, path: str, like: str) -> str:
 def parts(section: BaseConfig, path: str) -> Iterator[tuple[str, BaseConfig]]:
     """The sections that have a table of their own, with their paths."""
     yield path, section
-    if path in DIVIDED:
+    if path in SPLIT_SECTIONS:
         for item in fields(section):
             value = vars(section)[item.name]
             if isinstance(value, BaseConfig):
@@ -233,9 +233,9 @@ def at(section: BaseConfig, path: str) -> BaseConfig:
 
 
 def own_rows(section: BaseConfig, path: str) -> list[Row]:
-    """The rows of a section's table; a divided section leaves its parts to their own tables."""
+    """The rows of a section's table; a split section leaves its parts to their own tables."""
     every = list(rows(section))
-    if path not in DIVIDED:
+    if path not in SPLIT_SECTIONS:
         return every
     return [row for row in every if "." not in row.key and row.kind != "section"]
 

@@ -296,7 +296,7 @@ def engine_faults(config: Any) -> Iterator[Fault]:
 
 
 def engine_size_faults(config: Any) -> Iterator[Fault]:
-    """Not every engine can be divided among devices."""
+    """Refuse parallel sizes that the engine does not support."""
     rollout = config.actor_rollout_ref.rollout
     key = f"{ROLLOUT}.tensor_model_parallel_size"
     is_divisible = rollout_traits(rollout.name).is_divisible

@@ -199,7 +199,7 @@ class FSDPModelMerger:
         return compare_weights(weights, other)
 
     def cleanup(self) -> None:
-        """Nothing is kept open between calls."""
+        """Does nothing: no file is kept open between calls."""
 
     def merged_weights(self) -> LazyWeights:
         """Whole weights under their published names."""

@@ -6,7 +6,7 @@ one sequence ends and the next begins and where keys and values are kept: `Packe
 training, the rollout engine's own for prefill and decode. There is no mask tensor anywhere, so a
 mask can neither be forgotten nor leak from one packed sequence into its neighbour.
 
-Where ranks shard the heads of a layer, query heads are divided evenly, in order. Key heads go with
+Where ranks shard the heads of a layer, query heads are split evenly, in order. Key heads go with
 the queries that use them; where there are fewer of them than ranks, or they do not divide evenly,
 several ranks hold the same one.
 """
@@ -101,7 +101,7 @@ def heads_per_rank(num_heads: int, num_ranks: int, option: str) -> int:
         choices = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise ValueError(
             f"{option} ({num_ranks}) must divide the {num_heads} attention heads of the model, "
-            f"which it deals out to ranks; possible are {choices}"
+            f"which are sharded across ranks; possible are {choices}"
         )
     return num_heads // num_ranks
 

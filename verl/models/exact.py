@@ -123,8 +123,8 @@ def exact_sequence_attention(
     positions = torch.arange(len(k) - len(q), len(k), device=k.device)
     k, v = (F.pad(x.transpose(0, 1), (0, 0, 0, capacity - len(x)))[None] for x in (k, v))
     tiles = [
-        exact_attention(tile[None], k, v, places[None], options)[0]
-        for tile, places in zip(q.split(QUERIES), positions.split(QUERIES), strict=True)
+        exact_attention(tile[None], k, v, tile_positions[None], options)[0]
+        for tile, tile_positions in zip(q.split(QUERIES), positions.split(QUERIES), strict=True)
     ]
     return torch.cat(tiles)
 

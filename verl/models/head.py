@@ -253,14 +253,14 @@ def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
     return row_chunks(hidden.shape[0], vocabulary, num_workspaces=num_workspaces)
 
 
-def gather_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """`rows[places]`. The gradients of a row that was picked several times are added in a fixed
+def gather_rows(rows: Tensor, indices: Tensor) -> Tensor:
+    """`rows[indices]`. The gradients of a row that is selected several times are added in a fixed
     order, so that the same passes give the same bits; with torch's `index_select` they are added on
     a GPU in the order in which they happen to come."""
     if not rows.is_cuda:
-        return rows.index_select(0, places)
+        return rows.index_select(0, indices)
     if rows.dim() == 2 and can_run_triton(rows.device):
         from verl.models.kernels.embedding import embedding  # noqa: PLC0415 - needs triton
 
-        return embedding(places, rows)
-    return rows[places]
+        return embedding(indices, rows)
+    return rows[indices]

@@ -115,13 +115,13 @@ def _are_joined(parameters: Sequence[Tensor]) -> bool:
     """Whether each begins where the one before it ends, in the same storage."""
     if not all(type(parameter) is nn.Parameter for parameter in parameters):
         return False
-    storage, place = parameters[0].untyped_storage().data_ptr(), parameters[0].data_ptr()
+    storage, address = parameters[0].untyped_storage().data_ptr(), parameters[0].data_ptr()
     for parameter in parameters:
         # Neighbours in memory need not share a storage: an allocator lays others side by side.
-        is_next = parameter.data_ptr() == place
+        is_next = parameter.data_ptr() == address
         if not is_next or parameter.untyped_storage().data_ptr() != storage:
             return False
-        place += parameter.nbytes
+        address += parameter.nbytes
     return True
 
 

@@ -1,9 +1,9 @@
 """Packed attention through our kernels, with torch's own backward pass where that fits better.
 
-The forward pass gives each token the bits that decoding gives it. The backward pass is a kernel of
-ours for plain attention in 16-bit formats. Windows and wide heads take torch's flash attention,
-which knows no shared prompts. What neither knows (soft caps, sinks, fp32, windows over shared
-prompts) is differentiated through the plain formula.
+The forward pass equals decoding bit for bit. The backward pass is a kernel of ours for plain
+attention in 16-bit formats, and torch's flash attention for windows and wide heads, which does not
+support shared prompts. What neither supports (soft caps, sinks, fp32, windows over shared prompts)
+is differentiated through the plain formula.
 """
 
 from collections.abc import Sequence
@@ -109,12 +109,12 @@ class KernelLayout(AttentionLayout):
         log_sum: Tensor,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by flash attention, for whole sequences."""
+        """Gradients for query, key and value by flash attention, for whole sequences."""
         assert not isinstance(self.parts, SharedPrompts)
         num_tokens, real = len(query), slice(0, self.num_tokens)
         starts, longest = starts_of(self.parts, self.device), self.longest
         window = -1 if options.sliding_window is None else options.sliding_window - 1
-        unused = torch.empty(0, dtype=torch.long, device=query.device)  # of dropout
+        unused = torch.empty(0, dtype=torch.long, device=query.device)  # state of dropout
         grads = torch.ops.aten._flash_attention_backward(
             *(x[real] for x in (gradient, query, key, value, output)),
             log_sum[:, real].contiguous(),
@@ -124,16 +124,16 @@ class KernelLayout(AttentionLayout):
         grad_query, grad_key, grad_value = (padded(grad, num_tokens) for grad in grads)
         return grad_query, grad_key, grad_value
 
-    def takes_kernel(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
-        """Whether `backward` knows the options. Interpreted, it runs in fp32 as well."""
+    def supports_kernel(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+        """Whether `backward` supports the options. Interpreted, it runs in fp32 as well."""
         is_plain = options.softcap is None and options.sinks is None
         is_windowed = options.sliding_window is not None
         width = query.shape[-1]
         fits = width == value.shape[-1] and width <= WIDEST_HEAD
-        knows_dtype = query.dtype in FLASH_DTYPES or query.device.type == "cpu"
-        return is_plain and not is_windowed and fits and knows_dtype
+        supports_dtype = query.dtype in FLASH_DTYPES or query.device.type == "cpu"
+        return is_plain and not is_windowed and fits and supports_dtype
 
-    def takes_flash(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    def supports_flash(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
         is_plain = options.softcap is None and options.sinks is None
         width = query.shape[-1]
         fits = width == value.shape[-1] and width <= LARGEST_FLASH_HEAD and width % 8 == 0
@@ -178,22 +178,22 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         layout, options, (gradient,) = ctx.layout, ctx.options, gradients
-        for takes, backward in (
-            (layout.takes_kernel, layout.backward),
-            (layout.takes_flash, layout.flash_backward),
+        for is_supported, backward in (
+            (layout.supports_kernel, layout.backward),
+            (layout.supports_flash, layout.flash_backward),
         ):
-            if takes(query, value, options):
+            if is_supported(query, value, options):
                 grads = backward(gradient, query, key, value, output, log_sum, options)
                 return *grads, None, None, None, None
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        own_sinks = None if sinks is None else sinks.detach().requires_grad_()
+        sinks_leaf = None if sinks is None else sinks.detach().requires_grad_()
         with torch.enable_grad():
             real = (x[: layout.num_tokens] for x in leaves)
-            options = replace(options, sinks=own_sinks)
+            options = replace(options, sinks=sinks_leaf)
             result = layout.reference().attend(ctx.layer, *real, options)
-        inputs = leaves if own_sinks is None else [*leaves, own_sinks]
-        found = torch.autograd.grad(result, inputs, gradient[: layout.num_tokens])
-        return *found[:3], found[3] if own_sinks is not None else None, None, None, None
+        inputs = leaves if sinks_leaf is None else [*leaves, sinks_leaf]
+        grads = torch.autograd.grad(result, inputs, gradient[: layout.num_tokens])
+        return *grads[:3], grads[3] if sinks_leaf is not None else None, None, None, None
 
 
 def continuations(parts: list[int] | SharedPrompts) -> list[Continuation]:
@@ -209,7 +209,7 @@ def continuations(parts: list[int] | SharedPrompts) -> list[Continuation]:
 
 
 def key_spans(parts: list[int] | SharedPrompts) -> list[KeySpan]:
-    """Where keys are that one sequence owns, prompts first, and who sees those of prompts."""
+    """Key span of each sequence, prompts first; a prompt's has the queries that attend to it."""
     if not isinstance(parts, SharedPrompts):
         return [KeySpan(c.start, c.start + c.length) for c in continuations(parts)]
     answers = spans(parts.tokens_per_prompt(), parts.num_prompt_tokens)
@@ -217,13 +217,14 @@ def key_spans(parts: list[int] | SharedPrompts) -> list[KeySpan]:
         KeySpan(start, start + length, (first, first + count))
         for (start, length), (first, count) in zip(parts.prompt_spans(), answers, strict=True)
     ]
-    return prompts + [KeySpan(start, start + own) for start, own in parts.sample_spans()]
+    return prompts + [KeySpan(start, start + length) for start, length in parts.sample_spans()]
 
 
 def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Where each sequence starts, and where the last ends; int32."""
+    """Cumulative sequence lengths from 0, int32."""
     return without_waiting(torch.tensor([0, *lengths]).cumsum(0).int(), device)
 
 
 def padded(x: Tensor, num_rows: int) -> Tensor:
+    """`x` with zero rows appended up to `num_rows`."""
     return F.pad(x, (0, 0, 0, 0, 0, num_rows - len(x))) if len(x) < num_rows else x

@@ -17,11 +17,11 @@ from verl.models.attention import AttentionLayout, AttentionOptions
 MAX_PADDED_SHARE = 0.2
 
 Masks = dict[tuple[int, int], Tensor]
-"""Which tokens see which, by the length of the block and the tokens that one sees at most."""
+"""Attention masks by (length of the block, size of the window)."""
 
 
 class PackedLayout(AttentionLayout):
-    """Where each of the packed sequences begins; `lengths` are tokens per sequence, in order."""
+    """Layout of packed sequences; `lengths` are tokens per sequence, in order."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.lengths = list(lengths)
@@ -38,23 +38,23 @@ class PackedLayout(AttentionLayout):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         del layer  # nothing is kept between layers
-        parts, places = [], []
+        outputs, indices = [], []
         for block in self.blocks:
             q, k, v = (block.gather(x) for x in (query, key, value))
             output = block_attention(q, k, v, options, self._masks)
-            parts.append(output.transpose(1, 2).flatten(0, 1)[block.real])  # (real tokens, H, D)
-            places.append(block.tokens[block.real])
-        merged = torch.cat(parts)
-        return torch.empty_like(merged).index_copy(0, torch.cat(places), merged)
+            outputs.append(output.transpose(1, 2).flatten(0, 1)[block.real])  # (real tokens, H, D)
+            indices.append(block.tokens[block.real])
+        merged = torch.cat(outputs)
+        return torch.empty_like(merged).index_copy(0, torch.cat(indices), merged)
 
 
 @dataclass(frozen=True)
 class _Block:
     tokens: Tensor
-    """(rows * width,) index of each place's token; padding repeats the sequence's last token."""
+    """(rows * width,) token index of each entry; padding repeats the sequence's last token."""
 
     real: Tensor
-    """(rows * width,) False where the place is padding."""
+    """(rows * width,) False where the entry is padding."""
 
     rows: int
 
@@ -94,7 +94,7 @@ def block_attention(
 ) -> Tensor:
     """Causal attention in a right-padded block; q is (B, H, L, D), k and v (B, KV, L, D).
 
-    A mask is taken from `masks`, where it is left the first time it is needed.
+    `masks` caches masks between calls.
     """
     length = q.shape[2]
     num_seen = min(options.sliding_window or length, length)

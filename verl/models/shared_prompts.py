@@ -1,10 +1,10 @@
-"""Samples of one prompt in a pass: the prompt is computed once, each sample goes on from it.
+"""Shared prompts: each prompt of a pass is computed once for all of its samples.
 
     rows      A a1   A a2   A a3   B b1          40 % of the tokens are prompts
     a pass    [ A | B | a1 | a2 | a3 | b1 ]      prompts first, then their samples in order
 
-Every layer but attention looks at tokens one by one, so it has less to do; attention lets a sample
-see its prompt and itself. Log-probabilities and gradients are those of whole rows.
+Every layer but attention treats tokens one by one, so it computes fewer of them; in attention a
+sample attends to its prompt and itself. Log-probabilities and gradients are those of whole rows.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from verl.models.head import gather_rows
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """What a pass consists of; tokens of a prompt, and of each sample without its prompt."""
+    """Tokens of each prompt of a pass, and of each sample without its prompt."""
 
     prompts: list[int]
     owners: list[int]
@@ -37,7 +37,7 @@ class SharedPrompts:
     def whole_lengths(self) -> list[int]:
         """Tokens of each sample with its prompt."""
         pairs = zip(self.owners, self.samples, strict=True)
-        return [self.prompts[owner] + own for owner, own in pairs]
+        return [self.prompts[owner] + length for owner, length in pairs]
 
     def prompt_spans(self) -> list[tuple[int, int]]:
         """First token and length of each prompt in the pass."""
@@ -50,23 +50,24 @@ class SharedPrompts:
     def tokens_per_prompt(self) -> list[int]:
         """Tokens of all samples of each prompt."""
         totals = [0] * len(self.prompts)
-        for owner, own in zip(self.owners, self.samples, strict=True):
-            totals[owner] += own
+        for owner, length in zip(self.owners, self.samples, strict=True):
+            totals[owner] += length
         return totals
 
 
 def spans(lengths: list[int], start: int) -> list[tuple[int, int]]:
-    found = []
+    """First token and length of consecutive parts, the first of which begins at `start`."""
+    result = []
     for length in lengths:
-        found.append((start, length))
+        result.append((start, length))
         start += length
-    return found
+    return result
 
 
 class UnfoldedLayout(AttentionLayout):
-    """Attention over shared prompts by way of whole sequences, which `inner` knows how to do.
+    """Attention over shared prompts as attention over whole sequences, which `inner` computes.
 
-    Plain torch: prompts are repeated for attention alone, and one copy's result is kept.
+    Plain torch: prompts are repeated for attention alone, and the output of one copy is kept.
     """
 
     def __init__(self, shared: SharedPrompts, inner: AttentionLayout, device: torch.device) -> None:
@@ -79,7 +80,7 @@ class UnfoldedLayout(AttentionLayout):
             whole += [torch.arange(first, first + count), torch.arange(start, start + length)]
         unfold = torch.cat(whole)
         fold = torch.empty(shared.num_tokens, dtype=torch.long)
-        fold[unfold] = torch.arange(len(unfold))  # of a prompt's copies any; they are equal
+        fold[unfold] = torch.arange(len(unfold))  # any copy of a prompt: all are equal
         self._unfold, self._fold = unfold.to(device), fold.to(device)
 
     def attend(

@@ -100,7 +100,7 @@ def select_columns(batch: TensorDict | None, keys: Iterable[str] | None) -> Tens
 
 
 def pick(entries: Mapping[str, Entry], keys: Iterable[str] | None) -> dict[str, Entry]:
-    """Those of `keys` that are there; all entries for None."""
+    """The entries of `keys` that exist; all entries for None."""
     return {key: entries[key] for key in (entries if keys is None else keys) if key in entries}
 
 

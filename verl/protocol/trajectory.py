@@ -31,7 +31,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Abstain:
-    """The grader cannot judge this response; it takes no part in training."""
+    """The grader cannot grade this response; it takes no part in training."""
 
     reason: str
 
@@ -65,10 +65,10 @@ class Segment:
     token_ids: list[int]
     is_trained: bool = False
     log_probs: list[float] | None = None
-    """Of model segments: one per token, under the weights that sampled it."""
+    """Log-probs of model segments: one per token, under the weights that sampled it."""
 
     versions: list[int] | None = None
-    """Of model segments: the policy version that sampled each token."""
+    """Policy versions of model segments: the one that sampled each token."""
 
     parent: int = -1
     """Index of the segment this one follows; -1 begins the conversation."""
@@ -100,7 +100,7 @@ class Trajectory:
     """
 
     uid: str
-    """Of the prompt; equal for all samples of one prompt in one step."""
+    """Name of the prompt; equal for all samples of one prompt in one step."""
 
     sample: int
     """Number of this sample among those of its prompt."""

@@ -171,7 +171,7 @@ def page_policy(text: str) -> str:
 
 
 def hashes(text: str, tag: str) -> str:
-    """Of what stands between the tags, as browsers compute them."""
+    """Hashes of the text between the tags, as browsers compute them."""
     bodies = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(body.encode()).digest()) for body in bodies]
     return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)

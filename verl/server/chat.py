@@ -129,9 +129,9 @@ class ChatAnswer:
 
     async def whole(self) -> ChatCompletion:
         choices: list[ChatChoice] = []
-        async with self._service.admission.place(), self._service.run(self._job) as run:
-            while (news := await run.next()) is not None:
-                choices.append(self._choice(news[1]))
+        async with self._service.admission.admit(), self._service.run(self._job) as run:
+            while (item := await run.next()) is not None:
+                choices.append(self._choice(item[1]))
         choices.sort(key=lambda choice: choice.index)
         return ChatCompletion(
             id=self._job.id,
@@ -144,9 +144,9 @@ class ChatAnswer:
 
     async def events(self) -> AsyncIterator[ChatChunk]:
         has_begun: set[int] = set()
-        async with self._service.admission.place(), self._service.run(self._job) as run:
-            while (news := await run.next()) is not None:
-                delta = news[1]
+        async with self._service.admission.admit(), self._service.run(self._job) as run:
+            while (item := await run.next()) is not None:
+                delta = item[1]
                 chunk = self._chunk(
                     [self._chunk_choice(delta, is_first=delta.sample not in has_begun)]
                 )
@@ -185,8 +185,8 @@ class ChatAnswer:
             content = ChatDelta(role="assistant", content=text)
         if calls:
             content.tool_calls = [
-                ToolCallDelta(index=num_calls + place, **tool_call(call).model_dump())
-                for place, call in enumerate(calls)
+                ToolCallDelta(index=num_calls + index, **tool_call(call).model_dump())
+                for index, call in enumerate(calls)
             ]
         choice = ChatChunkChoice(
             index=delta.sample, delta=content, finish_reason=turn.finish_reason(piece)

@@ -12,7 +12,7 @@ from verl.server.service import Job, Service
 from verl.workers.rollout.base import TokenDelta
 
 DEFAULT_TOKENS = 16
-"""As OpenAI has it for this route."""
+"""OpenAI's default for this route."""
 
 
 async def complete(service: Service, request: CompletionRequest) -> Response:
@@ -44,18 +44,18 @@ class CompletionAnswer:
 
     async def whole(self) -> Completion:
         choices: list[CompletionChoice] = []
-        async with self._service.admission.place(), self._service.run(self._job) as run:
-            while (news := await run.next()) is not None:
-                choices.append(self._choice(*news))
+        async with self._service.admission.admit(), self._service.run(self._job) as run:
+            while (item := await run.next()) is not None:
+                choices.append(self._choice(*item))
         choices.sort(key=lambda choice: choice.index)
         answer = self._answer(choices)
         answer.usage = self._job.usage(self._num_generated)
         return answer
 
     async def events(self) -> AsyncIterator[Completion]:
-        async with self._service.admission.place(), self._service.run(self._job) as run:
-            while (news := await run.next()) is not None:
-                yield self._answer([self._choice(*news)])
+        async with self._service.admission.admit(), self._service.run(self._job) as run:
+            while (item := await run.next()) is not None:
+                yield self._answer([self._choice(*item)])
         if self._request.reports_usage:
             last = self._answer([])
             last.usage = self._job.usage(self._num_generated)

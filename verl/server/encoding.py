@@ -57,10 +57,10 @@ class Encoder:
             )
         return self._fitting(await self._encode(messages, tools, "messages"), "messages")
 
-    def check_ids(self, token_ids: Sequence[int], place: str) -> None:
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         if max(token_ids, default=0) >= self.vocabulary:
-            message = f"{place}: token ids must be below {self.vocabulary}"
-            raise ApiError(400, message, param=place, code="invalid_value")
+            message = f"{param}: token ids must be below {self.vocabulary}"
+            raise ApiError(400, message, param=param, code="invalid_value")
 
     def decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(
@@ -78,14 +78,14 @@ class Encoder:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _ids(self, prompt: Any, place: str) -> list[int]:
+    async def _ids(self, prompt: Any, param: str) -> list[int]:
         if isinstance(prompt, str):
-            return self._fitting(await self._encode(prompt, [], place), place)
-        self.check_ids(prompt, place)
-        return self._fitting(list(prompt), place)
+            return self._fitting(await self._encode(prompt, [], param), param)
+        self.check_ids(prompt, param)
+        return self._fitting(list(prompt), param)
 
     async def _encode(
-        self, prompt: Prompt, tools: Sequence[dict[str, Any]], place: str
+        self, prompt: Prompt, tools: Sequence[dict[str, Any]], param: str
     ) -> list[int]:
         def encode() -> list[int]:
             return encode_prompt(prompt, self._own, max_tokens=self.max_model_len, tools=tools)
@@ -93,24 +93,24 @@ class Encoder:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
         except PromptTooLong as error:
-            raise self._too_long(place) from error
+            raise self._too_long(param) from error
         except (TemplateError, TypeError, DataError) as error:
             # Templates raise these for what they do not take; their texts are the model author's.
             message = "the model's chat template does not take these messages"
-            raise ApiError(400, message, param=place, code="template_refused") from error
+            raise ApiError(400, message, param=param, code="template_refused") from error
 
-    def _fitting(self, ids: list[int], place: str) -> list[int]:
+    def _fitting(self, ids: list[int], param: str) -> list[int]:
         if not ids:
-            raise ApiError(400, f"{place} has no tokens", param=place, code="empty_prompt")
+            raise ApiError(400, f"{param} has no tokens", param=param, code="empty_prompt")
         if len(ids) >= self.max_model_len:
-            raise self._too_long(place)
+            raise self._too_long(param)
         return ids
 
-    def _too_long(self, place: str) -> ApiError:
+    def _too_long(self, param: str) -> ApiError:
         return ApiError(
             400,
-            f"{place} is too long: prompt and response have room for {self.max_model_len} tokens",
-            param=place,
+            f"{param} is too long: prompt and response have room for {self.max_model_len} tokens",
+            param=param,
             code="context_length_exceeded",
         )
 

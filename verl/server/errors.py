@@ -99,19 +99,19 @@ def invalid(error: ValidationError) -> ApiError:
     texts = list(dict.fromkeys(_fault_text(fault) for fault in faults[:MAX_NAMED_FAULTS]))
     if len(faults) > MAX_NAMED_FAULTS:
         texts.append(f"and {len(faults) - MAX_NAMED_FAULTS} more")
-    param = _place(faults[0]) or None
+    param = _field(faults[0]) or None
     return ApiError(400, "; ".join(texts), param=param, code="invalid_value")
 
 
 def _fault_text(fault: ErrorDetails) -> str:
     if fault["type"] == "json_invalid":
         return "the body is not valid JSON, or nested too deeply"
-    place = _place(fault)
-    text = f"{place}: {fault['msg']}" if place else fault["msg"]
-    return f"{text} ({REASONS[place]})" if place in REASONS else text
+    field = _field(fault)
+    text = f"{field}: {fault['msg']}" if field else fault["msg"]
+    return f"{text} ({REASONS[field]})" if field in REASONS else text
 
 
-def _place(fault: ErrorDetails) -> str:
+def _field(fault: ErrorDetails) -> str:
     """The field, without the names of the alternatives that pydantic tried."""
     parts = [str(part) for part in fault["loc"] if not str(part).startswith("as ")]
     return ".".join(_printable(part) for part in parts)

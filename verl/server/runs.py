@@ -33,7 +33,7 @@ LEAVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class News:
+class Event:
     """Tokens of a sample of a prompt, or its error; neither when the prompt is finished."""
 
     prompt: int
@@ -60,7 +60,7 @@ class Run:
         self._seconds = seconds
         self._tasks: list[asyncio.Task[None]] = []
         self._num_open = len(requests)
-        self._send, self._receive = anyio.create_memory_object_stream[News](math.inf)
+        self._send, self._receive = anyio.create_memory_object_stream[Event](math.inf)
 
     async def __aenter__(self) -> "Run":
         loop = asyncio.get_running_loop()
@@ -85,13 +85,13 @@ class Run:
         while self._num_open:
             left = self._deadline - asyncio.get_running_loop().time()
             try:
-                news = await asyncio.wait_for(self._receive.receive(), timeout=left)
+                event = await asyncio.wait_for(self._receive.receive(), timeout=left)
             except asyncio.TimeoutError:  # another class than the built-in one before Python 3.11
                 raise too_slow(self._seconds) from None
-            if news.delta is not None:
-                return news.prompt, news.delta
-            if news.error is not None:
-                raise news.error
+            if event.delta is not None:
+                return event.prompt, event.delta
+            if event.error is not None:
+                raise event.error
             self._num_open -= 1
         return None
 
@@ -105,11 +105,11 @@ class Run:
                 async for delta in deltas:
                     has_begun = True
                     self._metrics.generated_tokens.inc(len(delta.token_ids))
-                    self._send.send_nowait(News(prompt, delta))
+                    self._send.send_nowait(Event(prompt, delta))
         except Exception as error:
-            self._send.send_nowait(News(prompt, error=api_error(error, has_begun=has_begun)))
+            self._send.send_nowait(Event(prompt, error=api_error(error, has_begun=has_begun)))
             return
-        self._send.send_nowait(News(prompt))
+        self._send.send_nowait(Event(prompt))
 
     async def _stream(self, prompt: int) -> AsyncGenerator[TokenDelta, None]:
         started = time.monotonic()

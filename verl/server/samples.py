@@ -34,7 +34,7 @@ class Sample:
         self._encoder = encoder
         self._detokenizer = Detokenizer(encoder.decode)
         self._cutter = StopCutter(stops)
-        self._measure = Detokenizer(encoder.decode)  # token by token, to find their places
+        self._measure = Detokenizer(encoder.decode)  # token by token, to find their offsets
         self._offset = 0
 
     def add(self, delta: TokenDelta) -> Piece:
@@ -133,7 +133,7 @@ class StopCutter:
             return text
         self._held += text
         found = [self._held.find(stop) for stop in self._stops]
-        cuts = [place for place in found if place >= 0]
+        cuts = [index for index in found if index >= 0]
         self.is_stopped = bool(cuts)
         end = min(cuts) if cuts else len(self._held) - self._num_doubtful()
         text, self._held = self._held[:end], self._held[end:]

@@ -105,7 +105,7 @@ MODEL_NAME = "ModelName"
 
 
 class Strict(BaseModel):
-    """Nothing is converted, nothing is ignored."""
+    """Base of request bodies: no value is converted, unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 

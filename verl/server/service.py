@@ -86,14 +86,14 @@ class Service:
 
     def _generation(self, job: "Job", number: int) -> GenerationRequest:
         request, prompt = job.request, job.prompts[number]
-        room = self.options.max_model_len - len(prompt)
+        max_new_tokens = self.options.max_model_len - len(prompt)
         params = SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=min(request.top_k, self.encoder.vocabulary),
             min_p=request.min_p,
             repetition_penalty=request.repetition_penalty,
-            max_tokens=min(job.max_tokens or room, room),
+            max_tokens=min(job.max_tokens or max_new_tokens, max_new_tokens),
             stop=request.stops,
             stop_token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=request.ignore_eos,
@@ -132,7 +132,7 @@ class Job:
     request: SamplingRequest
     prompts: list[list[int]]
     max_tokens: int | None
-    """Per sample; None as many as there is room for."""
+    """Per sample; None allows as many as fit."""
 
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -151,32 +151,32 @@ class Job:
 
 
 class Admission:
-    """Places for requests, for one event loop."""
+    """Admission control for requests of one event loop: a limit on running and on waiting ones."""
 
     def __init__(self, max_running: int, max_waiting: int, metrics: ServerMetrics) -> None:
-        self._places = asyncio.Semaphore(max_running)
+        self._slots = asyncio.Semaphore(max_running)
         self._max_waiting = max_waiting
         self._metrics = metrics
         self.num_running = 0
         self.num_waiting = 0
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Wait for a place and keep it for the length of a `with` block."""
+    async def admit(self) -> AsyncIterator[None]:
+        """Wait until the request is admitted; it runs for the length of the `with` block."""
         await self._enter()
         try:
             yield
         finally:
             self.num_running -= 1
-            self._places.release()
+            self._slots.release()
             self._report()
 
     async def _enter(self) -> None:
-        if self._places.locked() and self.num_waiting >= self._max_waiting:
+        if self._slots.locked() and self.num_waiting >= self._max_waiting:
             raise busy(f"{self.num_waiting} requests are waiting already; try again later")
         self.num_waiting += 1
         try:
-            await self._places.__aenter__()
+            await self._slots.__aenter__()
         finally:
             self.num_waiting -= 1
             self._report()

@@ -30,7 +30,7 @@ from verl.utils.import_utils import require
 LOOK_SECONDS = 1.0
 STOP_SECONDS = 30.0
 START_NOTICE_SECONDS, START_SECONDS = 20.0, 300.0
-"""When to say that a runner has not started for want of room, and when to give up."""
+"""When to log that the runner waits for resources, and when to give up."""
 
 CPUS_PER_RANK = 3
 """What a pool reserves for each rank, one for each role that may share it."""
@@ -96,19 +96,19 @@ def _run(ray: Any, config: PPOConfig, task_runner_class: Any) -> None:
 
 
 def wait_for_start(ray: Any, runner: Any, notice_seconds: float, seconds: float) -> None:
-    """Until the cluster has found a place for the runner."""
+    """Wait until the cluster has placed the runner."""
     begin = time.monotonic()
     ready, has_told = runner.__ray_ready__.remote(), False
     while not ray.wait([ready], timeout=LOOK_SECONDS)[0]:
         waited = time.monotonic() - begin
-        room = f"it needs a CPU, and of {ray.cluster_resources()} there are free "
+        needs = f"it needs a CPU, and of {ray.cluster_resources()} there are free "
         if waited > seconds:
             raise ValueError(
-                f"the cluster has found no place for the run's runner within {seconds:g} s: {room}"
+                f"the cluster has found no place for the run's runner within {seconds:g} s: {needs}"
                 f"{ray.available_resources()}; end what else runs there, or add nodes"
             )
         if waited > notice_seconds and not has_told:
-            logger.warning("the runner waits for a place: %s%s", room, ray.available_resources())
+            logger.warning("the runner waits for a place: %s%s", needs, ray.available_resources())
             has_told = True
     ray.get(ready, timeout=STOP_SECONDS)  # an error of its start, if there was one
 

@@ -15,7 +15,7 @@ Entry = TypeVar("Entry")
 
 
 class Registry(Generic[T]):
-    """From name to object; an unknown name is refused with the closest one and the whole list."""
+    """Maps names to objects; an unknown name is refused with the closest one and the whole list."""
 
     def __init__(self, kind: str, **entries: T | str) -> None:
         self.kind = kind

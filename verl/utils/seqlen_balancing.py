@@ -400,16 +400,16 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     number of parts plus a constant (Johnson et al. 1974).
     """
     parts: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free, which), ascending
+    spare: list[tuple[int, int]] = []  # (free, part), ascending
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = bisect_left(room, (lengths[i], -1))
-        if place == len(room):
+        index = bisect_left(spare, (lengths[i], -1))
+        if index == len(spare):
             parts.append([])
             free, k = capacity, len(parts) - 1
         else:
-            free, k = room.pop(place)
+            free, k = spare.pop(index)
         parts[k].append(i)
-        insort(room, (free - lengths[i], k))
+        insort(spare, (free - lengths[i], k))
     return parts
 
 

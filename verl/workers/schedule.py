@@ -1,15 +1,16 @@
-"""Which rows every rank computes, in which optimizer step and in which pass.
+"""The schedule of a batch: which rows each rank computes, in which optimizer step and pass.
 
     batch      rows 0 .. n-1
     order      rank 0: rows 0 2 5 7 | rank 1: rows 1 3 4 6      equal contiguous chunks
-    step 0     rank 0: [0 1] [2]    | rank 1: [0] [1 2]         passes, by place in the chunk
+    step 0     rank 0: [0 1] [2]    | rank 1: [0] [1 2]         passes, by index in the chunk
     step 1     rank 0: [3]          | rank 1: []                equally many; the last is empty
 
-One place decides for all ranks, so that nobody waits for a pass that another rank does not make.
-The rows of an optimizer step follow from the batch alone; ranks only share them out, by tokens. The
-counts that a loss divides by belong to the step, over all ranks. Where a chunk is short, a row is
-repeated at its end; such a padding row is in no pass and has no influence. Plans are plain numbers:
-`to_dict` gives what travels in `DataProto.meta_info`.
+The controller decides for all ranks, so that every rank runs equally many passes and no collective
+hangs. A pass is the forward and backward call over one micro-batch. The rows of an optimizer step
+follow from the batch alone; they are dispatched to ranks so that token counts balance. The counts
+that a loss divides by are those of the step, over all ranks. A short chunk is padded by repeating
+a row; a padding row is in no pass and has no influence. Plans are plain numbers: `to_dict` gives
+what travels in `DataProto.meta_info`.
 """
 
 from collections import defaultdict
@@ -22,12 +23,12 @@ import numpy as np
 from verl.utils.seqlen_balancing import best_fit_decreasing
 
 Passes = list[list[int]]
-"""The rows of each pass through the model, as places in a rank's chunk; a pass may be empty."""
+"""The rows of each micro-batch, as indices into a rank's chunk; a micro-batch may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatching:
-    """How many rows go through the model at once; exactly one of the two is set."""
+    """The size of a micro-batch, in rows or in tokens; exactly one of the two is set."""
 
     rows: int | None = None
     tokens: int | None = None
@@ -35,36 +36,36 @@ class MicroBatching:
     def __post_init__(self) -> None:
         if (self.rows is None) == (self.tokens is None):
             raise ValueError(
-                f"micro-batches are cut by rows ({self.rows}) or by tokens ({self.tokens}); set one"
+                f"micro-batches are split by rows ({self.rows}) or tokens ({self.tokens}); set one"
             )
 
     @classmethod
     def of(
         cls, *, by_tokens: bool, tokens: int, rows: int | None, ranks_per_sequence: int = 1
     ) -> "MicroBatching":
-        """From the three options of a role; `tokens` are those of one device, and ranks that split
-        sequences run a micro-batch together."""
+        """Build from the three options of a role. `tokens` is the budget of one device; ranks that
+        split sequences run a micro-batch together, so their budgets add up."""
         return cls(tokens=tokens * ranks_per_sequence) if by_tokens else cls(rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the rows of a batch are: chunk r of `order`, one of equal parts, goes to rank r."""
+    """The rank and index of each row: chunk r of `order`, one of equal chunks, goes to rank r."""
 
     order: list[int]
-    """The row at each place."""
+    """The row at each index."""
 
     padding: list[int]
-    """Places that repeat a row to make the chunks equal; no pass has them."""
+    """Indices that repeat a row to make the chunks equal; they are in no pass."""
 
     num_ranks: int
 
     @property
-    def places(self) -> list[int]:
-        """The place of each row: a column that came back in `order` is restored by `[places]`."""
+    def indices(self) -> list[int]:
+        """The index of each row: a column in `order` is restored by `column[indices]`."""
         padding = set(self.padding)
-        place_of = {row: p for p, row in enumerate(self.order) if p not in padding}
-        return [place_of[row] for row in range(len(place_of))]
+        index_of = {row: i for i, row in enumerate(self.order) if i not in padding}
+        return [index_of[row] for row in range(len(index_of))]
 
     def rows_of(self, rank: int) -> list[int]:
         """The rows of the batch that a rank holds, padding included."""
@@ -77,10 +78,10 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class InferencePlan(Placement):
-    """Passes without gradients over every row once."""
+    """Forward passes without gradients over every row update."""
 
     passes: list[Passes]
-    """Of each rank."""
+    """The micro-batches of each rank."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "InferencePlan":
@@ -89,7 +90,7 @@ class InferencePlan(Placement):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One optimizer step: what losses divide by, and who computes what."""
+    """One optimizer step: the counts that losses divide by, and the micro-batches of each rank."""
 
     batch_num_tokens: int
     """Response tokens of the step, over all ranks."""
@@ -98,10 +99,10 @@ class StepPlan:
     """Rows of the step with at least one response token, over all ranks."""
 
     passes: list[Passes]
-    """Of each rank."""
+    """The micro-batches of each rank."""
 
     def rows_of(self, rank: int) -> list[int]:
-        """All rows of a rank in this step, ascending, as places in its chunk."""
+        """All rows of a rank in this step, ascending, as indices into its chunk."""
         return sorted(row for rows in self.passes[rank] for row in rows)
 
 
@@ -128,13 +129,13 @@ def plan_update(
     shuffle_seed: int | None = None,
     groups: Sequence[int] | None = None,
 ) -> UpdatePlan:
-    """`epochs` times over all rows, `rows_per_step` of them (over all ranks) per optimizer step.
+    """Plan `epochs` epochs over all rows, `rows_per_step` (over all ranks) per optimizer step.
 
     The last step of an epoch may be short: a filter upstream may have dropped rows, and dropping
     more to make the numbers even would bias what is learnt. `lengths` counts all tokens of a row,
     `response_tokens` those in the loss. Rows with the same label in `groups` go to one rank and,
-    where they fit, into one pass. With a seed every epoch has an order of its own; ranks keep the
-    rows of the first, so later steps may be shared out less evenly.
+    where they fit, into one micro-batch. With a seed every epoch is shuffled anew; rows keep the
+    rank of the first epoch, so later steps may be less balanced.
     """
     sizes, responses = np.asarray(lengths), np.asarray(response_tokens)
     labels = np.arange(len(sizes)) if groups is None else np.asarray(groups)
@@ -146,11 +147,11 @@ def plan_update(
     if micro_batching.tokens is not None:
         check_budget(lengths, micro_batching.tokens)
     epoch_steps = list(epoch_rows(len(sizes), rows_per_step, epochs, shuffle_seed))
-    rank_of = share_out(epoch_steps[0], sizes, labels, num_ranks)
-    order, padding, place = lay_out(rank_of, sizes, num_ranks)
+    rank_of = assign_ranks(epoch_steps[0], sizes, labels, num_ranks)
+    order, padding, index = chunk_rows(rank_of, sizes, num_ranks)
     steps = []
     for rows in (rows for epoch in epoch_steps for rows in epoch):
-        passes = cut_for_ranks(rows, rank_of, place, sizes, labels, num_ranks, micro_batching)
+        passes = split_for_ranks(rows, rank_of, index, sizes, labels, num_ranks, micro_batching)
         steps.append(
             StepPlan(
                 batch_num_tokens=int(responses[rows].sum()),
@@ -168,8 +169,8 @@ def plan_inference(
     num_ranks: int = 1,
     groups: Sequence[int] | None = None,
 ) -> InferencePlan:
-    """Every row once, in equally many passes on every rank."""
-    once = plan_update(
+    """Plan forward passes over every row once, equally many on every rank."""
+    update = plan_update(
         lengths,
         lengths,
         rows_per_step=max(1, len(lengths)),
@@ -178,37 +179,40 @@ def plan_inference(
         groups=groups,
     )
     return InferencePlan(
-        order=once.order,
-        padding=once.padding,
+        order=update.order,
+        padding=update.padding,
         num_ranks=num_ranks,
-        passes=once.steps[0].passes,
+        passes=update.steps[0].passes,
     )
 
 
-def cut(
+def split_micro_batches(
     lengths: Sequence[int], micro_batching: MicroBatching, groups: Sequence[int] | None = None
 ) -> Passes:
-    """The passes of one rank over some rows, as places among them."""
+    """Split rows into the micro-batches of one rank, as indices into `lengths`."""
     if micro_batching.rows is not None:
-        return cut_by_count(len(lengths), micro_batching.rows)
+        return split_by_count(len(lengths), micro_batching.rows)
     assert micro_batching.tokens is not None
-    return cut_by_tokens(lengths, micro_batching.tokens, groups)
+    return pack_by_tokens(lengths, micro_batching.tokens, groups)
 
 
-def cut_by_count(num_rows: int, rows_per_pass: int) -> Passes:
-    """Consecutive rows, `rows_per_pass` at a time; the last may be short."""
+def split_by_count(num_rows: int, rows_per_pass: int) -> Passes:
+    """Split consecutive rows, `rows_per_pass` at a time; the last micro-batch may be short."""
     rows = range(num_rows)
     return [list(rows[i : i + rows_per_pass]) for i in range(0, num_rows, rows_per_pass)]
 
 
-def cut_by_tokens(
+def pack_by_tokens(
     lengths: Sequence[int], max_tokens: int, groups: Sequence[int] | None = None
 ) -> Passes:
-    """Few passes, each within `max_tokens`, the largest first; groups that fit stay together."""
+    """Pack rows into few micro-batches of at most `max_tokens`, the largest first.
+
+    The rows of a group that fits stay together.
+    """
     check_budget(lengths, max_tokens)
     units = [[row] for row in range(len(lengths))]
     if groups is not None:
-        units = list(units_within(lengths, max_tokens, groups))
+        units = list(packing_units(lengths, max_tokens, groups))
     totals = [sum(lengths[row] for row in unit) for unit in units]
     parts = best_fit_decreasing(totals, max_tokens)
     parts.sort(key=lambda part: -sum(totals[unit] for unit in part))
@@ -225,7 +229,7 @@ def check_budget(lengths: Sequence[int], max_tokens: int) -> None:
         )
 
 
-# ---- the parts of a plan -------------------------------------------------------------------------
+# ---- parts of a plan -----------------------------------------------------------------------------
 
 
 def epoch_rows(
@@ -239,16 +243,17 @@ def epoch_rows(
         yield [np.sort(part) for part in np.split(rows, borders)]
 
 
-def share_out(
+def assign_ranks(
     steps: Sequence[np.ndarray], lengths: np.ndarray, labels: np.ndarray, num_ranks: int
 ) -> np.ndarray:
-    """The rank of each row: equally many groups of every step, and nearly equally many tokens.
+    """Assign each row a rank: equally many groups of every step, and nearly equally many tokens.
 
-    Groups are dealt in rounds, longest first; in each round the rank with the fewest tokens gets
-    the longest. An incomplete round begins where the last one ended, so that chunks stay equal.
+    Groups are assigned in rounds, longest first; in each round the rank with the fewest tokens gets
+    the longest. An incomplete round starts at the rank where the previous one ended, so that
+    chunks stay equal.
     """
     rank_of = np.zeros(len(lengths), dtype=np.int64)
-    num_dealt = 0
+    num_assigned = 0
     for rows in steps if num_ranks > 1 else ():
         _, unit_of_row = np.unique(labels[rows], return_inverse=True)
         totals = np.bincount(unit_of_row, weights=lengths[rows])
@@ -257,54 +262,56 @@ def share_out(
         longest_first = np.argsort(-totals, kind="stable")
         for start in range(0, len(totals), num_ranks):
             units = longest_first[start : start + num_ranks]
-            ranks = (num_dealt + np.arange(len(units))) % num_ranks
+            ranks = (num_assigned + np.arange(len(units))) % num_ranks
             ranks = ranks[np.argsort(loads[ranks], kind="stable")]
             rank_of_unit[units] = ranks
             loads[ranks] += totals[units]
-            num_dealt += len(units)
+            num_assigned += len(units)
         rank_of[rows] = rank_of_unit[unit_of_row]
     return rank_of
 
 
-def lay_out(
+def chunk_rows(
     rank_of: np.ndarray, lengths: np.ndarray, num_ranks: int
 ) -> tuple[list[int], list[int], np.ndarray]:
-    """(row at each place, places that are padding, place of each row in its rank's chunk)."""
+    """(row at each index, indices of padding, index of each row in its rank's chunk)."""
     chunks = [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
     size = max(map(len, chunks))
     shortest = int(lengths.argmin())
     order, padding = [], []
-    place = np.zeros(len(rank_of), dtype=np.int64)
+    index = np.zeros(len(rank_of), dtype=np.int64)
     for rank, rows in enumerate(chunks):
-        place[rows] = np.arange(len(rows))
+        index[rows] = np.arange(len(rows))
         order += rows.tolist() + [shortest] * (size - len(rows))
         padding += range(rank * size + len(rows), (rank + 1) * size)
-    return order, padding, place
+    return order, padding, index
 
 
-def cut_for_ranks(
+def split_for_ranks(
     rows: np.ndarray,
     rank_of: np.ndarray,
-    place: np.ndarray,
+    index: np.ndarray,
     lengths: np.ndarray,
     labels: np.ndarray,
     num_ranks: int,
     micro_batching: MicroBatching,
 ) -> list[Passes]:
-    """The passes of every rank over its rows of one step, filled up with empty ones."""
+    """The micro-batches of every rank in one step, padded with empty ones to equal counts."""
     passes_of = []
     for rank in range(num_ranks):
-        own = rows[rank_of[rows] == rank]
-        passes = cut(lengths[own].tolist(), micro_batching, labels[own].tolist())
-        passes_of.append([place[own[part]].tolist() for part in passes])
+        rank_rows = rows[rank_of[rows] == rank]
+        passes = split_micro_batches(
+            lengths[rank_rows].tolist(), micro_batching, labels[rank_rows].tolist()
+        )
+        passes_of.append([index[rank_rows[part]].tolist() for part in passes])
     most = max(map(len, passes_of))
     return [passes + [[] for _ in range(most - len(passes))] for passes in passes_of]
 
 
-def units_within(
+def packing_units(
     lengths: Sequence[int], max_tokens: int, groups: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Groups as wholes, in parts where a group is larger than a pass may be."""
+    """Groups as units for packing; a group larger than `max_tokens` is split."""
     members: dict[int, list[int]] = defaultdict(list)
     for row, group in enumerate(groups):
         members[group].append(row)

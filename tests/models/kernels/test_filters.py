@@ -55,13 +55,13 @@ def floors(logits, combinations):
     from verl.models.kernels.log_probs import block_statistics
 
     _, rows = rows_of(combinations, logits.device)
-    tops, totals = block_statistics(logits, rows.temperature, scale=1.0, softcap=None)
+    maxima, denominators = block_statistics(logits, rows.temperature, scale=1.0, softcap=None)
     return smallest_weights(
         Scores(logits, rows.temperature, 1.0, None, None),
         Filters(rows.top_k, rows.top_p, rows.min_p),
         rows.is_greedy,
-        tops,
-        totals,
+        maxima,
+        denominators,
     ).tolist()
 
 

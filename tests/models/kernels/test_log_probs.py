@@ -129,13 +129,15 @@ def test_block_statistics_are_those_of_each_blocks_scores(device):
     logits = wide_logits(2, BLOCK + 5, torch.float32, device)
     temperatures = torch.tensor([0.5, 2.0], device=device)
     moments = torch.empty(2, 2, device=device)
-    tops, totals = block_statistics(logits, temperatures, scale=1.0, softcap=None, moments=moments)
+    maxima, denominators = block_statistics(
+        logits, temperatures, scale=1.0, softcap=None, moments=moments
+    )
     for index, block in enumerate([slice(0, BLOCK), slice(BLOCK, None)]):
         z = logits[:, block] / temperatures[:, None]
         top = z.amax(-1)
         weight = (z - top[:, None]).exp()
-        assert torch.equal(tops[:, index], top)
-        torch.testing.assert_close(totals[:, index], weight.sum(-1))
+        assert torch.equal(maxima[:, index], top)
+        torch.testing.assert_close(denominators[:, index], weight.sum(-1))
         torch.testing.assert_close(moments[:, index], (weight * z).sum(-1), rtol=1e-5, atol=1e-3)
 
 

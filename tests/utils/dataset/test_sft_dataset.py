@@ -160,7 +160,7 @@ def test_files_follow_each_other_and_max_samples_takes_the_first_rows(tmp_path):
     config = {"prompt_key": "prompt", "response_key": ["response"], "max_length": 8}
     whole = SFTDataset([first, second], build_tokenizer(), OmegaConf.create(config))
     assert [row["prompt"] for row in whole.rows] == ["1", "2", "3"]
-    assert whole.rows.place(2) == f"{second}:2"
+    assert whole.rows.location(2) == f"{second}:2"
     assert len(SFTDataset([first, second], build_tokenizer(), config, max_samples=2)) == 2
 
 

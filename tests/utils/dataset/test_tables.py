@@ -145,9 +145,13 @@ def test_a_table_counts_through_files_and_knows_where_a_row_is_from(tmp_path):
         [parquet(tmp_path / "a.parquet", ROWS[:2]), str(tmp_path / "b.jsonl"), empty]
     )
     assert [row["number"] for row in table] == [0, 1, 9, 1]
-    assert table.place(2) == f"{tmp_path}/b.jsonl:1"
+    assert table.location(2) == f"{tmp_path}/b.jsonl:1"
     chosen = table.select([3, 2]).select([1])
-    assert (len(chosen), chosen[0], chosen.place(0)) == (1, {"number": 9}, f"{tmp_path}/b.jsonl:1")
+    assert (len(chosen), chosen[0], chosen.location(0)) == (
+        1,
+        {"number": 9},
+        f"{tmp_path}/b.jsonl:1",
+    )
 
 
 def test_a_table_costs_eight_bytes_a_row(tmp_path):

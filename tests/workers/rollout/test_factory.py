@@ -32,7 +32,7 @@ def rollout(name, **options):
 
 
 @pytest.mark.parametrize("name", ["native_process", "vllm", "sglang"])
-def test_every_engine_gets_the_interpreter_the_devices_and_the_patience_of_the_options(
+def test_every_engine_gets_the_interpreter_the_devices_and_the_timeouts_of_the_options(
     name, model_path
 ):
     options = rollout(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 64
-"""Keys that are visited together."""
+"""Keys of one block of the loop over keys."""
 
 SMALLEST_DOT = 16
 """Rows and columns that a matrix instruction takes at least."""
@@ -64,7 +64,7 @@ def attend(
     Queries (rows, key dim) stand at `positions`, ascending, and see themselves and what is before,
     with a window only the nearest; what lies outside [first, end) is seen by none of them. Scores
     are in units of ln 2. With `SKIPS_MASKS` blocks that every query sees are not masked, which
-    changes no number. With `ONE_STEP` both places have the step of the second. If `PAGED`,
+    changes no number. With `ONE_STEP` both stores have the step of the second. If `PAGED`,
     `shared_keys` and `shared_values` are those of page 0, and `key_page` and `value_page` lead from
     one page to the next.
     """
@@ -152,24 +152,24 @@ def load_block(
     """
     dim = tl.arange(0, PADDED)
     if ARE_TOGETHER:
-        places = shared + (tokens[:, None] * shared_step + dim[None, :])
+        pointers = shared + (tokens[:, None] * shared_step + dim[None, :])
     elif jump is not None:
         number = tokens + tl.where(tokens < split, 0, jump)
-        places = (shared + number.to(tl.int64) * shared_step)[:, None] + dim[None, :]
+        pointers = (shared + number.to(tl.int64) * shared_step)[:, None] + dim[None, :]
     elif ONE_STEP:
         start = tl.where(tokens < split, shared, own - split * own_step)
-        places = start[:, None] + (tokens[:, None] * own_step + dim[None, :])
+        pointers = start[:, None] + (tokens[:, None] * own_step + dim[None, :])
     else:
         token = tl.where(
             tokens < split, shared + tokens * shared_step, own + (tokens - split) * own_step
         )
-        places = token[:, None] + dim[None, :]
+        pointers = token[:, None] + dim[None, :]
     if IS_MASKED:
-        block = tl.load(places, mask=(tokens < end)[:, None] & (dim < DIM)[None, :], other=0.0)
+        block = tl.load(pointers, mask=(tokens < end)[:, None] & (dim < DIM)[None, :], other=0.0)
     elif DIM == PADDED:
-        block = tl.load(places)
+        block = tl.load(pointers)
     else:
-        block = tl.load(places, mask=(dim < DIM)[None, :], other=0.0)
+        block = tl.load(pointers, mask=(dim < DIM)[None, :], other=0.0)
     return block
 
 

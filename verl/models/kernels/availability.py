@@ -71,7 +71,7 @@ def _is_recent(device: torch.device) -> bool:
 
 @functools.cache
 def is_recent_capability(name: str, capability: tuple[int, int]) -> bool:
-    """Whether such a GPU has what the kernels need; that it has not is said once per kind."""
+    """Whether such a GPU has what the kernels need; a lack is logged once per kind."""
     if capability >= OLDEST:
         return True
     logger.warning(
@@ -90,7 +90,7 @@ FEWEST_ROWS = 16
 
 @functools.cache
 def shared_memory_bytes(device: torch.device) -> int | None:
-    """How much a program may have; None where it does not matter.
+    """Shared memory that a program may have; None where it does not matter.
 
     227 KB on Hopper, 163 KB on an A100, 99 KB on most others from Ampere on.
     """
@@ -101,8 +101,8 @@ def shared_memory_bytes(device: torch.device) -> int | None:
 
 def has_large_shared_memory(device: torch.device) -> bool:
     """Whether a program may have as much of it as on an A100 or later data-centre GPUs."""
-    room = shared_memory_bytes(device)
-    return room is None or room >= LARGE
+    limit = shared_memory_bytes(device)
+    return limit is None or limit >= LARGE
 
 
 def stages_that_fit(
@@ -112,23 +112,23 @@ def stages_that_fit(
 
     They go over blocks of `num_keys` keys and values, which are at most as wide as the queries.
     """
-    room = shared_memory_bytes(query.device)
-    if room is None:
+    limit = shared_memory_bytes(query.device)
+    if limit is None:
         return num_stages
     fitting = (
         stages
         for stages in range(num_stages, 1, -1)
-        if attention_bytes(query, num_rows, stages, num_keys=num_keys, is_paged=is_paged) <= room
+        if attention_bytes(query, num_rows, stages, num_keys=num_keys, is_paged=is_paged) <= limit
     )
     return next(fitting, 1)
 
 
 def rows_that_fit(num_rows: int, query: Tensor, *, num_keys: int) -> int:
     """At most `num_rows`, a power of 2: queries of a program that has one stage or more."""
-    room = shared_memory_bytes(query.device)
-    if room is None:
+    limit = shared_memory_bytes(query.device)
+    if limit is None:
         return num_rows
-    while num_rows > FEWEST_ROWS and attention_bytes(query, num_rows, 1, num_keys=num_keys) > room:
+    while num_rows > FEWEST_ROWS and attention_bytes(query, num_rows, 1, num_keys=num_keys) > limit:
         num_rows //= 2
     return num_rows
 

@@ -55,8 +55,8 @@ class SlotRows:
     num_shared: Tensor
     """Tokens of the row's prompt slot that it sees."""
 
-    place: Tensor
-    """Where in its own slot the new token goes; it sees all before that."""
+    slot_position: Tensor
+    """Position of the new token in its own slot; it attends to all before it."""
 
     pages: Tensor | None = None
     """(slots, blocks) int32: page [s, k] holds the tokens from position k * BLOCK on of the row
@@ -103,7 +103,7 @@ def slot_decode_attention(
         )  # fmt: skip
     _slot_decode[(num_rows, num_kv_heads)](
         query, key, value, *prompt, *response, output, *states,
-        rows.prompt_slot, rows.slot, rows.num_shared, rows.place,
+        rows.prompt_slot, rows.slot, rows.num_shared, rows.slot_position,
         rows.slot if rows.pages is None else rows.pages,
         query if sinks is None else sinks, scaling, softcap or 0.0,
         0 if rows.pages is None else rows.pages.stride(0),
@@ -137,7 +137,7 @@ def slot_decode_attention(
 def _slot_decode(
     query, key, value, prompt_keys, prompt_values, own_keys, own_values, output,
     num_seens, max_scores, denominators, accumulators,
-    prompt_slots, slots, num_shareds, places, pages,
+    prompt_slots, slots, num_shareds, slot_positions, pages,
     sinks, scale, softcap, pages_slot,
     q_row, q_head, k_row, k_head, v_row, v_head,
     pk_slot, pk_head, pk_token, pv_slot, pv_head, pv_token,
@@ -152,8 +152,8 @@ def _slot_decode(
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     prompt_slot, slot = tl.load(prompt_slots + row), tl.load(slots + row)
     num_shared = tl.load(num_shareds + row).to(tl.int32)
-    place = tl.maximum(tl.load(places + row), 0).to(tl.int32)  # unused rows stand before the start
-    position = num_shared + place
+    slot_position = tl.maximum(tl.load(slot_positions + row), 0).to(tl.int32)  # -1 in unused rows
+    position = num_shared + slot_position
 
     heads = tl.arange(0, HEADS_PADDED)
     k_dim, v_dim = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
@@ -175,14 +175,18 @@ def _slot_decode(
         page = tl.load(pages + position // BLOCK).to(tl.int64)
         own_k += page * ok_slot
         own_v += page * ov_slot
-        place = position % BLOCK
+        slot_position = position % BLOCK
     else:
         prompt_k += prompt_slot * pk_slot
         prompt_v += prompt_slot * pv_slot
         own_k += slot * ok_slot
         own_v += slot * ov_slot
-    tl.store(own_k + place * ok_token + k_dim, new_k.to(own_keys.dtype.element_ty), mask=is_k)
-    tl.store(own_v + place * ov_token + v_dim, new_v.to(own_values.dtype.element_ty), mask=is_v)
+    tl.store(
+        own_k + slot_position * ok_token + k_dim, new_k.to(own_keys.dtype.element_ty), mask=is_k
+    )
+    tl.store(
+        own_v + slot_position * ov_token + v_dim, new_v.to(own_values.dtype.element_ty), mask=is_v
+    )
     tl.debug_barrier()  # the loop reads it back
 
     first = position * 0

@@ -70,19 +70,19 @@ def _add_up_equal(
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns < WIDTH
         total = tl.zeros([COLUMNS], tl.float32)
-        place, is_more = first, True
+        index, is_more = first, True
         while is_more:
-            places = place + tl.arange(0, ROWS)
-            is_place = places < num_rows
-            is_equal = tl.load(ordered + places, mask=is_place, other=-1) == token
-            source = tl.load(order + places, mask=is_place, other=0)
+            indices = index + tl.arange(0, ROWS)
+            is_row = indices < num_rows
+            is_equal = tl.load(ordered + indices, mask=is_row, other=-1) == token
+            source = tl.load(order + indices, mask=is_row, other=0)
             part = tl.load(
                 rows + source[:, None] * WIDTH + columns[None, :],
                 mask=is_equal[:, None] & is_column[None, :],
                 other=0.0,
             )
             total += tl.sum(part.to(tl.float32), 0)
-            place += ROWS
+            index += ROWS
             is_more = tl.sum(is_equal.to(tl.int32), 0) == ROWS
         target = result + token * WIDTH + columns
         tl.store(target, total.to(result.dtype.element_ty), mask=is_column)
@@ -200,18 +200,18 @@ def _rotate_heads(
     heads = tl.arange(0, PADDED)[:, None].to(tl.int64)
     columns = tl.arange(0, HALF_PADDED)[None, :]
     mask = (heads < HEADS) & (columns < HALF)
-    x_places = x + heads * x_head + columns
-    a = tl.load(x_places, mask=mask, other=0.0)
-    b = tl.load(x_places + HALF, mask=mask, other=0.0)
+    x_pointers = x + heads * x_head + columns
+    a = tl.load(x_pointers, mask=mask, other=0.0)
+    b = tl.load(x_pointers + HALF, mask=mask, other=0.0)
     if IS_BACKWARD:
         y_a = _rounded(a, cos_a) + _rounded(b, sin_b)
         y_b = _rounded(b, cos_b) - _rounded(a, sin_a)
     else:
         y_a = _rounded(a, cos_a) - _rounded(b, sin_a)
         y_b = _rounded(b, cos_b) + _rounded(a, sin_b)
-    y_places = y + heads * y_head + columns
-    tl.store(y_places, y_a.to(y.dtype.element_ty), mask=mask)
-    tl.store(y_places + HALF, y_b.to(y.dtype.element_ty), mask=mask)
+    y_pointers = y + heads * y_head + columns
+    tl.store(y_pointers, y_a.to(y.dtype.element_ty), mask=mask)
+    tl.store(y_pointers + HALF, y_b.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

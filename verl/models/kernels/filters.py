@@ -11,7 +11,7 @@ the row tries three weights in it and sees which weights occur. Counts are exact
 in fp32 by lane and in fp64 across lanes, always in the same order. No row depends on another.
 
 What comes out describes the distribution to draw from as `log_probs.block_statistics` describes the
-whole one: the top and the total of every block. A row without filters has the same bits in both.
+whole one: max and denominator of every block. A row without filters has the same bits in both.
 The draw itself is in `sampling`.
 """
 
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.models.kernels.log_probs import BLOCK, LAUNCH, capped, divided, shares
+from verl.models.kernels.log_probs import BLOCK, LAUNCH, capped, over_temperature, row_statistics
 
 SEARCH_BLOCK, SEARCH_WARPS = 2048, 8
 """Weights of a row that the search looks at together: eight for each thread, so that what it keeps
@@ -37,7 +37,7 @@ ONE_BITS = tl.constexpr(0x3F800000)
 
 @dataclass(frozen=True)
 class Filters:
-    """What each row leaves of its distribution; tensors (rows,)."""
+    """The filters of each row; tensors (rows,)."""
 
     top_k: Tensor
     """int64; off where it is 0 or as large as the vocabulary."""
@@ -62,7 +62,7 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Scores:
-    """What decides a draw: softcap(logits * scale), penalised, divided by the temperature."""
+    """Scores to draw from: softcap(logits * scale), penalised, over the temperature."""
 
     logits: Tensor
     """(rows, V), raw; each row contiguous."""
@@ -105,42 +105,52 @@ class Scores:
         }
 
 
-def penalised_statistics(scores: Scores, tops: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Top and total of every block after the penalty, given those before it; (rows, blocks)."""
-    new_tops, new_totals = torch.empty_like(tops), torch.empty_like(totals)
+def penalised_statistics(
+    scores: Scores, maxima: Tensor, denominators: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Max and denominator, each (rows, blocks), of every block after the penalty."""
+    new_maxima, new_denominators = torch.empty_like(maxima), torch.empty_like(denominators)
     _penalised_statistics[(scores.num_rows, scores.num_blocks)](
-        *scores.arguments, tops, totals, new_tops, new_totals, BLOCK=BLOCK, **scores.options
+        *scores.arguments,
+        maxima,
+        denominators,
+        new_maxima,
+        new_denominators,
+        BLOCK=BLOCK,
+        **scores.options,
     )
-    return new_tops, new_totals
+    return new_maxima, new_denominators
 
 
 def smallest_weights(
-    scores: Scores, filters: Filters, is_greedy: Tensor, tops: Tensor, totals: Tensor
+    scores: Scores, filters: Filters, is_greedy: Tensor, maxima: Tensor, denominators: Tensor
 ) -> Tensor:
-    """The smallest weight that all filters of a row let through, 0 if it has none; (rows,).
+    """The smallest weight that all filters of a row keep, 0 if it has none; (rows,).
 
-    Top-k is first, then top-p of what it leaves; tokens as likely as the last one pass as well.
+    Top-k is first, then top-p of what it leaves; tokens as likely as the last one are kept as well.
     """
     floors = torch.empty_like(scores.temperature)
     _smallest_weights[(scores.num_rows,)](
         *scores.arguments, filters.top_k, filters.top_p, filters.min_p, is_greedy,
-        tops, totals, floors,
+        maxima, denominators, floors,
         BLOCK=SEARCH_BLOCK,
         **scores.options | {"num_warps": SEARCH_WARPS},
     )  # fmt: skip
     return floors
 
 
-def kept_totals(scores: Scores, floors: Tensor, tops: Tensor, totals: Tensor) -> Tensor:
-    """The total of every block without the tokens whose weight is below their row's floor."""
-    kept = torch.empty_like(totals)
-    _kept_totals[(scores.num_rows, scores.num_blocks)](
-        *scores.arguments, floors, tops, totals, kept, BLOCK=BLOCK, **scores.options
+def kept_denominators(
+    scores: Scores, floors: Tensor, maxima: Tensor, denominators: Tensor
+) -> Tensor:
+    """The denominator of every block without the tokens whose weight is below their row's floor."""
+    kept = torch.empty_like(denominators)
+    _kept_denominators[(scores.num_rows, scores.num_blocks)](
+        *scores.arguments, floors, maxima, denominators, kept, BLOCK=BLOCK, **scores.options
     )
     return kept
 
 
-# ---- parts that the draw shares ------------------------------------------------------------------
+# ---- shared with the draw ------------------------------------------------------------------------
 
 
 @triton.jit
@@ -157,7 +167,7 @@ def choice_scores(
         num_read = tl.where(penalty != 1, VOCABULARY, 0)
         is_seen = tl.load(seen + tokens, mask=tokens < num_read, other=0) != 0
         z = tl.where(is_seen, tl.where(z > 0, tl.div_rn(z, penalty), z * penalty), z)
-    return tl.where(is_token, divided(z, temperature), float("-inf"))
+    return tl.where(is_token, over_temperature(z, temperature), float("-inf"))
 
 
 # ---- the search ----------------------------------------------------------------------------------
@@ -165,7 +175,7 @@ def choice_scores(
 
 @triton.jit
 def _sums_above(
-    logits, seen, temperature, penalty, scale, softcap, highest,
+    logits, seen, temperature, penalty, scale, softcap, row_max,
     least, first, second, third, most,
     BY_WEIGHT: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr,
@@ -184,7 +194,7 @@ def _sums_above(
             logits, seen, block, temperature, penalty, scale, softcap,
             VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
         )  # fmt: skip
-        weight = tl.exp(z - highest)
+        weight = tl.exp(z - row_max)
         amount = weight if BY_WEIGHT else tl.full([BLOCK], 1.0, tl.float32)
         above_first += tl.where(weight > first, amount, 0.0)
         above_second += tl.where(weight > second, amount, 0.0)
@@ -202,7 +212,7 @@ def _sums_above(
 
 @triton.jit
 def _search(
-    logits, seen, temperature, penalty, scale, softcap, highest,
+    logits, seen, temperature, penalty, scale, softcap, row_max,
     low, limit,
     BY_WEIGHT: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr,
@@ -217,7 +227,7 @@ def _search(
         step = tl.maximum((high - low) // 4, 1)
         first, second, third = low + step, low + 2 * step, low + 3 * step
         above_first, above_second, above_third, smallest, largest = _sums_above(
-            logits, seen, temperature, penalty, scale, softcap, highest,
+            logits, seen, temperature, penalty, scale, softcap, row_max,
             low.to(tl.float32, bitcast=True),
             first.to(tl.float32, bitcast=True),
             second.to(tl.float32, bitcast=True),
@@ -238,7 +248,7 @@ def _search(
 
 @triton.jit
 def _mass_of_top_k(
-    logits, seen, temperature, penalty, scale, softcap, highest,
+    logits, seen, temperature, penalty, scale, softcap, row_max,
     last, top_k,
     VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr,
@@ -251,7 +261,7 @@ def _mass_of_top_k(
             logits, seen, block, temperature, penalty, scale, softcap,
             VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
         )  # fmt: skip
-        weight = tl.exp(z - highest)
+        weight = tl.exp(z - row_max)
         count += tl.where(weight > last, 1.0, 0.0)
         mass += tl.where(weight > last, weight, 0.0)
     num_last = top_k - tl.sum(count.to(tl.float64), 0)
@@ -261,7 +271,7 @@ def _mass_of_top_k(
 @triton.jit
 def _smallest_weights(
     logits, seen, temperatures, penalties, row_step, seen_step, scale, softcap, num_blocks,
-    top_ks, top_ps, min_ps, are_greedy, tops, totals, floors,
+    top_ks, top_ps, min_ps, are_greedy, maxima, denominators, floors,
     BLOCKS_PADDED: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr,
 ):  # fmt: skip
@@ -274,30 +284,34 @@ def _smallest_weights(
     logits += row * row_step
     seen += row * seen_step
     first = row * num_blocks
-    highest, _, share = shares(tops + first, totals + first, num_blocks, BLOCKS_PADDED)
-    total = tl.sum(share.to(tl.float64), 0)
+    row_max, _, parts = row_statistics(
+        maxima + first, denominators + first, num_blocks, BLOCKS_PADDED
+    )
+    denominator = tl.sum(parts.to(tl.float64), 0)
 
     # Weights of 0 are never drawn: the search may begin above them.
     bits = tl.zeros([], tl.int32)
     if uses_top_k:
         bits = _search(
-            logits, seen, temperature, penalty, scale, softcap, highest,
+            logits, seen, temperature, penalty, scale, softcap, row_max,
             bits, top_k.to(tl.float64),
             False, VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
         )  # fmt: skip
     if uses_top_p:
         # Tokens of weight up to this have less than 1 - p together, whatever there is.
-        low = ((1 - top_p) * total / (2 * VOCABULARY)).to(tl.float32).to(tl.int32, bitcast=True)
+        low = (
+            ((1 - top_p) * denominator / (2 * VOCABULARY)).to(tl.float32).to(tl.int32, bitcast=True)
+        )
         if uses_top_k:
-            total = _mass_of_top_k(
-                logits, seen, temperature, penalty, scale, softcap, highest,
+            denominator = _mass_of_top_k(
+                logits, seen, temperature, penalty, scale, softcap, row_max,
                 bits.to(tl.float32, bitcast=True), top_k,
                 VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
             )  # fmt: skip
             low = bits - 1
         bits = _search(
-            logits, seen, temperature, penalty, scale, softcap, highest,
-            low, top_p * total,
+            logits, seen, temperature, penalty, scale, softcap, row_max,
+            low, top_p * denominator,
             True, VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
         )  # fmt: skip
     floor = tl.where(is_drawn, tl.load(min_ps + row), 0.0)
@@ -310,13 +324,13 @@ def _smallest_weights(
 @triton.jit
 def _penalised_statistics(
     logits, seen, temperatures, penalties, row_step, seen_step, scale, softcap, num_blocks,
-    tops, totals, new_tops, new_totals,
+    maxima, denominators, new_maxima, new_denominators,
     BLOCKS_PADDED: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = row * num_blocks + block
-    top, total = tl.load(tops + place), tl.load(totals + place)
+    index = row * num_blocks + block
+    block_max, denominator = tl.load(maxima + index), tl.load(denominators + index)
     penalty = tl.load(penalties + row)
     if penalty != 1:
         z = choice_scores(
@@ -324,26 +338,28 @@ def _penalised_statistics(
             tl.load(temperatures + row), penalty, scale, softcap,
             VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
         )  # fmt: skip
-        top = tl.max(z, 0)
-        total = tl.sum(tl.exp(z - tl.where(top == float("-inf"), 0.0, top)), 0)
-    tl.store(new_tops + place, top)
-    tl.store(new_totals + place, total)
+        block_max = tl.max(z, 0)
+        denominator = tl.sum(tl.exp(z - tl.where(block_max == float("-inf"), 0.0, block_max)), 0)
+    tl.store(new_maxima + index, block_max)
+    tl.store(new_denominators + index, denominator)
 
 
 @triton.jit
-def _kept_totals(
+def _kept_denominators(
     logits, seen, temperatures, penalties, row_step, seen_step, scale, softcap, num_blocks,
-    floors, tops, totals, kept_totals,
+    floors, maxima, denominators, kept_denominators,
     BLOCKS_PADDED: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = row * num_blocks
-    kept, floor = tl.load(totals + first + block), tl.load(floors + row)
+    kept, floor = tl.load(denominators + first + block), tl.load(floors + row)
     if floor > 0:
-        highest, _, _ = shares(tops + first, totals + first, num_blocks, BLOCKS_PADDED)
-        top = tl.load(tops + first + block)
-        if tl.exp(top - highest) < floor:  # nothing of this block is kept, nor read
+        row_max, _, _ = row_statistics(
+            maxima + first, denominators + first, num_blocks, BLOCKS_PADDED
+        )
+        block_max = tl.load(maxima + first + block)
+        if tl.exp(block_max - row_max) < floor:  # nothing of this block is kept, nor read
             kept = kept * 0.0
         else:
             z = choice_scores(
@@ -351,6 +367,6 @@ def _kept_totals(
                 tl.load(temperatures + row), tl.load(penalties + row), scale, softcap,
                 VOCABULARY, BLOCK, HAS_SOFTCAP, HAS_PENALTY,
             )  # fmt: skip
-            is_kept = tl.exp(z - highest) >= floor
-            kept = tl.sum(tl.where(is_kept, tl.exp(z - top), 0.0), 0)
-    tl.store(kept_totals + first + block, kept)
+            is_kept = tl.exp(z - row_max) >= floor
+            kept = tl.sum(tl.where(is_kept, tl.exp(z - block_max), 0.0), 0)
+    tl.store(kept_denominators + first + block, kept)

@@ -1,18 +1,18 @@
 """The log-probability of given tokens and the entropy, from logits in one read. Triton.
 
-A score is `softcap(logit * scale) / temperature`, in fp32 from logits in any dtype; no fp32 copy of
-the logits is made. Each row is cut into blocks of `BLOCK` logits. One kernel leaves three numbers
-for every block,
+The score z of a token is `softcap(logit * scale) / temperature`, in fp32 from logits in any dtype;
+no fp32 copy of the logits is made. Each row is split into blocks of `BLOCK` logits. One kernel
+writes three numbers per block, as in online softmax,
 
-    top = max z        total = sum exp(z - top)        moment = sum exp(z - top) z
+    max = max z        denominator = sum exp(z - max)        moment = sum exp(z - max) z
 
 and a second merges the blocks of a row. Nothing depends on the other rows. The gradient is written
 over the logits. The matrix product that makes the logits is the caller's.
 
-Whoever needs the same log-sum-exp bit for bit (the sampler) calls `block_statistics`, which is one
-kernel for all callers. It adds up weights in the order in which its threads hold them, whether it
-adds up moments as well or not. `log_sum_exp` merges the blocks inside any other kernel: in pairs,
-an order that no compiler changes.
+A caller that needs the same log-sum-exp bit for bit (the sampler) uses `block_statistics`, which is
+one kernel for all callers: it sums weights in the same order with and without moments.
+`log_sum_exp` merges the blocks inside any other kernel: in pairs, an order that no compiler
+changes.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -34,10 +34,10 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e9)
-"""Scores below it are of no weight; minus infinity could not be multiplied by that."""
+"""Scores below it have weight 0; minus infinity times 0 would be NaN."""
 
 NO_WEIGHT = tl.constexpr(-200.0)
-"""As a power of 2 it is 0 in fp32, and unlike minus infinity it can be multiplied by that."""
+"""2 to this power is 0 in fp32, and unlike minus infinity it can be multiplied by 0."""
 
 
 def logits_log_probs(
@@ -61,13 +61,13 @@ def logits_log_probs(
         temperatures = logits.new_full((num_rows,), temperature, dtype=torch.float32)
     num_blocks = triton.cdiv(vocabulary, BLOCK)
     moments = logits.new_empty(num_rows, num_blocks, dtype=torch.float32)
-    tops, totals = block_statistics(
+    maxima, denominators = block_statistics(
         logits, temperatures, scale=scale, softcap=softcap, moments=moments
     )
     log_prob, log_sum, mean = (torch.empty_like(temperatures) for _ in range(3))
     if num_rows:
         _finish_rows[(num_rows,)](
-            logits, temperatures, targets.contiguous(), tops, totals, moments,
+            logits, temperatures, targets.contiguous(), maxima, denominators, moments,
             log_prob, log_sum, mean,
             logits.stride(0), float(scale), float(softcap or 0), num_blocks,
             VOCABULARY=vocabulary,
@@ -118,7 +118,7 @@ def block_statistics(
     softcap: float | None,
     moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Top and total of every block, each (rows, blocks) in fp32; `moments`, if given, is filled.
+    """Max and denominator of every block, each (rows, blocks) in fp32; fills `moments` if given.
 
     `temperatures` is (rows,) in fp32. The logits' rows are contiguous; for equal bits they must
     also start at equal alignment, as they do in any tensor that was allocated whole.
@@ -127,10 +127,11 @@ def block_statistics(
     if logits.stride(1) != 1:
         raise ValueError(f"logits have strides {logits.stride()}; each row must be contiguous")
     shape = (num_rows, triton.cdiv(vocabulary, BLOCK))
-    tops, totals = (logits.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    maxima, denominators = (logits.new_empty(shape, dtype=torch.float32) for _ in range(2))
     if num_rows:
         _block_statistics[(num_rows * shape[1],)](
-            logits, temperatures, tops, totals, totals if moments is None else moments,
+            logits, temperatures, maxima, denominators,
+            denominators if moments is None else moments,
             logits.stride(0), float(scale), float(softcap or 0),
             VOCABULARY=vocabulary,
             BLOCK=BLOCK,
@@ -139,10 +140,10 @@ def block_statistics(
             HAS_MOMENTS=moments is not None,
             **LAUNCH | {"num_warps": BLOCK_WARPS},
         )  # fmt: skip
-    return tops, totals
+    return maxima, denominators
 
 
-# ---- parts that other kernels share --------------------------------------------------------------
+# ---- functions that other kernels share ----------------------------------------------------------
 
 
 @triton.jit
@@ -157,11 +158,11 @@ def capped(logit, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 @triton.jit
 def score(logit, temperature, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """softcap(logit * scale) / temperature in fp32."""
-    return divided(capped(logit, scale, softcap, HAS_SOFTCAP), temperature)
+    return over_temperature(capped(logit, scale, softcap, HAS_SOFTCAP), temperature)
 
 
 @triton.jit
-def divided(z, temperature):
+def over_temperature(z, temperature):
     """z / temperature, rounded to nearest."""
     if temperature != 1:  # a division costs more than the rest together
         z = tl.div_rn(z, temperature)
@@ -183,23 +184,23 @@ def load_scores(
 
 
 @triton.jit
-def shares(tops, totals, num_blocks, BLOCKS_PADDED: tl.constexpr):
-    """The highest score of a row, the tops of its blocks and their sums of weights.
+def row_statistics(maxima, denominators, num_blocks, BLOCKS_PADDED: tl.constexpr):
+    """Max of a row, max of each of its blocks, and each block's part of the row's denominator.
 
-    The pointers are those of the row's first block; blocks of a row are neighbours.
+    The pointers are those of the row's first block; blocks of a row are contiguous.
     """
     blocks = tl.arange(0, BLOCKS_PADDED)
     is_block = blocks < num_blocks
-    top = tl.load(tops + blocks, mask=is_block, other=float("-inf"))
-    highest = tl.max(top, 0)
-    own = tl.load(totals + blocks, mask=is_block, other=0.0)
-    return highest, top, own * tl.exp(top - highest)
+    block_max = tl.load(maxima + blocks, mask=is_block, other=float("-inf"))
+    row_max = tl.max(block_max, 0)
+    denominator = tl.load(denominators + blocks, mask=is_block, other=0.0)
+    return row_max, block_max, denominator * tl.exp(block_max - row_max)
 
 
 @triton.jit
-def log_sum_exp(highest, share):
-    """Of a row, from its highest score and the sums of weights of its blocks."""
-    return highest + tl.log(sum_in_pairs(share))
+def log_sum_exp(row_max, parts):
+    """Log-sum-exp of a row from its max and the parts of its denominator."""
+    return row_max + tl.log(sum_in_pairs(parts))
 
 
 @triton.jit
@@ -221,52 +222,58 @@ def num_halvings(size):
 
 @triton.jit
 def _block_statistics(
-    logits, temperatures, tops, totals, moments, row_step, scale, softcap,
+    logits, temperatures, maxima, denominators, moments, row_step, scale, softcap,
     VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The temperature divides differences to the top, and of the scores only the top itself.
+    """Statistics of one block of a row.
 
-    So it costs nothing. A block whose logits are all minus infinity adds nothing.
+    The division by the temperature is a factor of differences to the max, and is done exactly for
+    the max alone, so it costs nothing. A block whose logits are all minus infinity adds nothing.
     """
-    place, row, block = _row_and_block(VOCABULARY, BLOCK)
+    index, row, block = _row_and_block(VOCABULARY, BLOCK)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     is_token = tokens < VOCABULARY
     x = tl.load(logits + row * row_step + tokens, mask=is_token, other=float("-inf"))
     x = x.to(tl.float32)
     if HAS_SCALE or HAS_SOFTCAP:
         x = tl.where(is_token, capped(x, scale, softcap, HAS_SOFTCAP), float("-inf"))
-    highest = tl.max(x, 0)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
+    capped_max = tl.max(x, 0)
+    base = tl.where(capped_max == float("-inf"), 0.0, capped_max)
     temperature = tl.load(temperatures + row)
     power = (x - base) * (LOG2_E / temperature)
     if HAS_MOMENTS:
         power = tl.maximum(power, NO_WEIGHT, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp2(power)
-    total = tl.sum(weight, 0)
-    top = divided(highest, temperature)
-    tl.store(tops + place, top)
-    tl.store(totals + place, total)
+    denominator = tl.sum(weight, 0)
+    block_max = over_temperature(capped_max, temperature)
+    tl.store(maxima + index, block_max)
+    tl.store(denominators + index, denominator)
     if HAS_MOMENTS:
-        moment = tl.where(total == 0, 0.0, top * total) + tl.sum(weight * power, 0) * LN_2
-        tl.store(moments + place, moment)
+        moment = (
+            tl.where(denominator == 0, 0.0, block_max * denominator)
+            + tl.sum(weight * power, 0) * LN_2
+        )
+        tl.store(moments + index, moment)
 
 
 @triton.jit
 def _finish_rows(
-    logits, temperatures, targets, tops, totals, moments, log_probs, log_sums, means,
+    logits, temperatures, targets, maxima, denominators, moments, log_probs, log_sums, means,
     row_step, scale, softcap, num_blocks,
     VOCABULARY: tl.constexpr, BLOCKS_PADDED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = row * num_blocks
-    highest, top, share = shares(tops + first, totals + first, num_blocks, BLOCKS_PADDED)
-    log_sum = log_sum_exp(highest, share)
+    row_max, block_max, parts = row_statistics(
+        maxima + first, denominators + first, num_blocks, BLOCKS_PADDED
+    )
+    log_sum = log_sum_exp(row_max, parts)
     blocks = tl.arange(0, BLOCKS_PADDED)
     moment = tl.load(moments + first + blocks, mask=blocks < num_blocks, other=0.0)
-    weight = tl.exp(top - highest)
+    weight = tl.exp(block_max - row_max)
     # The moment of a block without weight may be infinite (a vocabulary that is masked).
-    mean = tl.sum(tl.where(weight == 0, 0.0, moment * weight), 0) / tl.sum(share, 0)
+    mean = tl.sum(tl.where(weight == 0, 0.0, moment * weight), 0) / tl.sum(parts, 0)
     target = tl.load(targets + row)
     is_token = (target >= 0) & (target < VOCABULARY)
     logit = tl.load(logits + row * row_step + target, mask=is_token, other=float("nan"))
@@ -284,8 +291,8 @@ def _overwrite_with_gradient(
 ):  # fmt: skip
     _, row, block = _row_and_block(VOCABULARY, BLOCK)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    places, is_token = logits + row * row_step + tokens, tokens < VOCABULARY
-    x = tl.load(places, mask=is_token, other=0.0).to(tl.float32)
+    pointers, is_token = logits + row * row_step + tokens, tokens < VOCABULARY
+    x = tl.load(pointers, mask=is_token, other=0.0).to(tl.float32)
     slope = scale / temperature  # of z over x
     grad_log_prob = tl.load(grad_log_probs + row) * slope
     grad_entropy = tl.load(grad_entropies + row) * slope
@@ -302,12 +309,12 @@ def _overwrite_with_gradient(
     if HAS_SOFTCAP:
         tanh = x / softcap
         grad *= 1 - tanh * tanh
-    tl.store(places, grad.to(logits.dtype.element_ty), mask=is_token)
+    tl.store(pointers, grad.to(logits.dtype.element_ty), mask=is_token)
 
 
 @triton.jit
 def _row_and_block(VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
-    """Which block of all a program has, its row and its place there: neighbours in memory."""
+    """Index of the program's block among all blocks, its row, and its index in that row."""
     program = tl.program_id(0)
     num_blocks: tl.constexpr = (VOCABULARY + BLOCK - 1) // BLOCK
     return program.to(tl.int64), (program // num_blocks).to(tl.int64), program % num_blocks

@@ -84,7 +84,7 @@ class Tiles:
 
 
 def tokens_per_tile(query: Tensor, key: Tensor) -> int:
-    """Of a program's piece, for queries (N, heads, D) and keys (N, KV heads, D)."""
+    """Tokens of one program, for queries (N, heads, D) and keys (N, KV heads, D)."""
     return max(1, _num_rows(query) // (query.shape[1] // key.shape[1]))
 
 
@@ -181,9 +181,9 @@ def _packed_attention(
     shared_start = tl.load(shared_starts + tile).to(tl.int64)
 
     rows = tl.arange(0, ROWS)
-    place, head = offset + rows // HEADS, kv_head * HEADS + rows % HEADS
-    is_query = (rows < TOKENS * HEADS) & (place < length)
-    token = start + place
+    index, head = offset + rows // HEADS, kv_head * HEADS + rows % HEADS
+    is_query = (rows < TOKENS * HEADS) & (index < length)
+    token = start + index
     k_dim, v_dim = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
     q = tl.load(
         query + (token * q_token + head * q_head)[:, None] + k_dim[None, :],
@@ -198,7 +198,7 @@ def _packed_attention(
         jump = (start - shared_start).to(tl.int32) - num_shared
     max_score, denominator, accumulator = initial_state(ROWS, VALUE_PADDED)
     max_score, denominator, accumulator = attend(
-        max_score, denominator, accumulator, q, num_shared + place,
+        max_score, denominator, accumulator, q, num_shared + index,
         first, num_shared + tl.minimum(offset + TOKENS, length), num_shared, jump, scale, softcap,
         shared_key + shared_start * sk_token + kv_head * sk_head,
         shared_value + shared_start * sv_token + kv_head * sv_head, sk_token, sv_token,

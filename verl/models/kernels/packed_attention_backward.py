@@ -8,7 +8,7 @@ p = exp(s - L) whatever keys are looked at, so every (query, key) pair can be tr
 Two kernels, each computing p anew. The first takes the pieces of the forward pass and adds up dq
 over keys. The second takes `KEYS` keys and some of the queries that see them. A token sees those
 that stand before it: prompts are laid out before their samples, so "query at or after key" says so
-in both places. Keys of a prompt are seen by many; their queries are cut into `PROMPT_PIECES`, and
+in both kernels. Keys of a prompt are seen by many; their queries are cut into `PROMPT_PIECES`, and
 the sums of the pieces are added in their order. No number depends on which program runs first.
 """
 
@@ -200,9 +200,9 @@ def _query_gradient(
     shared_start = tl.load(shared_starts + tile).to(tl.int64)
 
     rows, dim = tl.arange(0, ROWS), tl.arange(0, PADDED)
-    place, head = offset + rows // HEADS, kv_head * HEADS + rows % HEADS
-    is_query = (rows < TOKENS * HEADS) & (place < length)
-    token = start + place
+    index, head = offset + rows // HEADS, kv_head * HEADS + rows % HEADS
+    is_query = (rows < TOKENS * HEADS) & (index < length)
+    token = start + index
     mask = is_query[:, None] & (dim < DIM)[None, :]
     q = tl.load(query + (token * q_token + head * q_head)[:, None] + dim[None, :], mask, 0.0)
     g = tl.load(gradient + (token * g_token + head * g_head)[:, None] + dim[None, :], mask, 0.0)
@@ -224,14 +224,14 @@ def _query_gradient(
     start_masked = (num_shared + offset + 1) // BLOCK * BLOCK
     for first in range(0, start_masked, BLOCK):
         accumulator = _see_keys(
-            accumulator, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump,
+            accumulator, q, g, log_sum, delta, num_shared + index, first, end, num_shared, jump,
             factor,
             shared_keys, shared_values, k_token, v_token, DIM, PADDED, BLOCK, False,
         )  # fmt: skip
     # Few blocks, and deeper pipelining would take registers from the loop above.
     for first in tl.range(start_masked, end, BLOCK, num_stages=2):
         accumulator = _see_keys(
-            accumulator, q, g, log_sum, delta, num_shared + place, first, end, num_shared, jump,
+            accumulator, q, g, log_sum, delta, num_shared + index, first, end, num_shared, jump,
             factor,
             shared_keys, shared_values, k_token, v_token, DIM, PADDED, BLOCK, True,
         )  # fmt: skip
@@ -263,14 +263,15 @@ def _see_keys(
 @triton.jit
 def _key_gradients(
     gradient, query, key, value, statistics, grad_key, grad_value, key_parts, value_parts,
-    key_starts, key_ends, query_starts, query_ends, places, scale, num_tokens, num_prompt_tokens,
+    key_starts, key_ends, query_starts, query_ends, piece_indices, scale,
+    num_tokens, num_prompt_tokens,
     g_token, g_head, q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, PADDED: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     key_end, query_end = tl.load(key_ends + tile), tl.load(query_ends + tile)
-    query_start, place = tl.load(query_starts + tile), tl.load(places + tile)
+    query_start, piece = tl.load(query_starts + tile), tl.load(piece_indices + tile)
     tokens = tl.load(key_starts + tile) + tl.arange(0, KEYS)
     dim = tl.arange(0, PADDED)
     mask = (tokens < key_end)[:, None] & (dim < DIM)[None, :]
@@ -305,13 +306,13 @@ def _key_gradients(
         )  # fmt: skip
     grad_k *= scale
     kv_heads = tl.num_programs(1)
-    if place < 0:
+    if piece < 0:
         target = (long_tokens * kv_heads + kv_head) * DIM + dim[None, :]
         tl.store(grad_key + target, grad_k.to(grad_key.dtype.element_ty), mask=mask)
         tl.store(grad_value + target, grad_v.to(grad_value.dtype.element_ty), mask=mask)
     else:
-        long_place = place.to(tl.int64) * num_prompt_tokens
-        target = ((long_place + long_tokens) * kv_heads + kv_head) * DIM + dim[None, :]
+        piece_start = piece.to(tl.int64) * num_prompt_tokens
+        target = ((piece_start + long_tokens) * kv_heads + kv_head) * DIM + dim[None, :]
         tl.store(key_parts + target, grad_k, mask=mask)
         tl.store(value_parts + target, grad_v, mask=mask)
 
@@ -334,11 +335,11 @@ def _see_queries(
     mask = is_query[:, None] & (dim < DIM)[None, :]
     long = tl.cast(first, tl.int64)
     token, head = rows // HEADS, rows % HEADS
-    q_place = (token * q_token + head * q_head)[:, None] + dim[None, :]
-    g_place = (token * g_token + head * g_head)[:, None] + dim[None, :]
+    q_offsets = (token * q_token + head * q_head)[:, None] + dim[None, :]
+    g_offsets = (token * g_token + head * g_head)[:, None] + dim[None, :]
     # Where there is no query, q, g and delta are 0 and add nothing.
-    q = tl.load(query + long * q_token + q_place, mask, 0.0)
-    g = tl.load(gradient + long * g_token + g_place, mask, 0.0)
+    q = tl.load(query + long * q_token + q_offsets, mask, 0.0)
+    g = tl.load(gradient + long * g_token + g_offsets, mask, 0.0)
     numbers = rows[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
     both = tl.load(statistics + long * HEADS * NUMBERS + numbers, is_query[:, None], 0.0)
     if NUMBERS == 4:

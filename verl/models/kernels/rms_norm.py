@@ -184,12 +184,12 @@ def _norm_forward(
     rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
-    places = rows[:, None] * WIDTH + columns[None, :]
-    x_tile = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+    offsets = rows[:, None] * WIDTH + columns[None, :]
+    x_tile = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     if IS_SUM:
-        x_tile += tl.load(delta + places, mask=mask, other=0.0).to(tl.float32)
+        x_tile += tl.load(delta + offsets, mask=mask, other=0.0).to(tl.float32)
         rounded = x_tile.to(total.dtype.element_ty)
-        tl.store(total + places, rounded, mask=mask)
+        tl.store(total + offsets, rounded, mask=mask)
         x_tile = rounded.to(tl.float32)
     w = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     normed, _ = _normed(x_tile, eps, WIDTH)
@@ -197,7 +197,7 @@ def _norm_forward(
         result = normed * (1 + w)[None, :]
     else:
         result = normed.to(x.dtype.element_ty).to(tl.float32) * w[None, :]
-    tl.store(y + places, result.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + offsets, result.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -216,16 +216,16 @@ def _norm_backward(
     for tile in range(tiles_each):
         rows = (program * tiles_each + tile) * TILE + tl.arange(0, TILE)
         mask = (rows < num_rows)[:, None] & is_column[None, :]
-        places = rows[:, None] * WIDTH + columns[None, :]
-        x_tile = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_y + places, mask=mask, other=0.0).to(tl.float32)
+        offsets = rows[:, None] * WIDTH + columns[None, :]
+        x_tile = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_y + offsets, mask=mask, other=0.0).to(tl.float32)
         normed, inverse = _normed(x_tile, eps, WIDTH)
         grad_normed = grad * w[None, :]
         along = tl.sum(grad_normed * normed, 1) / WIDTH
         result = (grad_normed - normed * along[:, None]) * inverse[:, None]
         if HAS_TOTAL:
-            result += tl.load(grad_total + places, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_x + places, result.to(grad_x.dtype.element_ty), mask=mask)
+            result += tl.load(grad_total + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_x + offsets, result.to(grad_x.dtype.element_ty), mask=mask)
         if not IS_OFFSET:
             normed = normed.to(x.dtype.element_ty).to(tl.float32)
         grad_weight += tl.sum(grad * normed, 0)

@@ -53,7 +53,8 @@ class StepBlock:
 def end_step(tokens: Tensor, log_probs: Tensor, rows: StepRows, block: StepBlock) -> None:
     """Append `tokens` (B,) to the rows that are not done, see which are done now, and keep them.
 
-    Where a block has no line left nothing is kept: capturing a graph runs more steps than a visit.
+    Where a block has no line left nothing is kept: capturing a graph runs more steps than a block
+    has lines.
     """
     num_rows, num_stops = rows.stop_ids.shape
     _end_step[(triton.cdiv(num_rows, BLOCK),)](
@@ -103,7 +104,7 @@ def _end_step(
 
 
 TOKENS = 32
-"""Of a program."""
+"""Tokens of one program."""
 
 
 def write_tokens(
@@ -117,7 +118,7 @@ def write_tokens(
     """`store[slot[i], :, position[i]]` becomes token `token[i]` of keys and values.
 
     Those are (N, KV heads, D) each; the store is (slots, KV heads, positions, D) for keys and for
-    values. Where two tokens go to one place, either may stay.
+    values. Where two tokens have one target, either may stay.
     """
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     keys, values = store

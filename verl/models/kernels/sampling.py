@@ -1,13 +1,13 @@
 """The next token of each row from its logits, and its log-probability. Triton.
 
-`log_probs` leaves a few numbers for every block of a row's vocabulary. They give the log-sum-exp,
-the very one of training, and say in which block the row's uniform number falls, so that only that
-block is read again. There is no sort, no noise tensor and no copy of the logits. The uniform number
+`log_probs` writes max and denominator of every block of a row. They give the log-sum-exp, bit for
+bit that of training, and the block in which the row's uniform number falls, so that only that block
+is read again. There is no sort, no noise tensor and no copy of the logits. The uniform number
 is a hash of (seed, token index): what a row draws does not depend on its neighbours. Sums that
 decide the draw are in fp64.
 
-Filters and penalties (`filters`) change the numbers of the blocks and which tokens of the last one
-count; the log-probability stays that of the whole distribution.
+Filters and penalties (`filters`) change the statistics of the blocks and which tokens of the last
+one count; the log-probability stays that of the whole distribution.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -23,7 +23,7 @@ from verl.models.kernels.filters import (
     Repetition,
     Scores,
     choice_scores,
-    kept_totals,
+    kept_denominators,
     penalised_statistics,
     smallest_weights,
 )
@@ -32,8 +32,8 @@ from verl.models.kernels.log_probs import (
     block_statistics,
     load_scores,
     log_sum_exp,
+    row_statistics,
     score,
-    shares,
 )
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -58,19 +58,21 @@ def draw_tokens(
     Scores are softcap(logits * scale) / temperature; greedy rows take the likeliest token. Rows
     whose filters and penalty are off get the token that they get without these arguments.
     """
-    whole = tops, totals = block_statistics(logits, temperature, scale=scale, softcap=softcap)
+    whole = maxima, denominators = block_statistics(
+        logits, temperature, scale=scale, softcap=softcap
+    )
     scores = Scores(logits, temperature, scale, softcap, repetition)
     floors = temperature  # not read where there are no filters
     if repetition is not None:
-        tops, totals = penalised_statistics(scores, tops, totals)
+        maxima, denominators = penalised_statistics(scores, maxima, denominators)
     if filters is not None:
-        floors = smallest_weights(scores, filters, is_greedy, tops, totals)
-        totals = kept_totals(scores, floors, tops, totals)
+        floors = smallest_weights(scores, filters, is_greedy, maxima, denominators)
+        denominators = kept_denominators(scores, floors, maxima, denominators)
     tokens = torch.empty(scores.num_rows, dtype=torch.long, device=logits.device)
     log_probs = torch.empty(scores.num_rows, dtype=torch.float32, device=logits.device)
     _draw[(scores.num_rows,)](
         *scores.arguments, is_greedy, seed, token_index, *whole,
-        tops, totals, floors, tokens, log_probs,
+        maxima, denominators, floors, tokens, log_probs,
         BLOCK=BLOCK,
         HAS_FILTERS=filters is not None,
         **scores.options,
@@ -88,7 +90,7 @@ def _scrambled(x):
 
 @triton.jit
 def _uniform(seed, index):
-    """In [0, 1) with 52 bits, as `verl.utils.scramble.uniform`."""
+    """Uniform number in [0, 1) with 52 bits, as `verl.utils.scramble.uniform`."""
     golden = tl.full([], GOLDEN, tl.uint64)
     bits = _scrambled(_scrambled(seed.to(tl.uint64) + golden) + index.to(tl.uint64) * golden)
     return (bits >> 12).to(tl.float64) * 2.220446049250313e-16
@@ -96,41 +98,43 @@ def _uniform(seed, index):
 
 @triton.jit
 def _locate(weights, uniform, NUM: tl.constexpr):
-    """Which of `NUM` weights the point uniform x total falls on, and where on it, in [0, 1).
+    """Index of the weight that the point uniform x sum falls on, and where on it, in [0, 1).
 
-    Never one of weight 0, whatever the sums are rounded to.
+    A weight of 0 is never chosen, whatever the sums are rounded to.
     """
-    places = tl.arange(0, NUM)
+    indices = tl.arange(0, NUM)
     ends = tl.cumsum(weights, 0)
-    point = uniform * tl.sum(tl.where(places == NUM - 1, ends, 0.0), 0)
-    place = tl.min(tl.where((ends > point) & (weights > 0), places, NUM), 0)
-    place = tl.minimum(place, tl.max(tl.where(weights > 0, places, 0), 0))
-    own = tl.sum(tl.where(places == place, weights, 0.0), 0)
-    end = tl.sum(tl.where(places == place, ends, 0.0), 0)
-    return place, tl.minimum(tl.maximum((point - end + own) / own, 0.0), 1 - 2.0**-52)
+    point = uniform * tl.sum(tl.where(indices == NUM - 1, ends, 0.0), 0)
+    index = tl.min(tl.where((ends > point) & (weights > 0), indices, NUM), 0)
+    index = tl.minimum(index, tl.max(tl.where(weights > 0, indices, 0), 0))
+    weight = tl.sum(tl.where(indices == index, weights, 0.0), 0)
+    end = tl.sum(tl.where(indices == index, ends, 0.0), 0)
+    return index, tl.minimum(tl.maximum((point - end + weight) / weight, 0.0), 1 - 2.0**-52)
 
 
 @triton.jit
 def _draw(
     logits, seen, temperatures, penalties, row_step, seen_step, scale, softcap, num_blocks,
-    are_greedy, seeds, indices, tops, totals,
-    choice_tops, choice_totals, floors, tokens, log_probs,
+    are_greedy, seeds, indices, maxima, denominators,
+    choice_maxima, choice_denominators, floors, tokens, log_probs,
     BLOCKS_PADDED: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr, HAS_FILTERS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = row * num_blocks
-    highest, _, share = shares(tops + first, totals + first, num_blocks, BLOCKS_PADDED)
-    log_sum = log_sum_exp(highest, share)
-    highest, top, share = shares(
-        choice_tops + first, choice_totals + first, num_blocks, BLOCKS_PADDED
+    row_max, _, parts = row_statistics(
+        maxima + first, denominators + first, num_blocks, BLOCKS_PADDED
     )
-    block = tl.argmax(top, 0)
+    log_sum = log_sum_exp(row_max, parts)
+    row_max, block_max, parts = row_statistics(
+        choice_maxima + first, choice_denominators + first, num_blocks, BLOCKS_PADDED
+    )
+    block = tl.argmax(block_max, 0)
     is_greedy = tl.load(are_greedy + row)
     inside = tl.full([], 0.0, tl.float64)
     if is_greedy == 0:
         uniform = _uniform(tl.load(seeds + row), tl.load(indices + row))
-        block, inside = _locate(share.to(tl.float64), uniform, BLOCKS_PADDED)
+        block, inside = _locate(parts.to(tl.float64), uniform, BLOCKS_PADDED)
 
     temperature = tl.load(temperatures + row)
     logits += row * row_step
@@ -142,13 +146,13 @@ def _draw(
         )  # fmt: skip
     else:
         x = load_scores(logits, block, temperature, scale, softcap, VOCABULARY, BLOCK, HAS_SOFTCAP)
-    place = tl.argmax(x, 0)
+    index = tl.argmax(x, 0)
     if is_greedy == 0:
         weights = tl.exp(x - tl.max(x, 0))
         if HAS_FILTERS:
-            weights = tl.where(tl.exp(x - highest) < tl.load(floors + row), 0.0, weights)
-        place, inside = _locate(weights.to(tl.float64), inside, BLOCK)
-    token = tl.minimum(block * BLOCK + place, VOCABULARY - 1)
+            weights = tl.where(tl.exp(x - row_max) < tl.load(floors + row), 0.0, weights)
+        index, inside = _locate(weights.to(tl.float64), inside, BLOCK)
+    token = tl.minimum(block * BLOCK + index, VOCABULARY - 1)
     z = score(tl.load(logits + token), temperature, scale, softcap, HAS_SOFTCAP)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(log_probs + row, z - log_sum)

@@ -129,7 +129,7 @@ class Backend(ABC):
 
     @abstractmethod
     def stopped_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose process exists but is stopped by a signal, so it cannot answer."""
+        """The ranks of `ranks` whose process is stopped by a signal, so it cannot answer."""
 
     @abstractmethod
     def stack_of(self, rank: int) -> str:
@@ -203,8 +203,8 @@ class ResultWait:
 
     def note_failure(self, rank: int, failure: Failure) -> None:
         self.failures[rank] = failure
-        patience = AFTER_DEATH_SECONDS if failure.is_death else AFTER_EXCEPTION_SECONDS
-        self.give_up_at = min(self.give_up_at, time.monotonic() + patience)
+        grace_seconds = AFTER_DEATH_SECONDS if failure.is_death else AFTER_EXCEPTION_SECONDS
+        self.give_up_at = min(self.give_up_at, time.monotonic() + grace_seconds)
 
     def probe(self) -> None:
         """A stopped process looks like a slow one; its state in the kernel tells them apart."""
@@ -229,11 +229,11 @@ class ResultWait:
 
     def timeout(self, reason: str) -> Exception:
         silent = self.silent()
-        places = {rank: self.backend.label(rank) for rank in silent}
+        labels = {rank: self.backend.label(rank) for rank in silent}
         for rank in silent[:MAX_STACKS]:
-            places[rank] += f": {self.backend.stack_of(rank)}"
+            labels[rank] += f": {self.backend.stack_of(rank)}"
         return timeout_error(
-            self.call.group, self.call.method, self.call.timeout_seconds, places, reason
+            self.call.group, self.call.method, self.call.timeout_seconds, labels, reason
         )
 
 

@@ -120,13 +120,13 @@ def failure_error(
 
 
 def timeout_error(
-    group: str, method: str, timeout_seconds: float, places: Mapping[int, str], reason: str
+    group: str, method: str, timeout_seconds: float, labels: Mapping[int, str], reason: str
 ) -> WorkerTimeout:
-    """`places` says for each silent rank where it was, as a label followed by a stack if known."""
+    """`labels` has a label for each silent rank, followed by its stack if known."""
     lines = [f"worker group {group!r}, {method}: {reason}"]
-    lines += [f"no answer from {ranks_text(list(places))} (deadline {timeout_seconds:g} s)"]
-    lines += list(places.values())
-    return described(WorkerTimeout("\n".join(lines)), group, method, list(places))
+    lines += [f"no answer from {ranks_text(list(labels))} (deadline {timeout_seconds:g} s)"]
+    lines += list(labels.values())
+    return described(WorkerTimeout("\n".join(lines)), group, method, list(labels))
 
 
 def described(error: Described, group: str, method: str, ranks: list[int]) -> Described:

@@ -114,7 +114,7 @@ def put_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 @dataclass(frozen=True, eq=False)
 class BatchByReference:
-    """Rows that lie elsewhere, and what the driver knows of them."""
+    """Rows held by workers, and the columns of them that the driver has."""
 
     known: DataProto
     """One row per row: columns that the driver reads, or has computed."""
@@ -122,16 +122,16 @@ class BatchByReference:
     parts: list[Any]
     """References, as the back-end delivers them."""
 
-    places: np.ndarray
-    """(B, 2): for each row its part, and its row there."""
+    indices: np.ndarray
+    """(B, 2): for each row the index of its part, and of the row in it."""
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> "BatchByReference":
         """These rows, in this order."""
         chosen = np.asarray(rows, dtype=np.int64)
-        return replace(self, known=self.known.select_idxs(chosen), places=self.places[chosen])
+        return replace(self, known=self.known.select_idxs(chosen), indices=self.indices[chosen])
 
     def union(self, columns: DataProto) -> "BatchByReference":
         """The same rows with further columns, which travel from the driver."""
@@ -139,10 +139,10 @@ class BatchByReference:
 
     def as_future(self) -> DataProtoFuture:
         """What a worker is given: references of the parts it needs, and how to pick its rows."""
-        needed, local = np.unique(self.places[:, 0], return_inverse=True)
-        places = np.stack([local, self.places[:, 1]], axis=1)
+        needed, local = np.unique(self.indices[:, 0], return_inverse=True)
+        indices = np.stack([local, self.indices[:, 1]], axis=1)
         return DataProtoFuture(
-            collect_fn=partial(gather_rows, places=places, known=self.known),
+            collect_fn=partial(gather_rows, indices=indices, known=self.known),
             futures=[self.parts[number] for number in needed],
         )
 
@@ -165,20 +165,20 @@ def by_reference(
         for rank, part in zip(future.positions, future.futures, strict=True)
     ]
     known = group.execute_shares("execute_with_func_generator", shares)
-    places = [
+    indices = [
         np.stack([np.full(len(rows), number), np.arange(len(rows))], axis=1)
         for number, rows in enumerate(known)
     ]
-    return BatchByReference(DataProto.concat(known), list(future.futures), np.concatenate(places))
+    return BatchByReference(DataProto.concat(known), list(future.futures), np.concatenate(indices))
 
 
-def gather_rows(parts: list[Any], places: np.ndarray, known: DataProto) -> DataProto:
-    """On the worker: pick rows out of their parts, in the order of `places`, and add `known`."""
+def gather_rows(parts: list[Any], indices: np.ndarray, known: DataProto) -> DataProto:
+    """On the worker: pick rows out of their parts, in the order of `indices`, and add `known`."""
     picked = [
-        part.select_idxs(places[places[:, 0] == number, 1]) for number, part in enumerate(parts)
+        part.select_idxs(indices[indices[:, 0] == number, 1]) for number, part in enumerate(parts)
     ]
     rows = DataProto.concat(picked)
-    by_part = np.argsort(places[:, 0], kind="stable")  # the order in which they were picked
+    by_part = np.argsort(indices[:, 0], kind="stable")  # the order in which they were picked
     rows.reorder(np.argsort(by_part, kind="stable"))
     return rows.union(known)
 
@@ -188,8 +188,8 @@ def _(batch: BatchByReference, parts: int) -> list[Any]:
     require_divisible(len(batch), parts)
     if not len(batch):
         raise BatchError(f"a batch without rows cannot be split over {parts} ranks")
-    places = np.split(batch.places, parts)
+    indices = np.split(batch.indices, parts)
     return [
-        BatchByReference(known, batch.parts, own).as_future()
-        for known, own in zip(batch.known.chunk(parts), places, strict=True)
+        BatchByReference(known, batch.parts, chunk).as_future()
+        for known, chunk in zip(batch.known.chunk(parts), indices, strict=True)
     ]

@@ -63,7 +63,7 @@ def stack_of(address: ProcessAddress, timeout_seconds: float = 2.0) -> str:
 
 
 def _wait_until_written(file: Path, size: int, timeout_seconds: float) -> None:
-    """Until the file has grown beyond `size` and has stopped growing."""
+    """Wait until the file has grown beyond `size` and has stopped growing."""
     give_up = time.monotonic() + timeout_seconds
     previous = size
     while time.monotonic() < give_up:

@@ -89,7 +89,7 @@ class LocalWorkerGroup(WorkerGroup):
 
 def rank_variables(pool: ResourcePool, address: str, port: str) -> list[dict[str, str]]:
     """The environment of each rank, as torchrun would set it."""
-    places = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
+    local_ranks = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
     return [
         {
             "RANK": str(rank),
@@ -100,7 +100,7 @@ def rank_variables(pool: ResourcePool, address: str, port: str) -> list[dict[str
             "MASTER_PORT": port,
             "WG_BACKEND": "local",
         }
-        for rank, (local_rank, local_world_size) in enumerate(places)
+        for rank, (local_rank, local_world_size) in enumerate(local_ranks)
     ]
 
 

@@ -135,7 +135,7 @@ class RayBackend(Backend):
         return self._addresses.get(rank)
 
     def _hear_announcements(self) -> None:
-        """Those that have come. Asked without time to answer, Ray may not know what it has yet."""
+        """The references that are ready. With a timeout of 0 Ray may miss some that are."""
         unheard = [rank for rank in range(len(self.workers)) if rank not in self._addresses]
         references = [self._announcements[rank] for rank in unheard]
         seconds, self._hearing_seconds = self._hearing_seconds, 0.0

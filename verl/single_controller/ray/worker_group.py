@@ -132,7 +132,7 @@ def _place_in_name(name: str) -> tuple[int, int]:
     return int(node), int(bundle)
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Where one rank runs."""
 
     rank: int
@@ -165,29 +165,30 @@ class Launch:
         groups = self.pool.get_placement_groups(
             strategy=self.strategy, device_name=self.device_name
         )
-        places = places_in(self.pool, groups)
+        placements = placements_in(self.pool, groups)
         address, port = self.master_addr, self.master_port
         if address is None or port is None:
-            found = free_address_in(places[0].group, places[0].bundle, self.timeout_seconds)
+            found = free_address_in(placements[0].group, placements[0].bundle, self.timeout_seconds)
             address, port = address or found[0], port or found[1]
-        names = [self._name(place) for place in places]
+        names = [self._name(placement) for placement in placements]
         workers = [
-            self._start_one(place, name, self._variables(place, address, port))
-            for place, name in zip(places, names, strict=True)
+            self._start_one(placement, name, self._variables(placement, address, port))
+            for placement, name in zip(placements, names, strict=True)
         ]
         return workers, names, (address, port)
 
-    def _name(self, place: Place) -> str:
-        return f"{self.name_prefix}{self.spec.worker_class.__name__}_{place.node}:{place.bundle}"
+    def _name(self, placement: Placement) -> str:
+        bundle = f"{placement.node}:{placement.bundle}"
+        return f"{self.name_prefix}{self.spec.worker_class.__name__}_{bundle}"
 
-    def _variables(self, place: Place, address: str, port: str) -> dict[str, str]:
+    def _variables(self, placement: Placement, address: str, port: str) -> dict[str, str]:
         own = {
             "WORLD_SIZE": str(self.pool.world_size),
-            "RANK": str(place.rank),
-            "LOCAL_RANK": "0" if self.use_gpu else str(place.local_rank),
+            "RANK": str(placement.rank),
+            "LOCAL_RANK": "0" if self.use_gpu else str(placement.local_rank),
             "WG_PREFIX": self.name_prefix,
             "WG_BACKEND": "ray",
-            "RAY_LOCAL_WORLD_SIZE": str(place.local_world_size),
+            "RAY_LOCAL_WORLD_SIZE": str(placement.local_world_size),
             "MASTER_ADDR": address,
             "MASTER_PORT": port,
         }
@@ -196,7 +197,7 @@ class Launch:
             raise ValueError(f"worker_env sets {clash}, which the worker group sets itself")
         return {**own, **self.worker_env}
 
-    def _start_one(self, place: Place, name: str, variables: dict[str, str]) -> ActorHandle:
+    def _start_one(self, placement: Placement, name: str, variables: dict[str, str]) -> ActorHandle:
         runtime_env = dict(self.spec.options.get("runtime_env", {}))
         runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **variables}
         if self.nsight is not None:
@@ -205,16 +206,16 @@ class Launch:
         if self.detached:
             options["lifetime"] = "detached"
         return self.spec.with_options(options)(
-            placement_group=place.group,
-            placement_group_bundle_idx=place.bundle,
+            placement_group=placement.group,
+            placement_group_bundle_idx=placement.bundle,
             use_gpu=self.use_gpu,
             num_gpus=1 / self.pool.max_colocate_count,
             device_name=self.device_name,
         )
 
 
-def places_in(pool: RayResourcePool, groups: Sequence[PlacementGroup]) -> list[Place]:
-    """One place per rank, in the order of the groups and their bundles."""
+def placements_in(pool: RayResourcePool, groups: Sequence[PlacementGroup]) -> list[Placement]:
+    """One placement per rank, in the order of the groups and their bundles."""
     bundles = [
         (group, node, bundle)
         for node, (group, count) in enumerate(zip(groups, pool.store, strict=True))
@@ -225,7 +226,7 @@ def places_in(pool: RayResourcePool, groups: Sequence[PlacementGroup]) -> list[P
         bundles = bundles[start : start + pool.subgroup_world_size]
     nodes = [node for _, node, _ in bundles]
     return [
-        Place(rank, group, node, bundle, nodes[:rank].count(node), nodes.count(node))
+        Placement(rank, group, node, bundle, nodes[:rank].count(node), nodes.count(node))
         for rank, (group, node, bundle) in enumerate(bundles)
     ]
 

@@ -1,69 +1,38 @@
 """The responses of a file, and a grade for each from processes that can be killed.
 
-    this thread, an event loop          workers
-      num_workers coroutines: each        call the reward function; a process that takes too long
-      takes the next task and waits       is killed, one that dies is replaced
+    this thread                         `GradingService`
+      reads tasks, a few ahead   ---->    `PositionalCalls`: processes of this machine, or
+      collects grades            <----    `RayCalls`: actors of a Ray cluster with one CPU each
 
 A row has a prompt's responses (a list, or one text), its data source and its answer. What is
 missing in one row makes that row unscored, with the reason; a column that is missing altogether is
 an error. Tasks are read as they are needed, so the file's size does not matter. Grades arrive in
 the order in which they are finished.
 
-Workers are processes of this machine, or actors of a Ray cluster with one CPU each. The time limit
-of a response is kept by the process pool where the function runs. What is waited for here is a Ray
-actor itself: one that is lost with its machine is started again by Ray and the call repeated; one
-that does not answer at all leaves its response without a score.
+The time limit of a response is kept by the process pool where the function runs: a process that
+takes too long is killed, one that dies is replaced. What the service waits for is a Ray actor
+itself: one that is lost with its machine is started again by Ray and the call repeated; one that
+does not answer at all leaves its response without a score.
 """
 
-import asyncio
-import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from verl.config.generation import EvaluationDataConfig
-from verl.protocol.trajectory import Grade, InfraError
+from verl.protocol.trajectory import Grade, Trajectory
 from verl.utils.dataset.quarantine import ANSWER_COLUMNS, ground_truth_of
 from verl.utils.dataset.tables import BadRow, DataError, Row, open_table
 from verl.utils.import_utils import require
-from verl.workers.reward_manager.workers import MAX_RETRIES, WorkerPool
+from verl.workers.reward_manager.grader import Grader
+from verl.workers.reward_manager.prime import positional_pool
+from verl.workers.reward_manager.service import MAX_WAIT_SECONDS, GradingService
+from verl.workers.reward_manager.workers import MAX_RETRIES
 
 RewardFunction = Callable[..., Any]
-
-
-class Workers(ABC):
-    """Where reward functions run, `num_workers` at a time."""
-
-    num_workers: int
-
-    @abstractmethod
-    async def grade(self, arguments: tuple[Any, ...]) -> Grade:
-        """What `function(*arguments)` means; whatever happens, a grade comes back."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the processes."""
-
-
-class LocalWorkers(Workers):
-    def __init__(
-        self, function: RewardFunction, *, num_workers: int, timeout_seconds: float
-    ) -> None:
-        self.num_workers = num_workers
-        self._pool = isolated(function, timeout_seconds)
-        self._threads = ThreadPoolExecutor(num_workers)
-
-    async def grade(self, arguments: tuple[Any, ...]) -> Grade:
-        call = self._pool.call
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, call, {"arguments": arguments})
-
-    def close(self) -> None:
-        self._pool.close()
-        self._threads.shutdown()
 
 
 @dataclass(frozen=True)
@@ -78,37 +47,48 @@ class Task:
 
 
 def grade_all(
-    tasks: Iterator[Task], workers: Workers, on_grade: Callable[[Task, Grade], None]
+    tasks: Iterable[Task], grader: Grader, on_grade: Callable[[Task, Grade], None]
 ) -> None:
-    """Grade every task; `on_grade` is called in this thread with each one and what came of it."""
+    """Grade every task once; `on_grade` is called in this thread with each one and its grade.
 
-    async def work() -> None:
-        for task in tasks:  # shared: whoever is free takes the next one
+    However many time out one after another, the next one is tried: it is another response.
+    """
+    service = GradingService(grader, max_timeouts_in_a_row=math.inf)
+    pending: dict[Future[int], tuple[Task, Trajectory]] = {}
+
+    def collect() -> None:
+        done, _ = wait(pending, timeout=MAX_WAIT_SECONDS, return_when=FIRST_COMPLETED)
+        for work in done:
+            task, trajectory = pending.pop(work)
+            assert trajectory.grade is not None
+            on_grade(task, trajectory.grade)
+
+    try:
+        for task in tasks:
             arguments = (task.data_source, task.response, task.ground_truth)
-            on_grade(task, await workers.grade(arguments))
-
-    async def run() -> None:
-        await asyncio.gather(*(work() for _ in range(workers.num_workers)))
-
-    asyncio.run(run())
-
-
-def isolated(function: RewardFunction, timeout_seconds: float) -> WorkerPool:
-    """Call it with `{"arguments": (...)}`: they are passed by position, in a worker process."""
-
-    def call(arguments: tuple[Any, ...]) -> Any:
-        result = function(*arguments)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
-
-    return WorkerPool(call, timeout_seconds=timeout_seconds)
+            trajectory = Trajectory(
+                uid=str(task.row), sample=task.number, row={"arguments": arguments}
+            )
+            pending[service.grade_once([trajectory], is_reported=False)] = task, trajectory
+            if len(pending) >= 2 * grader.max_concurrent:
+                collect()
+        while pending:
+            collect()
+    finally:
+        service.close()
 
 
 START_SECONDS = 600.0
-"""For an actor to be placed and to import what it needs, when the cluster is busy."""
+"""Timeout of the start of an actor on a busy cluster: placement and imports."""
 
 
-class RayWorkers(Workers):
-    """Starts Ray with `ray_init` unless it runs; `num_workers=None` takes one per CPU."""
+class RayCalls(Grader):
+    """Calls `function(*row["arguments"])` in actors, one response at a time each.
+
+    Starts Ray with `ray_init` unless it runs; `num_workers=None` takes one actor per CPU.
+    """
+
+    name = "a Ray actor"
 
     def __init__(
         self,
@@ -121,20 +101,16 @@ class RayWorkers(Workers):
         self._ray = require("ray", extra="ray")
         if not self._ray.is_initialized():
             self._ray.init(**ray_init)
-        self.num_workers = num_workers or int(self._ray.cluster_resources()["CPU"])
-        self._timeout_seconds = START_SECONDS + (1 + MAX_RETRIES) * timeout_seconds
-        actor = self._ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=MAX_RETRIES)(Grader)
-        self._idle = [actor.remote(function, timeout_seconds) for _ in range(self.num_workers)]
+        self.max_concurrent = num_workers or int(self._ray.cluster_resources()["CPU"])
+        self.timeout_seconds = START_SECONDS + (1 + MAX_RETRIES) * timeout_seconds
+        options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": MAX_RETRIES}
+        actor = self._ray.remote(**options)(CallsInActor)
+        self._idle = [actor.remote(function, timeout_seconds) for _ in range(self.max_concurrent)]
 
-    async def grade(self, arguments: tuple[Any, ...]) -> Grade:
+    async def grade(self, trajectory: Trajectory) -> Grade:
         actor = self._idle.pop()
         try:
-            return await asyncio.wait_for(actor.grade.remote(arguments), self._timeout_seconds)
-        except asyncio.TimeoutError:
-            text = f"a Ray actor gave no answer in {self._timeout_seconds} s"
-            return InfraError(text, is_timeout=True)
-        except self._ray.exceptions.RayError as error:
-            return InfraError(f"a Ray actor failed: {error}")
+            return await actor.grade.remote(trajectory.row["arguments"])
         finally:
             self._idle.append(actor)
 
@@ -143,11 +119,11 @@ class RayWorkers(Workers):
             self._ray.kill(actor)
 
 
-class Grader:
+class CallsInActor:
     """What an actor runs."""
 
     def __init__(self, function: RewardFunction, timeout_seconds: float) -> None:
-        self._pool = isolated(function, timeout_seconds)
+        self._pool = positional_pool(function, timeout_seconds)
 
     def grade(self, arguments: tuple[Any, ...]) -> Grade:
         return self._pool.call({"arguments": arguments})
@@ -181,32 +157,32 @@ class ResponseFile:
         self._check_columns()
 
     def __iter__(self) -> Iterator[Task | Unscored]:
-        for place, row in enumerate(self._rows(), start=1):
+        for row_number, row in enumerate(self._rows(), start=1):
             if isinstance(row, BadRow):
-                yield Unscored(place, None, NO_SOURCE, row.reason)
+                yield Unscored(row_number, None, NO_SOURCE, row.reason)
             else:
-                yield from self._tasks(place, row)
+                yield from self._tasks(row_number, row)
 
     def _rows(self) -> Iterator[Row]:
         config = self._config
         keys = (config.response_key, config.data_source_key, config.reward_model_key)
         return self._table.scan({*keys, *ANSWER_COLUMNS})
 
-    def _tasks(self, place: int, row: Mapping[str, Any]) -> Iterator[Task | Unscored]:
+    def _tasks(self, row_number: int, row: Mapping[str, Any]) -> Iterator[Task | Unscored]:
         config = self._config
         source = str(row.get(config.data_source_key) or NO_SOURCE)
         responses = row.get(config.response_key)
         answer = ground_truth_of({**row, "reward_model": row.get(config.reward_model_key)})
         fault = self._fault(responses, answer)
         if fault is not None:
-            yield Unscored(place, None, source, fault)
+            yield Unscored(row_number, None, source, fault)
             return
         for number, response in enumerate(as_list(responses), start=1):
             if isinstance(response, str):
-                yield Task(place, number, source, response, answer)
+                yield Task(row_number, number, source, response, answer)
             else:
                 kind = type(response).__name__
-                yield Unscored(place, number, source, f"the response is {kind}, not text")
+                yield Unscored(row_number, number, source, f"the response is {kind}, not text")
 
     def _fault(self, responses: Any, answer: Any) -> str | None:
         key = self._config.response_key

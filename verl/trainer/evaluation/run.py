@@ -31,20 +31,18 @@ from verl.config.faults import ConfigError, Fault
 from verl.config.generation import EvaluationConfig
 from verl.protocol.trajectory import Grade, Score
 from verl.trainer.evaluation.grading import (
-    LocalWorkers,
-    RayWorkers,
+    RayCalls,
     ResponseFile,
     RewardFunction,
     Task,
     Unscored,
-    Workers,
     grade_all,
 )
 from verl.trainer.ppo.reward import get_custom_reward_fn, name_of, takes_whole_batch
 from verl.trainer.ppo.validation_metrics import pass_at_k, subset_sizes
 from verl.utils.py_functional import printable
 from verl.utils.reward_score import default_compute_score
-from verl.workers.reward_manager.prime import one_per_core
+from verl.workers.reward_manager.prime import PositionalCalls, one_per_core
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,13 @@ def evaluate(config: EvaluationConfig) -> Evaluation:
                 if isinstance(item, Task):
                     yield item
                 else:
-                    tally.set_aside(item)
+                    tally.drop(item)
 
-        workers = make_workers(custom if custom is not None else default_compute_score, config)
+        grader = make_grader(custom if custom is not None else default_compute_score, config)
         try:
-            grade_all(tasks(), workers, on_grade=tally.add)
+            grade_all(tasks(), grader, on_grade=tally.add)
         finally:
-            workers.close()
+            grader.close()
     return tally.evaluation()
 
 
@@ -115,19 +113,19 @@ def custom_function(config: EvaluationConfig) -> RewardFunction | None:
     return function
 
 
-def make_workers(function: RewardFunction, config: EvaluationConfig) -> Workers:
+def make_grader(function: RewardFunction, config: EvaluationConfig) -> PositionalCalls | RayCalls:
     grading, ray_init = config.grading, dict(config.ray_kwargs.ray_init)
     if grading.controller == "ray":
-        return RayWorkers(
+        return RayCalls(
             function,
             num_workers=grading.num_workers,
             timeout_seconds=grading.timeout_seconds,
             ray_init=ray_init,
         )
     asked = grading.num_workers or ray_init.get("num_cpus")
-    return LocalWorkers(
+    return PositionalCalls(
         function,
-        num_workers=one_per_core() if asked is None else int(asked),
+        num_processes=one_per_core() if asked is None else int(asked),
         timeout_seconds=grading.timeout_seconds,
     )
 
@@ -173,13 +171,13 @@ class Tally:
 
     def add(self, task: Task, grade: Grade) -> None:
         if not isinstance(grade, Score):
-            self.set_aside(Unscored(task.row, task.number, task.data_source, grade.reason))
+            self.drop(Unscored(task.row, task.number, task.data_source, grade.reason))
             return
         prompt = self._prompts[task.data_source].setdefault(task.row, PromptScores())
         prompt.scores.append(grade.value)
         prompt.num_passed += accuracy(grade) >= self._pass_threshold
 
-    def set_aside(self, unscored: Unscored) -> None:
+    def drop(self, unscored: Unscored) -> None:
         self._prompts[unscored.data_source].setdefault(unscored.row, PromptScores())
         self._unscored.append(unscored)
 
@@ -245,8 +243,8 @@ def unscored_lines(unscored: list[Unscored]) -> Iterator[str]:
         return
     yield f"{len(unscored)} without a score, in none of the numbers:"
     for one in unscored[:MAX_LISTED]:
-        place = f"row {one.row}" + (f", response {one.number}" if one.number is not None else "")
-        yield f"  {place}: {printable(one.reason, max_characters=300)}"
+        label = f"row {one.row}" + (f", response {one.number}" if one.number is not None else "")
+        yield f"  {label}: {printable(one.reason, max_characters=300)}"
     if len(unscored) > MAX_LISTED:
         yield f"  and {len(unscored) - MAX_LISTED} more (data.output_path lists all)"
 

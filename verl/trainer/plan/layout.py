@@ -231,12 +231,12 @@ def layout(config: Any, role: str) -> str:
     if ranks == 1:
         return "one device, not sharded"
     shards = engine.fsdp_size if engine.fsdp_size > 0 else ranks
-    divided = f"fsdp over {shards} ranks"
+    sharded = f"fsdp over {shards} ranks"
     if shards < ranks:
-        divided += f", {ranks // shards} copies"
-    whole = f"whole on each of {ranks} ranks, the optimizer's state divided"
-    either = f"{whole}, if that fits; else {divided}"
-    text = {"full": divided, "zero1": whole, "auto": either}[engine.sharding]
+        sharded += f", {ranks // shards} copies"
+    whole = f"whole on each of {ranks} ranks, the optimizer's state sharded"
+    either = f"{whole}, if that fits; else {sharded}"
+    text = {"full": sharded, "zero1": whole, "auto": either}[engine.sharding]
     if ranks_per_sequence(engine) > 1:
         text += f", {ranks_per_sequence(engine)} ranks share a sequence"
     return text

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.agent_loop.manager import GRADE_COLUMN
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch
@@ -87,12 +86,9 @@ class StepBatch:
         versions = {group.version for group in self.groups}
         if len(versions) == 1 and None not in versions:
             (batch.meta_info["policy_version"],) = versions  # every token was sampled with it
-        grades = [t.grade for t in self.trajectories if t.grade is not None]
-        scores = [grade for grade in grades if isinstance(grade, Score)]
+        scores = [t.grade for t in self.trajectories if isinstance(t.grade, Score)]
         if len(scores) == len(batch) and all(score.token_values is not None for score in scores):
             add_scores(batch, scores)
-        elif len(grades) == len(batch):
-            batch.non_tensor_batch[GRADE_COLUMN] = object_array(grades)
         return batch
 
 

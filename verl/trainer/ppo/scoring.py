@@ -1,7 +1,7 @@
 """Scores for a batch of responses, from the grades of its groups and from a reward model.
 
-Grades come with the batch, if its responses were graded while they were generated, or are waited
-for now. `GradingService` decides which groups are dropped; here the others become a batch with
+Trajectories have their grades already, if they were graded while others were generated, or get them
+now. `GradingService` decides which groups are dropped; the others become a batch with
 `token_level_scores`. Where a reward model is enabled, its scores enter the batch first:
 
     reward_model.enable alone       the model's score is the reward (`rm_scores`)
@@ -9,6 +9,11 @@ for now. `GradingService` decides which groups are dropped; here the others beco
                                     `extra_info["rm_score"]`
     with a function over the batch, or a manager of one's own
                                     it decides; `rm_scores` is in the batch it is given
+
+The model's scores are a column that graders read, as log-probs are one that losses read; the model
+is no grader itself. Its ranks are workers of the run, with the run's own answer to a failure: an
+error ends it, a rank that dies has it started over from the checkpoint. An infra error would hide
+both, ask a dead rank once more and drop all groups of the step.
 """
 
 import inspect
@@ -18,11 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from verl.agent_loop.manager import GRADE_COLUMN
 from verl.config.ppo import PPOConfig
 from verl.config.reward import FSDPRewardModelConfig
 from verl.protocol import DataProto
-from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
+from verl.protocol.trajectory import Abstain, Grade, Group, Score, Trajectory
 from verl.trainer.ppo.reward import WholeBatchReward, get_custom_reward_fn, takes_whole_batch
 from verl.workers.reward_manager.abstract import graded_rewards, precomputed_rewards
 from verl.workers.reward_manager.adapters import (
@@ -52,28 +56,44 @@ class Scored:
     """uid -> reason, for each prompt that takes no part in this step."""
 
 
-def score_batch(batch: DataProto, reward_fn: Callable[..., Any]) -> Scored:
-    """Add `token_level_scores`, and each thing the grader reported as a column of its own."""
-    return settled(batch, *graded(batch, reward_fn))
+def score_batch(
+    batch: DataProto,
+    reward_fn: Callable[..., Any],
+    groups: Sequence[Group] = (),
+    grading: GradingService | None = None,
+) -> Scored:
+    """Add `token_level_scores`, and each thing the grader reported as a column of its own.
+
+    `groups` and `grading` are those of `graded`.
+    """
+    return _with_scores(batch, *graded(batch, reward_fn, groups, grading))
 
 
 def graded(
-    batch: DataProto, reward_fn: Callable[..., Any]
+    batch: DataProto,
+    reward_fn: Callable[..., Any],
+    groups: Sequence[Group] = (),
+    grading: GradingService | None = None,
 ) -> tuple[list[Trajectory], list[Group], int]:
-    """The rows of a batch with their final grades, their groups, and how many calls failed."""
+    """The rows of a batch with their final grades, their groups, and how many calls failed.
+
+    If `grading` has graded the trajectories of `groups` as they ended, and the batch still has all
+    of them, only infra errors are retried. Otherwise `reward_fn` grades the rows of the batch.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    is_graded = bool(groups) and all(trajectory.grade is not None for trajectory in trajectories)
+    uids = batch.non_tensor_batch["uid"]
+    if grading is not None and is_graded and [t.uid for t in trajectories] == uids.tolist():
+        return trajectories, list(groups), grading.wait(groups)
     grader = as_grader(reward_fn, rows_as_batch(batch))
-    grades = batch.non_tensor_batch.pop(GRADE_COLUMN, None)
-    if grades is None and not isinstance(grader, BatchGrader):
-        grades = precomputed_grades(batch)
-    if grades is not None and not any(isinstance(grade, InfraError) for grade in grades):
-        uids = batch.non_tensor_batch["uid"]  # nobody will look at the responses again
-        trajectories = [
-            Trajectory(uid=str(uid), sample=row, row={}) for row, uid in enumerate(uids)
-        ]
-    else:
+    grades = None if isinstance(grader, BatchGrader) else precomputed_grades(batch)
+    if grades is None:
         trajectories = row_trajectories(batch)
-    for trajectory, grade in zip(trajectories, [] if grades is None else grades, strict=False):
-        trajectory.grade = grade
+    else:  # nobody will look at the responses again
+        trajectories = [
+            Trajectory(uid=str(uid), sample=row, row={}, grade=grade)
+            for row, (uid, grade) in enumerate(zip(uids, grades, strict=True))
+        ]
     groups = groups_of(trajectories)
     service = GradingService(grader)
     try:
@@ -96,7 +116,7 @@ def precomputed_grades(batch: DataProto) -> list[Grade] | None:
     ]
 
 
-def settled(
+def _with_scores(
     batch: DataProto,
     trajectories: Sequence[Trajectory],
     groups: Sequence[Group],

@@ -16,7 +16,6 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
 from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
-from verl.agent_loop.manager import AgentLoopManager
 from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
 from verl.algos.kl import get_kl_controller
 from verl.config.convert import to_dict
@@ -24,6 +23,7 @@ from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.padded import Padding
+from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
 from verl.trainer.common import RunProgress, Termination, keyed_seed, seed_everything
@@ -51,7 +51,7 @@ from verl.trainer.ppo.scoring import (
 from verl.trainer.ppo.tripwires import NonFiniteValues, Tripwires, keep_for_replay
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import validate
-from verl.trainer.ppo.workers import RunWorkers, controller_of
+from verl.trainer.ppo.workers import RunWorkers, controller_of, runs_own_loops
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 from verl.utils.checkpoint.layout import CheckpointSaveError, CheckpointUploadError
 from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
@@ -181,7 +181,10 @@ class TrainingRun(RunWorkers, RecipeMembers):
             self.checkpoint_manager.finishing(),
             collecting_seldom(),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self.rollouter.end_grading()
 
     def steps(self) -> Iterator[StepContext]:
         """The steps to come. Everything random in a step follows from its number."""
@@ -215,12 +218,8 @@ class TrainingRun(RunWorkers, RecipeMembers):
     def rollouter(self) -> GroupSource:
         """Where groups come from: our agent loops, or whatever takes their place."""
         manager = self.async_rollout_manager
-        generate = AgentLoopManager.generate_sequences
-        is_own = (
-            isinstance(manager, AgentLoopManager)
-            and type(manager).generate_sequences is generate
-            and not self.config.actor_rollout_ref.rollout.skip_rollout
-        )
+        skips = self.config.actor_rollout_ref.rollout.skip_rollout
+        is_own = runs_own_loops(manager) and not skips
         return manager.rollouter if is_own else BatchSource(manager, self._get_gen_batch)
 
     def guarded(
@@ -310,14 +309,19 @@ class TrainingRun(RunWorkers, RecipeMembers):
         if self.val_dataloader is None:
             return {}
         with (report or Report()).timed("testing"):
-            samples = validate(self._validation_batches(), self.val_reward_fn, self.tokenizer)
+            samples = validate(
+                self._validation_batches(),
+                self.val_reward_fn,
+                self.tokenizer,
+                self.rollouter.val_grading,
+            )
         folder = self.config.trainer.validation_data_dir
         if folder:
             samples.dump(folder, self.global_steps)
         self._maybe_log_val_generations(samples.inputs, samples.outputs, samples.scores)
         return samples.metrics()
 
-    def _validation_batches(self) -> Iterator[DataProto]:
+    def _validation_batches(self) -> Iterator[tuple[DataProto, list[Group]]]:
         assert self.val_dataloader is not None
         num_before = 0
         for rows in self.val_dataloader:
@@ -338,7 +342,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             batch.meta_info = {}
             if self.use_rm and validates_with_model(self.config, batch):
                 batch, _ = self.with_model_scores(batch)
-            yield batch
+            yield batch, groups
 
     def with_model_scores(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """What the reward model says about the responses, where the reward function looks."""

@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from verl.agent_loop.buffer import DynamicSampling, Taken
-from verl.agent_loop.manager import GRADE_COLUMN
 from verl.agent_loop.rollouter import RolloutOptions, new_groups
 from verl.algos.rollout_correction.apply import (
     apply_bypass_mode,
@@ -24,7 +23,7 @@ from verl.protocol.trajectory import Group, Score, Trajectory
 from verl.trainer.ppo.context import StepBatch, StepContext
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.metric_utils import calculate_debug_metrics, groups_without_spread
-from verl.trainer.ppo.scoring import reported_metrics, score_batch, settled
+from verl.trainer.ppo.scoring import reported_metrics, score_batch
 from verl.trainer.ppo.session import TrainingRun
 from verl.trainer.ppo.tripwires import require_finite
 from verl.utils.torch_functional import masked_mean
@@ -123,9 +122,10 @@ class PPOTrainer(TrainingRun):
         answers = StepBatch(greedy, self.padding).data
         if self.use_rm:
             answers, _ = self.with_model_scores(answers)
-        scored = score_batch(answers, self.reward_fn).batch
+        scored = score_batch(answers, self.reward_fn, greedy, self.rollouter.grading).batch
         totals = scored.batch["token_level_scores"].sum(-1).tolist()
         baseline_of = dict(zip(scored.non_tensor_batch["uid"], totals, strict=True))
+        step.groups = [group for group in step.groups if group.uid in baseline_of]
         uids = batch.non_tensor_batch["uid"]
         batch = batch.select_idxs(np.array([uid in baseline_of for uid in uids]))
         baselines = [baseline_of[uid] for uid in batch.non_tensor_batch["uid"]]
@@ -143,15 +143,7 @@ class PPOTrainer(TrainingRun):
             if self.use_rm:
                 batch, found = self.with_model_scores(batch)
                 step.report.merge(found)
-            trajectories = [t for group in step.groups for t in group.trajectories]
-            is_graded = len(trajectories) == len(batch) and all(t.grade for t in trajectories)
-            grading = self.rollouter.grading
-            if grading is not None and is_graded:  # as they ended; infra errors are retried now
-                del batch.non_tensor_batch[GRADE_COLUMN]
-                num_errors = grading.wait(step.groups)
-                scored = settled(batch, trajectories, step.groups, num_errors)
-            else:
-                scored = score_batch(batch, self.reward_fn)
+            scored = score_batch(batch, self.reward_fn, step.groups, self.rollouter.grading)
         step.report.count(scored.metrics)  # dynamic sampling scores several batches
         step.report.add("reward/ratio_groups_without_spread", groups_without_spread(scored.batch))
         step.report.merge(reported_metrics(scored.batch))

@@ -3,14 +3,14 @@
 A response that could not be graded has no value (None) and is counted as missing; it is not wrong.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.protocol.trajectory import Score
+from verl.protocol.trajectory import Group, Score
 from verl.trainer.ppo.rollout_dump import dump_generations
 from verl.trainer.ppo.scoring import graded
 from verl.trainer.ppo.validation_metrics import (
@@ -19,6 +19,7 @@ from verl.trainer.ppo.validation_metrics import (
     process_validation_metrics,
 )
 from verl.utils.torch_functional import kept_tokens
+from verl.workers.reward_manager.service import GradingService
 
 Extras = dict[str, Any]
 
@@ -80,18 +81,26 @@ class ValidationSamples:
 
 
 def validate(
-    batches: Iterable[DataProto], reward_fn: Callable[..., Any], tokenizer: Any
+    batches: Iterable[tuple[DataProto, Sequence[Group]]],
+    reward_fn: Callable[..., Any],
+    tokenizer: Any,
+    grading: GradingService | None = None,
 ) -> ValidationSamples:
-    """Grade batches of responses as they are generated."""
+    """Grade batches of responses as they are generated, each with the groups it was made of."""
     samples = ValidationSamples()
-    for batch in batches:
-        samples.add(batch, results_of(batch, reward_fn), tokenizer)
+    for batch, groups in batches:
+        samples.add(batch, results_of(batch, reward_fn, groups, grading), tokenizer)
     return samples
 
 
-def results_of(batch: DataProto, reward_fn: Any) -> list[tuple[float | None, Extras]]:
+def results_of(
+    batch: DataProto,
+    reward_fn: Callable[..., Any],
+    groups: Sequence[Group] = (),
+    grading: GradingService | None = None,
+) -> list[tuple[float | None, Extras]]:
     """Score and further reports of each response; a score of None where there is no verdict."""
-    trajectories, *_ = graded(batch, reward_fn)
+    trajectories, *_ = graded(batch, reward_fn, groups, grading)
     grades = [trajectory.grade for trajectory in trajectories]
     return [(g.value, g.extras) if isinstance(g, Score) else (None, {}) for g in grades]
 

@@ -159,13 +159,21 @@ class RunWorkers:
             manager.recover_with(self.publisher.recover)
         if rollout.skip_rollout:
             RolloutSkip(self.config, manager).wrap_generate_sequences()
-        elif self._grades_while_generating() and isinstance(manager, AgentLoopManager):
+        elif self._grades_while_generating() and runs_own_loops(manager):
             manager.grade_with(self.reward_fn, self.val_reward_fn)
         return manager
 
     def _grades_while_generating(self) -> bool:
         """The scores of a reward model come later, and its function needs them."""
         return self.config.reward_model.use_reward_loop and not self.use_rm
+
+
+def runs_own_loops(manager: Any) -> bool:
+    """Whether generation is our `Rollouter`'s, not that of a user's `generate_sequences`."""
+    return (
+        isinstance(manager, AgentLoopManager)
+        and type(manager).generate_sequences is AgentLoopManager.generate_sequences
+    )
 
 
 def controller_of(resource_pool_manager: Any) -> Controller:

@@ -48,12 +48,12 @@ def prompt_ids(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> list[li
     for number in range(len(table)):
         row = table[number]
         if row.get(config.data.prompt_key) is None:
-            place, key = table.place(number), config.data.prompt_key
-            raise DataError(f"{place} has no prompt in the column {key!r} (data.prompt_key)")
+            location, key = table.location(number), config.data.prompt_key
+            raise DataError(f"{location} has no prompt in the column {key!r} (data.prompt_key)")
         prompt = as_prompt(row[config.data.prompt_key], tokenizer)
         fault = encoder.fault(prompt) if config.data.truncation == "error" else None
         if fault is not None:
-            raise DataError(f"{table.place(number)}: {fault}") from fault
+            raise DataError(f"{table.location(number)}: {fault}") from fault
         found.append(encoder.ids(prompt))
     return found
 

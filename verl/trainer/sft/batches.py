@@ -122,7 +122,7 @@ Read = Callable[[], TensorDict]
 Batch = Future[TensorDict]
 
 MAX_SECONDS = 1800.0
-"""For one batch; a dataset that takes longer is taken to be stuck."""
+"""Timeout of one batch; a dataset that takes longer counts as stuck."""
 
 CLOSE_SECONDS = 60.0
 
@@ -191,7 +191,7 @@ class Ranks:
 
     @classmethod
     def here(cls) -> "Ranks":
-        """Of the process group that this process has joined; alone if there is none."""
+        """Rank and size of the joined process group; (0, 1) without one."""
         return cls(dist.get_rank(), dist.get_world_size()) if is_distributed() else cls()
 
     @property

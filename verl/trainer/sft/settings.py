@@ -62,7 +62,7 @@ class SFTSettings:
     """`constant`, `linear`, `cosine` or `wsd`."""
 
     data: SFTDataConfig | SFTEngineDataConfig
-    """As written; what a dataset class of one's own is given."""
+    """The section as written, for a custom dataset class."""
 
     conversations: SFTEngineDataConfig | None
     """How to read conversations; None for prompt and response columns."""

@@ -112,8 +112,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             write(Path(local_path))
 
     def capture(self, keep: Keep) -> list[Write]:
-        """All that `save_contents` names, as it is now. Every rank must call it: weights that are
-        divided come together here."""
+        """All that `save_contents` names, as it is now. Every rank must call it: shards are
+        gathered here."""
         writes = self.capture_weights(keep)
         if self.optimizer is not None and self.should_save_optimizer:
             tree, parts = split_state(self.optimizer.state_dict())

@@ -44,7 +44,7 @@ from verl.utils.checkpoint.pieces import (
     piece_of,
     whole,
 )
-from verl.utils.checkpoint.safetensors_file import TensorPlace, read_header, write_safetensors
+from verl.utils.checkpoint.safetensors_file import TensorLocation, read_header, write_safetensors
 from verl.utils.checkpoint.tensor_store import (
     DEFAULT_SHARD_BYTES,
     MAX_TREE_BYTES,
@@ -80,7 +80,7 @@ class HeldPiece:
 class StoredPiece:
     piece: Piece
     file: Path
-    place: TensorPlace
+    location: TensorLocation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +190,12 @@ def stored_hf_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     """The weights in a model folder, each of which is one whole piece."""
     return {
         name: StoredTensor(
-            dtype=_dtype_of(file, place),
-            shape=place.shape,
-            pieces=[StoredPiece(piece=whole(place.shape), file=file, place=place)],
+            dtype=_dtype_of(file, location),
+            shape=location.shape,
+            pieces=[StoredPiece(piece=whole(location.shape), file=file, location=location)],
         )
         for file in sorted(Path(folder).glob("*.safetensors"))
-        for name, place in read_header(file).items()
+        for name, location in read_header(file).items()
     }
 
 
@@ -211,7 +211,7 @@ def read_piece(stored: StoredTensor, wanted: Piece) -> Tensor:
         with naming(source.file), open(source.file, "rb", buffering=0) as file:
             for here, there, count in shared:
                 at, into, length = (n * values.itemsize for n in (here, there, count))
-                _read_at(file.fileno(), source.place.start + at, buffer[into : into + length])
+                _read_at(file.fileno(), source.location.start + at, buffer[into : into + length])
                 num_read += count
     if num_read != wanted.num_elements:
         raise CheckpointCorruptError(
@@ -226,10 +226,10 @@ def read_into(stored: StoredTensor, part: Part) -> None:
     local.copy_(read_piece(stored, piece_of(part)).view(local.shape))
 
 
-def _dtype_of(file: Path, place: TensorPlace) -> torch.dtype:
-    if place.dtype not in HF_DTYPES:
-        raise CheckpointCorruptError(file, [f"it has weights of the kind {place.dtype}"])
-    return HF_DTYPES[place.dtype]
+def _dtype_of(file: Path, location: TensorLocation) -> torch.dtype:
+    if location.dtype not in HF_DTYPES:
+        raise CheckpointCorruptError(file, [f"it has weights of the kind {location.dtype}"])
+    return HF_DTYPES[location.dtype]
 
 
 def _read_at(descriptor: int, position: int, buffer: memoryview) -> None:
@@ -246,7 +246,7 @@ def _listed(path: Path) -> list[tuple[str, str, StoredPiece]]:
     content = json.loads(text)
     if (content["format"], content["version"]) != (FORMAT, VERSION):
         raise ValueError(f"format {content['format']!r} version {content['version']!r}")
-    headers: dict[str, dict[str, TensorPlace]] = {}
+    headers: dict[str, dict[str, TensorLocation]] = {}
     found: list[tuple[str, str, StoredPiece]] = []
     for name, entry in content["pieces"].items():
         file = entry["file"]
@@ -255,10 +255,10 @@ def _listed(path: Path) -> list[tuple[str, str, StoredPiece]]:
         if file not in headers:
             headers[file] = read_header(path.parent / file)
         piece = Piece(**{key: _extents(entry[key]) for key in ("shape", "start", "size")})
-        place = headers[file][name]
-        if place.num_bytes != piece.num_elements * TORCH_DTYPES[entry["dtype"]].itemsize:
-            raise ValueError(f"{name!r} has {place.num_bytes} bytes, which is not {piece}")
-        stored = StoredPiece(piece=piece, file=path.parent / file, place=place)
+        location = headers[file][name]
+        if location.num_bytes != piece.num_elements * TORCH_DTYPES[entry["dtype"]].itemsize:
+            raise ValueError(f"{name!r} has {location.num_bytes} bytes, which is not {piece}")
+        stored = StoredPiece(piece=piece, file=path.parent / file, location=location)
         found.append((name, entry["dtype"], stored))
     return found
 
@@ -297,7 +297,7 @@ def split_state(state: Any) -> tuple[Any, dict[str, Part]]:
             kept = {key: visit(item, (*path, str(key))) for key, item in value.items()}
             return {key: item for key, item in kept.items() if item is not _TAKEN}
         if isinstance(value, list):
-            kept = [visit(item, (*path, str(place))) for place, item in enumerate(value)]
+            kept = [visit(item, (*path, str(index))) for index, item in enumerate(value)]
             return [None if item is _TAKEN else item for item in kept]
         if isinstance(value, (Tensor, FlatSlice)):
             parts["/".join(path)] = value

@@ -25,7 +25,7 @@ class FlatSlice:
     """(n,) elements `start`, `start + 1`, ... of the whole tensor in row-major order."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
     start: int
 
@@ -105,8 +105,8 @@ def is_kept_by_this_rank(part: DTensor) -> bool:
     coordinate = part.device_mesh.get_coordinate()
     assert coordinate is not None, "a DTensor of a mesh that this rank is not in"
     return all(
-        place == 0 or not isinstance(placement, Replicate)
-        for place, placement in zip(coordinate, part.placements, strict=True)
+        coord == 0 or not isinstance(placement, Replicate)
+        for coord, placement in zip(coordinate, part.placements, strict=True)
     )
 
 

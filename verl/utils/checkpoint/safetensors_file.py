@@ -1,6 +1,6 @@
 """Safetensors files, written and read as a stream of bytes.
 
-A file is an 8-byte length, a JSON header that gives each tensor's dtype, shape and place, and the
+A file is an 8-byte length, a JSON header that gives each tensor's dtype, shape and offsets, and the
 bytes. We write it ourselves so that one tensor at a time is in memory and a full disk is an
 `OSError`, and we read it ourselves so that tensors are copies, not windows into a file that may be
 deleted. The header is checked in full before a single tensor is read. Knows no torch.
@@ -37,7 +37,7 @@ class TensorSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorPlace:
+class TensorLocation:
     """Where a tensor lies in a file."""
 
     dtype: str
@@ -78,8 +78,8 @@ def write_safetensors(
             os.fsync(file.fileno())
 
 
-def read_header(path: Path) -> dict[str, TensorPlace]:
-    """Every tensor's place. Raises unless the header is well-formed and fills the file exactly."""
+def read_header(path: Path) -> dict[str, TensorLocation]:
+    """Location of every tensor; raises unless the header is well-formed and fills the file."""
     with open(path, "rb", buffering=0) as file:
         return _parse_header(path, file)
 
@@ -89,9 +89,9 @@ def read_safetensors(
 ) -> Iterable[tuple[str, Any]]:
     """Each tensor's name and bytes, read into the buffer that `allocate(num_bytes)` supplies."""
     with naming(path), open(path, "rb", buffering=0) as file:
-        for name, place in _parse_header(path, file).items():
-            holder, buffer = allocate(place.num_bytes)
-            file.seek(place.start)
+        for name, location in _parse_header(path, file).items():
+            holder, buffer = allocate(location.num_bytes)
+            file.seek(location.start)
             read_exactly(file, buffer, path)
             yield name, holder
 
@@ -104,7 +104,7 @@ def read_exactly(file: FileIO, buffer: memoryview, path: Path) -> None:
         buffer = buffer[count:]
 
 
-def _parse_header(path: Path, file: FileIO) -> dict[str, TensorPlace]:
+def _parse_header(path: Path, file: FileIO) -> dict[str, TensorLocation]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
@@ -112,18 +112,18 @@ def _parse_header(path: Path, file: FileIO) -> dict[str, TensorPlace]:
             path, [f"not a safetensors file: header of {length} bytes in a file of {size}"]
         )
     try:
-        places = _places(json.loads(file.read(length)), 8 + length)
+        locations = _locations(json.loads(file.read(length)), 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(
             path, [f"its safetensors header is malformed: {error}"]
         ) from error
-    if sum(place.num_bytes for place in places.values()) != size - 8 - length:
+    if sum(location.num_bytes for location in locations.values()) != size - 8 - length:
         raise CheckpointCorruptError(path, ["its tensors do not fill the file"])
-    return places
+    return locations
 
 
-def _places(header: dict[str, Any], data_start: int) -> dict[str, TensorPlace]:
-    places: dict[str, TensorPlace] = {}
+def _locations(header: dict[str, Any], data_start: int) -> dict[str, TensorLocation]:
+    locations: dict[str, TensorLocation] = {}
     expected = 0
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
@@ -134,8 +134,8 @@ def _places(header: dict[str, Any], data_start: int) -> dict[str, TensorPlace]:
         bits = BITS.get(entry["dtype"])  # unknown: a kind that only transformers reads
         if start != expected or (bits and (end - start) * 8 != prod(shape) * bits):
             raise ValueError(f"{name!r} overlaps, leaves a gap or has the wrong size")
-        places[name] = TensorPlace(
+        locations[name] = TensorLocation(
             dtype=entry["dtype"], shape=shape, start=data_start + start, num_bytes=end - start
         )
         expected = end
-    return places
+    return locations

@@ -100,7 +100,7 @@ class EncodedState:
 
 
 def encode_state(state: Any) -> EncodedState:
-    """Refuses, with its place, what is not plain data."""
+    """Refuses values that are not plain data, and names their path."""
     encoder = Encoder()
     return EncodedState(encoder.encode(state), encoder.arrays)
 
@@ -258,7 +258,7 @@ class Encoder:
         if isinstance(value, dict):
             encoded = self._encode_dict(value)
         else:
-            items = [self._encode_at(f"[{place}]", item) for place, item in enumerate(value)]
+            items = [self._encode_at(f"[{index}]", item) for index, item in enumerate(value)]
             encoded = items if isinstance(value, list) else {"$tuple": items}
         self._open.pop()
         return encoded

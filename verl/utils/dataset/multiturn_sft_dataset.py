@@ -95,24 +95,24 @@ def turn_span(
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def encode_with_places(
+def encode_with_spans(
     text: str, marks: Shield, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[Span]]:
     """Token ids and where in the text each token stands."""
     ids: list[int] = []
-    places: list[Span] = []
+    token_spans: list[Span] = []
     start = 0
     for piece in marks.split(text):
         if piece in marks.texts:
             new = marks.encode(piece, tokenizer)
-            places += [Span(start, start + len(piece))] * len(new)
+            token_spans += [Span(start, start + len(piece))] * len(new)
         else:
             encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
             new = list(encoded["input_ids"])
-            places += [Span(start + a, start + b) for a, b in encoded["offset_mapping"]]
+            token_spans += [Span(start + a, start + b) for a, b in encoded["offset_mapping"]]
         ids += new
         start += len(piece)
-    return ids, places
+    return ids, token_spans
 
 
 def check_tokens(
@@ -122,11 +122,11 @@ def check_tokens(
     marks: Shield,
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
-    places: Sequence[Span],
+    token_spans: Sequence[Span],
 ) -> None:
     """The tokens of a prompt alone must be those it has in the conversation."""
-    num_before = sum(place.start < span.start for place in places)
-    crosses = any(place.start < span.end < place.end for place in places)
+    num_before = sum(token.start < span.start for token in token_spans)
+    crosses = any(token.start < span.end < token.end for token in token_spans)
     if crosses or marks.encode(text[: span.start], tokenizer) != list(ids[:num_before]):
         border = span.end if crosses else span.start
         raise TemplateMismatch(
@@ -232,7 +232,7 @@ class MultiTurnSFTDataset(Dataset[dict[str, Tensor]]):
             logger.warning(
                 "%s: the assistant's turn ends with %r, which is no special token; a model trained "
                 "on it may not learn to stop",
-                self.rows.place(0),
+                self.rows.location(0),
                 self.tokenizer.decode(trained[-1:]),
             )
 
@@ -242,7 +242,7 @@ class MultiTurnSFTDataset(Dataset[dict[str, Tensor]]):
             return slice(None)
         if self.config.truncation == "error":
             raise RowTooLong(
-                f"{rows.place(index)} has {length} tokens, more than data.max_length={limit}; "
+                f"{rows.location(index)} has {length} tokens, more than data.max_length={limit}; "
                 "raise it, or cut such rows with data.truncation=left or right"
             )
         return slice(length - limit, None) if self.config.truncation == "left" else slice(limit)
@@ -322,17 +322,19 @@ def encode_conversation(
     write = partial(render, tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
     try:
         text = write(shielded, add_generation_prompt=False)
-        turns = [place for place, message in enumerate(shielded) if message["role"] == ASSISTANT]
+        turns = [index for index, message in enumerate(shielded) if message["role"] == ASSISTANT]
         spans = [
             turn_span(shielded, turn, text, write, tokenizer, accepts_mismatch) for turn in turns
         ]
     except (TemplateError, TypeError) as error:
         raise DataError(f"the chat template refuses the conversation: {error}") from error
-    ids, places = encode_with_places(text, marks, tokenizer)
+    ids, token_spans = encode_with_spans(text, marks, tokenizer)
     if not accepts_mismatch:
         for turn, span in zip(turns, spans, strict=True):
-            check_tokens(turn, span, text, marks, tokenizer, ids, places)
-    mask = [int(any(span.start <= place.start < span.end for span in spans)) for place in places]
+            check_tokens(turn, span, text, marks, tokenizer, ids, token_spans)
+    mask = [
+        int(any(span.start <= token.start < span.end for span in spans)) for token in token_spans
+    ]
     return Conversation(ids, mask)
 
 
@@ -346,17 +348,17 @@ def spoken_end(text: str, start: int, end: int, tokenizer: PreTrainedTokenizerBa
 
 def first_special_end(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
     ends = [
-        place + len(token)
+        index + len(token)
         for token in special_texts(tokenizer)
-        if (place := text.find(token, start)) >= 0
+        if (index := text.find(token, start)) >= 0
     ]
     return min(ends, default=len(text))
 
 
 def around_difference(text: str, other: str) -> str:
-    """The text near the place where it departs from the other."""
-    place = num_in_common(text, other)
-    return repr(printable(text[max(0, place - 20) : place + 30]))
+    """The text around the first character that differs from the other."""
+    index = num_in_common(text, other)
+    return repr(printable(text[max(0, index - 20) : index + 30]))
 
 
 def num_in_common(text: str, other: str) -> int:

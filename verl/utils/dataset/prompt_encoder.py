@@ -69,7 +69,7 @@ def load_video(part: Mapping[str, Any]) -> list[Any]:
             "data is prepared"
         )
     count = min(int(part.get("nframes") or len(frames)), len(frames))
-    return [load_image(frames[place * len(frames) // count]) for place in range(count)]
+    return [load_image(frames[index * len(frames) // count]) for index in range(count)]
 
 
 class PromptEncoder:

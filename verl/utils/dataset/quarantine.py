@@ -214,10 +214,10 @@ def prompt_fault(prompt: Any) -> str | None:
         return f"is {type(prompt).__name__}; it must be a text or a list of messages"
     if not prompt:
         return "has no messages"
-    for place, message in enumerate(prompt):
+    for index, message in enumerate(prompt):
         fault = message_fault(message)
         if fault is not None:
-            return f"message {place} {fault}"
+            return f"message {index} {fault}"
     return None
 
 

@@ -276,7 +276,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
 def place_of(dataframe: Rows, item: int) -> str:
     """Where a row comes from, for messages."""
-    return dataframe.place(item) if isinstance(dataframe, RowTable) else f"row {item}"
+    return dataframe.location(item) if isinstance(dataframe, RowTable) else f"row {item}"
 
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.ndarray]:

@@ -131,7 +131,8 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
         limit = self.config.max_length
         if self.config.truncation == "error":
             raise RowTooLong(
-                f"{self.rows.place(index)} has {length} tokens, more than data.max_length={limit}; "
+                f"{self.rows.location(index)} has {length} tokens, more than data.max_length="
+                f"{limit}; "
                 "raise it, or cut such rows with data.truncation=left or right"
             )
         is_left = self.config.truncation == "left"
@@ -151,7 +152,7 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
             logger.warning(
                 "%s is templated but does not end with the start of the assistant's turn (%r); "
                 "make it with apply_chat_template(..., add_generation_prompt=True)",
-                self.rows.place(0), opening,
+                self.rows.location(0), opening,
             )  # fmt: skip
 
 

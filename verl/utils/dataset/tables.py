@@ -110,10 +110,10 @@ class RowTable:
         return (self[item] for item in range(len(self)))
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "RowTable":
-        """The rows at these places, in this order."""
+        """The rows at these indices, in this order."""
         return RowTable(self.files, self.numbers[np.asarray(indices, dtype=np.int64)])
 
-    def place(self, item: int) -> str:
+    def location(self, item: int) -> str:
         """Where a row comes from, as in `train.jsonl:7`."""
         file, row = self._whereabouts(int(self.numbers[item]))
         return f"{file.path}:{file.number(row)}"
@@ -168,24 +168,24 @@ SPACES = np.frombuffer(b" \t\r\x0b\x0c", dtype=np.uint8)
 def elements(text: str) -> Iterator[tuple[int, int]]:
     """(start, end) of each element of a JSON array, counted in bytes."""
     decoder = json.JSONDecoder()
-    place = after_spaces(text, text.index("[") + 1)
+    index = after_spaces(text, text.index("[") + 1)
     num_bytes, counted = 0, 0  # bytes of the text before character `counted`
     is_first = True
-    while is_first or text[place : place + 1] == ",":
+    while is_first or text[index : index + 1] == ",":
         if not is_first:
-            place = after_spaces(text, place + 1)
-        elif text[place : place + 1] == "]":
+            index = after_spaces(text, index + 1)
+        elif text[index : index + 1] == "]":
             break
         is_first = False
-        _, end = decoder.raw_decode(text, place)
-        num_bytes += len(text[counted:place].encode("utf-8"))
+        _, end = decoder.raw_decode(text, index)
+        num_bytes += len(text[counted:index].encode("utf-8"))
         start = num_bytes
-        num_bytes += len(text[place:end].encode("utf-8"))
+        num_bytes += len(text[index:end].encode("utf-8"))
         counted = end
         yield start, num_bytes
-        place = after_spaces(text, end)
-    if text[place : place + 1] != "]" or text[place + 1 :].strip():
-        raise ValueError(f"expected ',' or ']' at character {place}")
+        index = after_spaces(text, end)
+    if text[index : index + 1] != "]" or text[index + 1 :].strip():
+        raise ValueError(f"expected ',' or ']' at character {index}")
 
 
 class JsonFile(RowFile):
@@ -271,10 +271,10 @@ def element_bounds(path: str, octets: mmap.mmap | bytes) -> tuple[np.ndarray, np
     return bounds[:, 0].copy(), bounds[:, 1].copy()
 
 
-def after_spaces(text: str, place: int) -> int:
-    while text[place : place + 1] in (" ", "\t", "\r", "\n"):
-        place += 1
-    return place
+def after_spaces(text: str, index: int) -> int:
+    while text[index : index + 1] in (" ", "\t", "\r", "\n"):
+        index += 1
+    return index
 
 
 def is_unicode(value: Any) -> bool:
@@ -299,7 +299,7 @@ def is_plain(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return is_plain(kind.value_type)
     if pa.types.is_struct(kind):
-        return all(is_plain(kind.field(place).type) for place in range(kind.num_fields))
+        return all(is_plain(kind.field(index).type) for index in range(kind.num_fields))
     tests = (
         pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary,
         pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null,
@@ -341,7 +341,7 @@ def unpack_to(target: Path, path: Path) -> None:
 
 def mapped(target: Path) -> tuple[BatchAt, list[int]]:
     reader = pa.ipc.open_file(pa.memory_map(str(target)))
-    sizes = [reader.get_batch(place).num_rows for place in range(reader.num_record_batches)]
+    sizes = [reader.get_batch(index).num_rows for index in range(reader.num_record_batches)]
     return reader.get_batch, sizes
 
 
@@ -401,8 +401,8 @@ def checked_columns(batch: pa.RecordBatch, columns: Collection[str]) -> pa.Recor
     """The named columns, and those of which validation does not say that Python can read them."""
     return batch.select(
         [
-            place
-            for place, column in enumerate(batch.schema)
+            index
+            for index, column in enumerate(batch.schema)
             if column.name in columns or not is_plain(column.type)
         ]
     )

@@ -36,7 +36,7 @@ from verl.utils.reward_score.code_tests import (
 from verl.utils.sandbox import Limits, RunResult, Sandbox
 
 TIMEOUT_SECONDS = 10.0
-"""For all cases of a program together."""
+"""Timeout of all cases of a program together."""
 
 
 def compute_score(

@@ -99,7 +99,7 @@ class RunResult:
     stdout: bytes
     stderr: bytes
     exit_code: int
-    """Of a program that a signal ended, 128 + the signal."""
+    """Exit code; 128 + the signal if a signal ended the program."""
     duration_seconds: float
 
     @property

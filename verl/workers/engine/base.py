@@ -3,7 +3,7 @@
 Roles (policy, critic, reference, supervised fine-tuning) make two calls. `infer_batch` runs rows
 through the model and returns columns in row order. `train_batch` takes one optimizer step on one
 mini-batch. Both split the rows into micro-batches, or take the split from the caller: on several
-ranks all must run equally many, so one place decides for all (`verl.workers.schedule`). The loss is
+ranks all must run equally many, so `verl.workers.schedule` decides for all of them. The loss is
 already divided by counts over the whole mini-batch of all ranks, so micro-batches and ranks add up
 and their number does not change the gradient.
 """

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, gather_rows, sum_squared_probs, token_log_probs
 from verl.models.loading import score_head
-from verl.models.ulysses import SequenceShare, UlyssesLayout
+from verl.models.ulysses import SequenceShard, UlyssesLayout
 from verl.utils.device import without_waiting
 from verl.workers.engine.base import Columns
 from verl.workers.engine.inputs import HOST_COLUMNS, ModelInputs
@@ -39,8 +39,8 @@ def forward_rows(
     inputs = ModelInputs.of(rows, prefix_sharing=prefix_sharing).to(device)
     layout = packed_layout(module, inputs.parts)
     if sequence_group is not None:
-        share = SequenceShare(len(inputs.input_ids), inputs.sources, sequence_group)
-        inputs, layout = inputs.shard(share), UlyssesLayout(layout, share)
+        shard = SequenceShard(len(inputs.input_ids), inputs.sources, sequence_group)
+        inputs, layout = inputs.shard(shard), UlyssesLayout(layout, shard)
     hidden = hidden_states(module, inputs.input_ids, inputs.position_ids, layout, **inputs.extra)
     sources = gather_rows(hidden, inputs.sources)
     if is_value_model:

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.models.shared_prompts import SharedPrompts
-from verl.models.ulysses import SequenceShare
+from verl.models.ulysses import SequenceShard
 from verl.utils.device import without_waiting
 
 PROMPT_INDEX = "prompt_index"
@@ -97,16 +97,16 @@ class ModelInputs:
             extra={name: without_waiting(value, device) for name, value in self.extra.items()},
         )
 
-    def shard(self, share: SequenceShare) -> "ModelInputs":
+    def shard(self, shard: SequenceShard) -> "ModelInputs":
         """The tokens, sources and targets of one of the ranks that split them."""
-        positions = share.cut(self.position_ids.movedim(-1, 0)).movedim(0, -1)
+        positions = shard.select(self.position_ids.movedim(-1, 0)).movedim(0, -1)
         return replace(
             self,
-            input_ids=share.cut(self.input_ids),
+            input_ids=shard.select(self.input_ids),
             position_ids=positions,
-            sources=share.sources,
-            targets=self.targets[share.rows],
-            gather=share.gather,
+            sources=shard.sources,
+            targets=self.targets[shard.rows],
+            gather=shard.gather,
         )
 
 

@@ -22,10 +22,10 @@ STEP = 1.25
 """Each size that is tried is this much larger, or smaller, than the one before."""
 
 USABLE_SHARE = 0.97
-"""Of the device's memory; the rest is lost to fragmentation."""
+"""Fraction of the device's memory; the rest is lost to fragmentation."""
 
 LARGEST_SHARE = 0.9
-"""Of the device's memory; the rest is for fragments and for what other phases leave behind."""
+"""Fraction of the device's memory; the rest is for fragments and memory of other phases."""
 
 
 @dataclass(frozen=True, kw_only=True)

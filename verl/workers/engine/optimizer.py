@@ -187,7 +187,7 @@ class MasterOptimizer:
         return master_of(parameter)
 
     def _separate_masters(self) -> list[nn.Parameter]:
-        """Those with a storage of their own: a model's fp32 weight is its own master."""
+        """Masters with their own storage: an fp32 weight is its own master."""
         return [m for name, m in self.masters.items() if m is not self.parameters[name]]
 
     def _in_groups(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:

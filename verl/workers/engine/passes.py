@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from verl.utils.device import free_cached_memory
 from verl.workers.engine.inputs import prompt_groups
 from verl.workers.engine.memory import DeviceMemory, probe_token_budget
-from verl.workers.schedule import MicroBatching, Passes, cut
+from verl.workers.schedule import MicroBatching, Passes, split_micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,9 @@ class PassScheduler:
         """The caller's micro-batches, or a split that keeps rows of one prompt together."""
         if not isinstance(micro_batching, MicroBatching):
             return micro_batching
-        return cut(lengths, micro_batching, prompt_groups(data) if prefix_sharing else None)
+        return split_micro_batches(
+            lengths, micro_batching, prompt_groups(data) if prefix_sharing else None
+        )
 
     def with_measured_size(
         self,

@@ -28,7 +28,7 @@ MODEL_TYPES = ("language_model", "value_model")
 DEVICES = ("cpu", "cuda", "npu")
 
 STATE_BYTES = 12
-"""Of a trained parameter: fp32 master and Adam's two moments."""
+"""Bytes per trained parameter: fp32 master and Adam's two moments."""
 
 MEMORY_SHARE = 0.5
 """Of the device, for weights, gradients and optimizer state. The rest is for activations and for

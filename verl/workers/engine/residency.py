@@ -198,5 +198,5 @@ def device_copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Until the CPU side may be read, and the device's side be reused."""
+    """Wait until the CPU side may be read and the device's side reused."""
     synchronize(device)

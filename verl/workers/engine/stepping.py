@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.lora import hf_weights, without_adapters
-from verl.models.ulysses import refuse_undividable
+from verl.models.ulysses import refuse_unshardable
 from verl.utils.distributed import all_reduce_
 from verl.workers.engine.base import BaseEngine, Columns, LossFunction, TrainResult
 from verl.workers.engine.forward import (
@@ -124,7 +124,7 @@ class SteppingEngine(BaseEngine):
     def initialize(self) -> None:
         self.module = self.load_module()
         if self.sequence_group is not None:
-            refuse_undividable(self.module, self.sequence_group)
+            refuse_unshardable(self.module, self.sequence_group)
         self.device = self._compute_device or next(self.module.parameters()).device
         if self._optimizer_config is None:
             self.module.requires_grad_(False)

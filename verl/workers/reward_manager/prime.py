@@ -5,6 +5,7 @@ program as it was when the manager was made. See `workers` for what happens to o
 """
 
 import asyncio
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,15 +85,23 @@ class PositionalCalls(Grader):
     ) -> None:
         self.timeout_seconds = timeout_seconds
         self.max_concurrent = num_processes
-        self._pool = WorkerPool(
-            lambda arguments: function(*arguments), timeout_seconds=timeout_seconds
-        )
+        self._pool = positional_pool(function, timeout_seconds)
 
     async def grade(self, trajectory: Trajectory) -> Grade:
         return self._pool.call({"arguments": trajectory.row["arguments"]})
 
     def close(self) -> None:
         self._pool.close()
+
+
+def positional_pool(function: Callable[..., Any], timeout_seconds: float) -> WorkerPool:
+    """Call it with `{"arguments": (...)}`: the function, async or not, gets them by position."""
+
+    def call(arguments: tuple[Any, ...]) -> Any:
+        result = function(*arguments)
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+    return WorkerPool(call, timeout_seconds=timeout_seconds)
 
 
 async def parallel_compute_score_async(

@@ -58,8 +58,11 @@ class GradingService:
     MAX_TIMEOUTS_IN_A_ROW = 3
     """After that the rest of a wait is not tried: what the grader waits for is not there."""
 
-    def __init__(self, grader: Grader) -> None:
+    def __init__(
+        self, grader: Grader, *, max_timeouts_in_a_row: float = MAX_TIMEOUTS_IN_A_ROW
+    ) -> None:
         self.grader = grader
+        self._max_timeouts_in_a_row = max_timeouts_in_a_row
         self._lock = threading.RLock()
         self._has_work = threading.Condition(self._lock)
         self._has_changed = threading.Condition(self._lock)
@@ -94,7 +97,7 @@ class GradingService:
     ) -> "concurrent.futures.Future[int]":
         """`settle` for trajectories whose groups do not matter: nothing is graded again.
 
-        Without `is_reported` errors are left to be logged by whoever settles them later.
+        Without `is_reported` errors are left to whoever settles or reports them later.
         """
         group = Group(index=0, uid="", drawn_at=0, trajectories=list(trajectories))
         wait = _Wait([group], may_retry=False, is_reported=is_reported)
@@ -265,7 +268,7 @@ class GradingService:
         """The next call, whose clock starts now."""
         skipped: list[Call] = []
         with self._lock:
-            if self._timeouts_in_a_row >= self.MAX_TIMEOUTS_IN_A_ROW:
+            if self._timeouts_in_a_row >= self._max_timeouts_in_a_row:
                 skipped = list(self._queue)
                 self._queue.clear()
             if self._queue and not lane.is_abandoned:
@@ -276,7 +279,7 @@ class GradingService:
                 self._lanes.discard(lane)  # tasks are cheap; a thread waits for more
                 self._start_lanes()  # for what was handed over just now
             call = lane.call
-        reason = f"not tried after {self.MAX_TIMEOUTS_IN_A_ROW} time-outs in a row"
+        reason = f"not tried after {self._max_timeouts_in_a_row} time-outs in a row"
         for late in skipped:
             self._record(late, [InfraError(reason)] * len(late), was_tried=False)
         return call

@@ -59,7 +59,7 @@ class RewardModelServer:
 
     @property
     def address(self) -> str:
-        """To be put between `http://` and `/classify`."""
+        """The address to put between `http://` and `/classify`."""
         return f"{HOST}:{self._server.server_port}/{self._key}"
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise BadRequest(400, f"the body is no JSON: {error}") from error
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the path holds the key."""
+        """Does not log requests: the path holds the key."""
 
 
 class RewardModelManager:

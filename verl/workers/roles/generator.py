@@ -64,7 +64,7 @@ class Generator:
     """The rollout engine of one rank; `create_subgroups(size)` gives its group of ranks."""
 
     rollout: Rollout
-    """Not on a rank whose engine another rank leads."""
+    """Set on ranks that lead an engine."""
 
     poller: Poller
     weights: EngineWeights | None = None
@@ -211,7 +211,7 @@ class Generator:
         weights: ProcessWeights,
         sequence_group: dist.ProcessGroup | None,
     ) -> DriftCheck | None:
-        """Of a rollout engine that computes with code of its own."""
+        """The drift check of a rollout engine with its own code; None where it cannot run."""
         if sequence_group is not None:
             logger.warning(
                 "ranks split sequences (ulysses_sequence_parallel_size) and cannot each score the "

@@ -88,7 +88,7 @@ class TokenOutput:
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """Of each token under softmax(logits / temperature), before any filter, as in training."""
+    """Log-probs under softmax(logits / temperature), before any filter, as in training."""
 
     policy_versions: list[int] = field(default_factory=list)
     """Which weights each token was sampled with: `log_probs[i]` is what the weights of version
@@ -127,7 +127,7 @@ class TokenDelta:
     log_probs: tuple[float, ...]
     policy_versions: tuple[int, ...]
     stop_reason: str = ""
-    """Not empty in the last delta of the sample, as in `TokenOutput`."""
+    """Set in the last delta of the sample, as in `TokenOutput`; empty before."""
 
 
 OnEnd = Callable[[int, TokenOutput], None]

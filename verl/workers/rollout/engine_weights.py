@@ -69,7 +69,7 @@ class EngineWeights(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """Of the weights in use; raises when there are none to use."""
+        """Version of the weights in use; raises while there are none."""
 
     @abstractmethod
     def invalidate(self) -> None:

@@ -41,14 +41,14 @@ SEEDS_PER_ENGINE = 1 << 32
 """The built-in engine counts fresh seeds up; no two engines take the same."""
 
 SILENCE_SECONDS = 30.0
-"""A process beats from a thread of its own, also during long steps; silence is no load."""
+"""Heartbeats come from a thread of their own, also during long steps: load does not delay them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleEngineSpec:
     """An engine in this process, over `module`, whose weights have seen `version()` updates.
 
-    The ranks of `tp_group` divide the module, which must then be the engine's own.
+    The ranks of `tp_group` shard the module, which must then be the engine's own.
     """
 
     module: PreTrainedModel
@@ -60,7 +60,7 @@ class ModuleEngineSpec:
 
     tp_group: ProcessGroup | None = None
     owns_module: bool = False
-    """Nobody else uses the module, so its weights count as the engine's memory."""
+    """Whether only the engine uses the module, so that its weights count as its memory."""
 
     @property
     def end_tokens(self) -> list[int]:
@@ -95,7 +95,7 @@ class ProcessEngineSpec:
     """Fields of the model's configuration to change; only the built-in engine takes them."""
 
     visible_devices: tuple[str, ...] = ()
-    """Those the process may use, by the names that the driver's variable takes; none said: all."""
+    """Visible devices, by the names that the driver's variable takes; all if it is not set."""
 
     has_weights: bool = False
     """Serve what is on disk from the start, instead of waiting for weights that are sent."""
@@ -166,7 +166,7 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
     if size > 1:
         raise ValueError(
             f"rollout.tensor_model_parallel_size is {size}, but rollout.name=native_process has "
-            "one device; rollout.name=native divides the model among ranks"
+            "one device; rollout.name=native shards the model across ranks"
         )
     options = native_options(
         spec.model_path,

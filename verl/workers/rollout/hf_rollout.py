@@ -95,17 +95,17 @@ class HFRollout(Rollout):
         return self._thread.together()
 
     def abort(self, request_id: str) -> None:
-        """Of requests that have not begun: a batch that runs is completed first."""
+        """Abort requests that have not begun; a batch that runs is completed first."""
         self._thread.post(HFRollout._abort, request_id)
 
     def close_session(self, session_id: str) -> None:
-        """Nothing is kept from one request to the next."""
+        """Does nothing: no state is kept between requests."""
 
     def sleep(self) -> None:
-        """Nothing is kept between calls."""
+        """Does nothing: no memory is held between calls."""
 
     def wake_up(self) -> None:
-        """Nothing was given back."""
+        """Does nothing: `sleep` freed nothing."""
 
     # ---- from requests to batches ----------------------------------------------------------------
 
@@ -214,8 +214,8 @@ class DrawnRows:
         indices = torch.tensor([s.num_tokens for s in self.samples], device=self.device)
         seen = self._seen(logits) if self._needs.penalty else None
         tokens, log_probs = next_tokens(logits, self._settings, self._needs, indices, seen)
-        news = zip(self.samples, tokens.tolist(), log_probs.tolist(), strict=True)
-        for sample, token, log_prob in news:
+        drawn = zip(self.samples, tokens.tolist(), log_probs.tolist(), strict=True)
+        for sample, token, log_prob in drawn:
             if not sample.is_finished:
                 self._append(sample, token, log_prob)
         return tokens

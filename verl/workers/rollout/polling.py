@@ -1,14 +1,14 @@
-"""An engine as another process uses it: in polls.
+"""Polling interface of an engine on a rank, for a driver in another process.
 
     driver (`remote`)                                rank (here)
-      poll: new requests, cancelled ones   ---->      submit, abort, go on for a moment
+      poll: new requests, cancelled ones   ---->      submit, abort, step briefly
       report: samples that have ended      <----
       poll: ...                            ---->
 
 A rank executes one call at a time, so requests that come during a poll join at the next one; that
 is why a poll is short. An engine steps by itself, on a thread or in a process of its own, and a
 poll only waits for it. Ranks that hold one model together are different: they must make the same
-steps, so a poll makes a fixed number of them and no clock has a say.
+steps, so a poll runs a fixed number of them, independent of time.
 """
 
 import threading
@@ -29,14 +29,14 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Poll:
-    """Requests go by numbers that the driver gives them."""
+    """One poll: changes since the last one; requests are numbered by the driver."""
 
     new: Mapping[int, GenerationRequest] = field(default_factory=dict)
     aborted: tuple[int, ...] = ()
-    """To be ended with the tokens they have."""
+    """Requests to end with the tokens they have."""
 
     cancelled: tuple[int, ...] = ()
-    """Nobody waits for these any more."""
+    """Requests without a caller; their results are discarded."""
 
     closed_sessions: tuple[str, ...] = ()
 

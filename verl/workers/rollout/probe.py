@@ -1,4 +1,4 @@
-"""Whether an engine with weights of its own generates with the weights that were sent.
+"""Probe and drift check: does an engine with its own weights generate with those that were sent?
 
 Before training, the probe:
 
@@ -34,7 +34,7 @@ from verl.workers.rollout.trained import Answer, TrainedPolicy
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 24
-"""Of each answer. The more there are, the surer a wrong weight changes one of them visibly."""
+"""Tokens of each answer. With more of them a wrong weight changes one more surely."""
 
 TINY_TOP_P = 1e-6
 """Leaves the likeliest token alone, so that its log-probability after the filter is 0."""
@@ -43,7 +43,7 @@ PROMPT_TOKENS = 144
 """More than a block of any engine's cache (128 at most), so that a cached prefix can be used."""
 
 DRIFT_TOKENS = 8
-"""That it is continued with."""
+"""Tokens with which the drift check continues the prompt."""
 
 TOLERANCES = {
     "float32": 0.05,
@@ -78,7 +78,7 @@ class StaleEngineError(RuntimeError):
 
 
 def default_tolerance(*formats: str | None) -> float:
-    """For a comparison in which these number formats take part; None stands for none."""
+    """The tolerance of a comparison between these number formats; None is skipped."""
     names = [SPELLINGS.get(name, name) for name in formats if name is not None]
     unknown = [name for name in names if name not in TOLERANCES]
     if unknown:
@@ -98,8 +98,10 @@ class FixedPromptCheck:
         self.tolerance = tolerance
 
     def check(self, rollout: Rollout | None, trained: TrainedPolicy) -> dict[str, float]:
-        """The metric `rollout/canary_max_diff`; StaleEngineError when it says that the engine is
-        stale. A rank without an engine, which only helps to score, has no metric."""
+        """Compute the metric `rollout/canary_max_diff`; raise StaleEngineError above the tolerance.
+
+        A rank without an engine only helps to score and has no metric.
+        """
         request = fixed_request(self.prompt_ids, max_tokens=self.num_tokens)
         (answer,) = continue_prompts(rollout, [request])
         (expected,) = trained.log_probs([answer], temperature=1.0)
@@ -110,7 +112,7 @@ class FixedPromptCheck:
         if versions != [trained.version] or not difference <= self.tolerance:
             raise StaleEngineError(
                 f"the engine says it generated with version {versions} of the weights, the trainer "
-                f"has version {trained.version}; on {len(expected)} canary tokens their "
+                f"has version {trained.version}; on {len(expected)} drift-check tokens their "
                 f"log-probabilities differ by up to {difference:.3g}, rounding explains "
                 f"{self.tolerance}. The engine does not use what it was sent, so nothing it "
                 "generates can be trained on: restart it. If it is known to round more than that, "
@@ -137,7 +139,7 @@ def fixed_prompt(vocabulary: int, num_tokens: int, number: int = 0) -> list[int]
 
 
 def fixed_request(
-    prompt_ids: Sequence[int], request_id: str = "canary", **options: float
+    prompt_ids: Sequence[int], request_id: str = "drift-check", **options: float
 ) -> GenerationRequest:
     """The likeliest continuation, unless `options` of `SamplingParams` say otherwise."""
     chosen = {"temperature": 0.0, "ignore_eos": True, **options}
@@ -235,7 +237,7 @@ class Answers:
     """As `hot`, among the likeliest token alone."""
 
 
-def judge(
+def evaluate_answers(
     answers: Answers,
     facts: EngineFacts,
     *,
@@ -243,6 +245,7 @@ def judge(
     tolerance: float,
     sampling: SamplingInUse,
 ) -> list[Finding]:
+    """One finding per question, from the answers of an engine."""
     weights = weights_finding(answers, tolerance)
     findings = [weights, version_finding(answers, version)]
     if not weights.fault:  # else nothing can be compared with the trainer
@@ -389,7 +392,7 @@ def probe_engine(
     answers = ask(rollout, trained, vocabulary, facts.max_model_len)
     if rollout is None:
         return []
-    findings = judge(
+    findings = evaluate_answers(
         answers, facts, version=trained.version, tolerance=tolerance, sampling=sampling
     )
     logger.warning(  # a run rests on it, so it is shown at the default level

@@ -185,7 +185,7 @@ class CheckSettings:
     def of(
         cls, config: ActorRolloutRefConfig, model: PreTrainedModel, *, dtype: str, device: str
     ) -> "CheckSettings":
-        """For a policy that is trained in `dtype`."""
+        """Settings for a policy that is trained in `dtype`."""
         rollout = config.rollout
         formats = [dtype, rollout.quantization]
         if device != "cpu" or rollout.dtype == "fp8":  # on a CPU engines compute as training does
@@ -239,15 +239,15 @@ class DriftCheck:
         differences = [0.0]
         for engine, policy, _ in self._compared:
             try:
-                differences.append(self._canary.check(engine, policy).get(METRIC, 0.0))
+                differences.append(self._fixed_prompt.check(engine, policy).get(METRIC, 0.0))
             except EngineLostError as error:  # it is restarted when it is next needed
                 logger.warning("a rollout engine was lost right after an update: %s", error)
                 if self._on_ranks:
-                    self._canary.check(None, policy)
+                    self._fixed_prompt.check(None, policy)
         return {METRIC: max(differences)}
 
     @cached_property
-    def _canary(self) -> FixedPromptCheck:
+    def _fixed_prompt(self) -> FixedPromptCheck:
         return FixedPromptCheck(
             vocabulary=self._settings.vocabulary,
             max_model_len=min(facts.max_model_len for _, _, facts in self._compared),

@@ -46,7 +46,7 @@ __all__ = [
 
 
 class RolloutMode(Enum):
-    """Whose devices an engine uses, and whose weights."""
+    """Which devices an engine uses, and which weights."""
 
     HYBRID = "hybrid"
     COLOCATED = "colocated"
@@ -104,8 +104,8 @@ class ServerHandle:
         stated = {name: value for name, value in sampling_params.items() if name != "logprobs"}
         if "max_new_tokens" in stated:
             stated["max_tokens"] = stated.pop("max_new_tokens")
-        room = self._config.prompt_length + self._config.response_length - len(prompt_ids)
-        stated["max_tokens"] = min(stated.get("max_tokens") or room, room)
+        max_new_tokens = self._config.prompt_length + self._config.response_length - len(prompt_ids)
+        stated["max_tokens"] = min(stated.get("max_tokens") or max_new_tokens, max_new_tokens)
         name = request_id or uuid.uuid4().hex
         request = GenerationRequest(
             request_id=name, prompt_ids=tuple(prompt_ids), params=SamplingParams(**stated)

@@ -109,7 +109,7 @@ def pad(
     rows: Sequence[Sequence[int]], length: int, value: int, *, on_left: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The rows as (B, length), and a mask that is 1 where they have a token."""
-    is_token = _places(rows, length, on_left=on_left)
+    is_token = _entry_mask(rows, length, on_left=on_left)
     padded = torch.full((len(rows), length), value, dtype=torch.long)
     padded[is_token] = _joined(rows, np.int64)
     return padded, is_token.long()
@@ -119,18 +119,18 @@ def pad_floats(rows: Sequence[Sequence[float] | None], length: int) -> Tensor:
     """The rows as (B, length), cut off there, with zeros behind them."""
     kept = [(row or [])[:length] for row in rows]
     padded = torch.zeros(len(rows), length)
-    padded[_places(kept, length)] = _joined(kept, np.float32)
+    padded[_entry_mask(kept, length)] = _joined(kept, np.float32)
     return padded
 
 
-def _places(rows: Sequence[Sequence[Any]], length: int, *, on_left: bool = False) -> Tensor:
-    """Where padded rows have their entries, (B, length)."""
+def _entry_mask(rows: Sequence[Sequence[Any]], length: int, *, on_left: bool = False) -> Tensor:
+    """Mask of the entries of padded rows, (B, length)."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)[:, None]  # (B, 1)
     longest = int(lengths.max()) if rows else 0
     if longest > length:
         raise ValueError(f"a row has {longest} entries; it is to be padded to {length}")
-    places = torch.arange(length)
-    return places >= length - lengths if on_left else places < lengths
+    columns = torch.arange(length)
+    return columns >= length - lengths if on_left else columns < lengths
 
 
 def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Tensor:

@@ -26,7 +26,7 @@ from verl.workers.rollout.sequences import padded_sequences
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 FLIPPED_SHARE = 0.2
-"""Of a tensor's columns. With half of them a large model becomes so sure of nonsense that a wrong
+"""Fraction of flipped columns. With half, a large model becomes so sure of nonsense that a wrong
 tensor no longer shows; with few, a tensor is hardly wrong. Of 16 tensors of SmolLM2-135M each moves
 log-probabilities by 0.26 at least with a fifth, by 0.13 with a tenth, by 0.01 with half."""
 
@@ -92,7 +92,7 @@ class LocalPolicy(TrainedPolicy):
         return log_probs_of(self._engine, answers, temperature=temperature)
 
     def can_scramble(self) -> bool:
-        """Not with adapters, which are merged when they are sent, nor with divided weights."""
+        """Whether weights can be scrambled in place: those with adapters or shards cannot."""
         module = self._engine.module
         return not has_lora(module) and not any(
             isinstance(parameter, DTensor) for parameter in module.parameters()

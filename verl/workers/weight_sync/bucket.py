@@ -86,7 +86,7 @@ class Bucket:
     """(bytes,) uint8. Valid until the sender is asked for the next bucket."""
 
     manifest: Manifest | None = None
-    """On the last bucket only."""
+    """Set on the last bucket only."""
 
     checksum: str = ""
 
@@ -153,7 +153,7 @@ def _parse(fields: Any, payload: Tensor) -> Bucket:
         version=_integer(fields["version"]),
         attempt=_integer(fields["attempt"]),
         index=_integer(fields["index"]),
-        pieces=tuple(Piece(_kind(kind), *_integers(place)) for kind, *place in fields["pieces"]),
+        pieces=tuple(Piece(_kind(kind), *_integers(span)) for kind, *span in fields["pieces"]),
         payload=payload,
         manifest=None if manifest is None else {_kind(k): _integer(h) for k, h in manifest},
         checksum=str(fields["checksum"]),
@@ -239,8 +239,8 @@ def content_hash(tensor: Tensor) -> int:
     num_whole = len(content) // BLOCK_BYTES
     whole, rest = content[: num_whole * BLOCK_BYTES], content[num_whole * BLOCK_BYTES :]
     blocks = torch.cat([*_whole_blocks(whole), _last_block(rest)])  # (blocks,) int64
-    places = torch.arange(1, len(blocks) + 1, device=blocks.device)
-    mixed = scramble(blocks + places * GOLDEN).sum()
+    indices = torch.arange(1, len(blocks) + 1, device=blocks.device)
+    mixed = scramble(blocks + indices * GOLDEN).sum()
     return int(scramble(mixed + len(content)).item()) & _UNSIGNED
 
 

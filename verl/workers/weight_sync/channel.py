@@ -161,7 +161,7 @@ def send_weights(
         channel.send(bucket)
     assert published is not None  # an update ends with its last bucket
     held = channel.confirmations()
-    refused = [place for place, answer in enumerate(held) if answer != published]
+    refused = [index for index, answer in enumerate(held) if answer != published]
     if refused:
         raise SyncRefusedError(
             f"version {version} was sent, but {len(refused)} of {len(held)} receivers (numbers "

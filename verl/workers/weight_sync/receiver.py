@@ -4,7 +4,7 @@
                                 ^                                                              |
                                 +-------------------- bucket 0 of a later update --------------+
 
-A bucket is judged as a whole before one byte of it is written, and a refused bucket changes
+A bucket is checked as a whole before one byte of it is written, and a refused bucket changes
 nothing: the right one may still come. From the first byte of an update until the receiver has
 hashed what it holds and found what the sender published, it is torn and `require_ready` raises.
 Updates are ordered by version and attempt; the receiver only moves forward.
@@ -57,7 +57,7 @@ class WeightReceiver:
 
     @property
     def version(self) -> int:
-        """Of the weights in use; raises when there are none to use."""
+        """Version of the weights in use; raises while there are none."""
         return self.require_ready().version
 
     def require_ready(self, published: Published | None = None) -> Published:
@@ -119,7 +119,7 @@ class WeightReceiver:
             self._held = self._verified(bucket.version, bucket.manifest)
         return bucket.is_last
 
-    # ---- judging a bucket --------------------------------------------------------------------
+    # ---- checking a bucket -------------------------------------------------------------------
 
     def _check_turn(self, bucket: Bucket) -> bool:
         """Whether this bucket begins a new update; raises when it is not its turn."""

@@ -85,7 +85,7 @@ class SharedMemorySender(SendingChannel):
             self._is_in_use = False
 
     def confirmations(self) -> list[Published | None]:
-        answers = [self._answer(place) for place in range(len(self._pipes))]
+        answers = [self._answer(index) for index in range(len(self._pipes))]
         self._is_in_use = False
         return [parse_confirmation(answer) for answer in answers]
 
@@ -97,20 +97,20 @@ class SharedMemorySender(SendingChannel):
     def _note(self, header: Tensor, payload: Tensor, path: str) -> None:
         sizes = len(header).to_bytes(_NUMBER, "big") + len(payload).to_bytes(_NUMBER, "big")
         self._is_in_use = True
-        for place, pipe in enumerate(self._pipes):
+        for index, pipe in enumerate(self._pipes):
             try:
                 pipe.send_bytes(sizes + path.encode())
             except OSError as error:
-                raise ChannelError(f"receiver {place} is gone ({error}); start it again") from error
+                raise ChannelError(f"receiver {index} is gone ({error}); start it again") from error
 
     def _await_all(self, word: bytes) -> None:
-        for place in range(len(self._pipes)):
-            answer = self._answer(place)
+        for index in range(len(self._pipes)):
+            answer = self._answer(index)
             if answer != word:
-                raise ChannelError(f"receiver {place} said {answer[:20]!r} instead of {word!r}")
+                raise ChannelError(f"receiver {index} sent {answer[:20]!r} instead of {word!r}")
 
-    def _answer(self, place: int) -> bytes:
-        return read_note(self._pipes[place], f"receiver {place}", self._timeout_seconds)
+    def _answer(self, index: int) -> bytes:
+        return read_note(self._pipes[index], f"receiver {index}", self._timeout_seconds)
 
 
 class SharedMemoryReceiver(ReceivingChannel):

@@ -86,38 +86,38 @@ class CountingEngine(HostedEngine):
         print(f"closing after {self._num_forgotten} updates")
 
     def _next(self, number: int) -> list[tuple[int, TokenDelta]]:
-        request, place = self._running[number], self._num_told[number]
+        request, index = self._running[number], self._num_told[number]
         if BREAKS in request.prompt_ids:
             raise RuntimeError("a step broke")
         if HANGS in request.prompt_ids:
             time.sleep(600)
         is_aborted = number in self._aborted
-        is_last = place + 1 == request.params.max_tokens
+        is_last = index + 1 == request.params.max_tokens
         if is_aborted or is_last:
             del self._running[number]
             self._aborted.discard(number)
         self._num_told[number] += 1
         return [
-            (number, self._delta(request, sample, place, is_aborted, is_last))
+            (number, self._delta(request, sample, index, is_aborted, is_last))
             for sample in range(request.num_samples)
         ]
 
     def _delta(
-        self, request: GenerationRequest, sample: int, place: int, is_aborted: bool, is_last: bool
+        self, request: GenerationRequest, sample: int, index: int, is_aborted: bool, is_last: bool
     ) -> TokenDelta:
-        tokens = () if is_aborted else (expected_token(request, sample, place, self._offset),)
+        tokens = () if is_aborted else (expected_token(request, sample, index, self._offset),)
         return TokenDelta(
             sample=sample,
             token_ids=tokens,
-            log_probs=() if is_aborted else (expected_log_prob(place),),
+            log_probs=() if is_aborted else (expected_log_prob(index),),
             policy_versions=(),
             stop_reason="abort" if is_aborted else "length" if is_last else "",
         )
 
 
-def expected_token(request: GenerationRequest, sample: int, place: int, offset: int) -> int:
-    return sum(request.prompt_ids) + sample + place + offset
+def expected_token(request: GenerationRequest, sample: int, index: int, offset: int) -> int:
+    return sum(request.prompt_ids) + sample + index + offset
 
 
-def expected_log_prob(place: int) -> float:
-    return (torch.tensor(-float(place)) / 7).item()
+def expected_log_prob(index: int) -> float:
+    return (torch.tensor(-float(index)) / 7).item()

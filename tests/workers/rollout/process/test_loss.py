@@ -27,7 +27,7 @@ from verl.workers.rollout.process.wire import encode
 from verl.workers.weight_sync import WeightsNotReadyError
 
 LONG = 100_000
-PATIENCE_SECONDS = 4.0
+TIMEOUT_SECONDS = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def engine(tmp_path_factory):
     spec = counting_spec(
         tmp_path_factory.mktemp("engine"),
         {"step_seconds": 0.01, "starts_helper": True},
-        answer_seconds=PATIENCE_SECONDS,
-        work_seconds=PATIENCE_SECONDS,
-        sync_seconds=PATIENCE_SECONDS / 2,
+        answer_seconds=TIMEOUT_SECONDS,
+        work_seconds=TIMEOUT_SECONDS,
+        sync_seconds=TIMEOUT_SECONDS / 2,
     )
     engine = started(spec)
     yield engine
@@ -103,7 +103,7 @@ async def test_a_process_killed_while_it_serves_is_noticed_at_once(ready):
 
 async def test_a_process_that_is_stopped_counts_as_lost_when_it_is_silent(ready):
     said = await lose_while_serving(
-        ready, lambda e: os.kill(e.pid, signal.SIGSTOP), PATIENCE_SECONDS
+        ready, lambda e: os.kill(e.pid, signal.SIGSTOP), TIMEOUT_SECONDS
     )
     assert "it was silent for" in said
 
@@ -116,7 +116,7 @@ async def test_a_step_that_never_ends_counts_as_lost(ready):
         with suppress(EngineLostError):
             engine.generate_batch([request([HANGS])])
 
-    said = await lose_while_serving(ready, hang, PATIENCE_SECONDS)
+    said = await lose_while_serving(ready, hang, TIMEOUT_SECONDS)
     assert "one piece of work" in said
 
 
@@ -165,7 +165,7 @@ def test_a_process_that_is_closed_tells_those_who_wait(ready):
 
 def test_an_engine_whose_line_is_closed_ends_with_all_that_it_started(tmp_path):
     spec = counting_spec(tmp_path, {"starts_helper": True})
-    child = Child(None, spec.environment, beat_seconds=60.0)  # the main thread sees it first
+    child = Child(None, spec.environment, heartbeat_seconds=60.0)  # the main thread sees it first
     child.handshake(60.0)
     child.wire.send(
         encode(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from verl.workers.rollout.process.host import Host, Pulse
+from verl.workers.rollout.process.host import Heartbeat, Host
 from verl.workers.rollout.process.wire import (
     MAX_MESSAGE_BYTES,
     Wire,
@@ -117,7 +117,7 @@ def test_the_host_ends_with_an_error_when_it_reads_garbage(ends):
     raw, wire = ends
     raw.sendall(b"\0\0\0\x05hello")
     with pytest.raises(WireError, match="is not JSON"):
-        Host(wire, Pulse(wire, parent=0, beat_seconds=1.0, folder="")).serve()
+        Host(wire, Heartbeat(wire, parent=0, heartbeat_seconds=1.0, folder="")).serve()
     wire.close()
 
 

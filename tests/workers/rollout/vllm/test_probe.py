@@ -15,7 +15,7 @@ pytestmark = needs_vllm
     ("model_type", "has_weights"),
     [("llama", False), ("qwen2", True)],  # qwen2 has tied embeddings
 )
-def test_vllm_passes_the_probe_and_the_canary(model_type, has_weights, tmp_path):
+def test_vllm_passes_the_probe_and_the_drift_check(model_type, has_weights, tmp_path):
     saved_model(tmp_path, model_type)
     training = OneDeviceEngine(lambda: load_causal_lm(str(tmp_path)))
     training.initialize()

@@ -32,7 +32,7 @@ from verl.utils.reward_score.math_grader.nodes import (
 )
 
 MAX_EXPONENT = 10**12
-"""Of ten: larger numbers are not computed with."""
+"""Largest power of ten that is computed with."""
 
 MAX_ROOT_BITS = 1024
 """Exact roots are looked for in numbers up to this size."""

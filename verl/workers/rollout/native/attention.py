@@ -164,15 +164,15 @@ class DecodeLayout(AttentionLayout):
         self._own_columns = torch.arange(num_own_columns, device=cache.shape.device)
 
     def begin_step(self) -> None:
-        """Look up how long the rows are now."""
-        self._places = self.rows.places
-        num_shared, places = self.rows.num_shared[:, None], self._places[:, None]
+        """Compute distances and masks for the current lengths of the rows."""
+        self._slot_positions = self.rows.slot_positions
+        num_shared, positions = self.rows.num_shared[:, None], self._slot_positions[:, None]
         # How far back each key lies, (B, columns): 0 is the new token itself.
         self._distance = torch.cat(
-            [num_shared + places - self._prompt_columns, places - self._own_columns], dim=1
+            [num_shared + positions - self._prompt_columns, positions - self._own_columns], dim=1
         )
         is_hidden = torch.cat(
-            [self._prompt_columns >= num_shared, self._own_columns > places], dim=1
+            [self._prompt_columns >= num_shared, self._own_columns > positions], dim=1
         )
         self._biases: dict[int | None, Tensor] = {None: _hide(is_hidden)}
 
@@ -182,7 +182,7 @@ class DecodeLayout(AttentionLayout):
         num_padding = len(query) - self.num_rows
         query, key, value = (x[: self.num_rows] for x in (query, key, value))
         for own, new in zip(self.cache.response[layer], (key, value), strict=True):
-            own[self._row_numbers, :, self._places] = new
+            own[self._row_numbers, :, self._slot_positions] = new
         attend = self._attend_exactly if self.is_exact else self._attend_rows
         output = attend(layer, query, options)
         return F.pad(output, (0, 0, 0, 0, 0, num_padding))
@@ -221,7 +221,9 @@ class DecodeLayout(AttentionLayout):
         """The same in the shapes of exact training; everything is in the rows' own slots."""
         assert not len(self._prompt_columns)
         keys, values = (x[: self.num_rows] for x in self.cache.response[layer])
-        return exact_attention(query[:, None], keys, values, self._places[:, None], options)[:, 0]
+        return exact_attention(
+            query[:, None], keys, values, self._slot_positions[:, None], options
+        )[:, 0]
 
 
 def _hide(is_hidden: Tensor) -> Tensor:
@@ -237,8 +239,8 @@ class _Groups:
     width: int
     """Rows of the largest group."""
 
-    row_of_place: Tensor
-    """(groups * width,) the row at each place; any row where a group has fewer."""
+    row_of_entry: Tensor
+    """(groups * width,) the row of each entry; padding repeats any row."""
 
     group_of_row: Tensor
     rank_of_row: Tensor
@@ -254,11 +256,11 @@ class _Groups:
             ranks.append(len(members[group]))
             members[group].append(row)
         width = max(len(rows) for rows in members)
-        places = [row for rows in members for row in rows + [0] * (width - len(rows))]
+        entries = [row for rows in members for row in rows + [0] * (width - len(rows))]
         return cls(
             num_groups,
             width,
-            torch.tensor(places, device=device),
+            torch.tensor(entries, device=device),
             torch.tensor(group_of_row, device=device),
             torch.tensor(ranks, device=device),
             is_trivial=list(group_of_row) == list(range(num_groups)),
@@ -268,7 +270,7 @@ class _Groups:
         """(B, KV, h, C) to (groups, KV, width * h, C)."""
         if self.is_trivial:
             return x
-        grid = x.index_select(0, self.row_of_place).unflatten(0, (self.num_groups, self.width))
+        grid = x.index_select(0, self.row_of_entry).unflatten(0, (self.num_groups, self.width))
         return grid.transpose(1, 2).flatten(2, 3)
 
     def split(self, x: Tensor) -> Tensor:

@@ -268,7 +268,7 @@ CONTAINER_LIMITS = (
 
 
 def cache_budget(device: torch.device, share: float) -> int:
-    """That share of the device's memory in bytes; on a CPU, of what machine and container allow."""
+    """`share` of the device's memory in bytes; on a CPU, of the machine's or container's."""
     if device.type == "cpu":
         return int(share * host_memory())
     return int(share * memory_info(device)[1])

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from verl.models.kernels.availability import can_run_triton
-from verl.models.tensor_parallel import divide_model, load_weights
+from verl.models.tensor_parallel import load_weights, shard_model
 from verl.workers.rollout.base import GenerationRequest
 from verl.workers.rollout.native.attention import PrefillSequence, portions
 from verl.workers.rollout.native.batch import Batch, RunningBatch, StepOutput
@@ -61,7 +61,7 @@ class EngineCore:
         self.limits = limits
         self.eos_token_ids = frozenset(eos_token_ids)
         if tp_group is not None:
-            divide_model(module, tp_group)
+            shard_model(module, tp_group)
         self.runner = ModelRunner(module, tp_group)
         self.batch = build_batch(self.runner, limits)
         self.cache = self.batch.cache

@@ -6,7 +6,7 @@ inputs have fixed addresses, so that each can be a graph (`PrefillBuckets`):
     sequences --> one pinned buffer --> one copy --> ids, positions, tiles, copies --> replay
 
 What the sequences leave free does nothing: tokens of id 0 that belong to no sequence, tiles of
-length 0, and copies that write the last key and value to its place once more. A size is captured
+length 0, and copies that write the last key and value to its position once more. A size is captured
 when it is first needed. The first prefill of all takes the largest size, whatever it needs: later
 graphs then find room in the memory that this one took.
 """
@@ -34,8 +34,8 @@ from verl.workers.rollout.native.slot_layouts import (
     continuations,
     copied_tokens,
     own_spans,
-    places,
     shared_spans,
+    token_spans,
 )
 
 HIGH_PRIORITY = -1
@@ -140,7 +140,7 @@ class PrefillBuckets:
         """
         if any(sequence.num_known for sequence in sequences):
             return None
-        where = places(sequences)
+        where = token_spans(sequences)
         copies = [copied_tokens(find(sequences, where)) for find in (shared_spans, own_spans)]
         tokens = packed_tokens(sequences)
         num_tokens = max(len(tokens[0]), *(copy.shape[1] for copy in copies))
@@ -217,7 +217,7 @@ class _Bucket:
 
 
 def _put(view: np.ndarray, column: np.ndarray, rest: np.ndarray | int) -> None:
-    """`column`, and `rest` in all places behind it."""
+    """`column`, padded with `rest`."""
     count = column.shape[-1]
     view[..., :count], view[..., count:] = column, rest
 

@@ -118,7 +118,7 @@ class KernelSteps:
         return self._finish_all_but(0)
 
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
-        """Rows change places, slots and all; the slots themselves stay where they are."""
+        """Rows are reordered with their slot numbers; the slots themselves stay where they are."""
         if not moves:
             return
         order = list(range(max(max(move.source, move.target) for move, _ in moves) + 1))
@@ -213,7 +213,7 @@ class KernelSteps:
 
     @torch.no_grad()
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the output layer leaves them, in its dtype."""
+        """Raw logits in the dtype of the output layer."""
         return raw_logits(hidden, OutputHead.of(self.runner.module))
 
     def _draw(
@@ -243,7 +243,7 @@ class KernelSteps:
         return tokens, log_probs
 
     def _placed(self, sequence: PrefillSequence) -> PrefillSequence:
-        """With slots of the cache instead of rows."""
+        """The sequence with slots of the cache instead of rows."""
         prompt = sequence.prompt_slot
         return dataclasses.replace(
             sequence,

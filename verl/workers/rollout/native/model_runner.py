@@ -91,7 +91,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def run_one_token(self, layout: AttentionLayout) -> Tensor:
-        """For a layout that wants to see what layers hand to it; the hidden state, (1, hidden)."""
+        """Run one token, for a `layout` that records its inputs; the hidden state, (1, hidden)."""
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
         return hidden_states(self.module, zero, zero, layout)
 
@@ -132,7 +132,7 @@ class ModelRunner:
     def decode_hidden(self, layout: AttentionLayout, rows: RowTable) -> Tensor:
         """The hidden state of the newest token of each row, (B, hidden)."""
         # Rows of a graph that no sample has used yet would be at -1, which is nowhere.
-        positions = (rows.num_shared + rows.places).clamp_min(0)
+        positions = (rows.num_shared + rows.slot_positions).clamp_min(0)
         return self._hidden_states(rows.newest, positions, layout)
 
     def _hidden_states(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:

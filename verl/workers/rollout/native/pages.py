@@ -70,7 +70,7 @@ class MemoryBudget(ABC):
 
 
 class SlotBudget(MemoryBudget):
-    """Whoever has a row has a slot, and a slot is long enough."""
+    """Admission without pages: a row has a slot, and a slot is long enough."""
 
     def __init__(self, num_rows: int, slot_tokens: int) -> None:
         """`slot_tokens` is the length of a prompt slot."""
@@ -208,7 +208,7 @@ class PagePool:
         self._free += self._held.pop(holder)
 
     def clear(self) -> None:
-        """Nobody holds anything."""
+        """Free all pages."""
         self._held: dict[Hashable, list[int]] = {}
         self._free = [page for page in reversed(range(self.num_pages)) if page != SCRATCH]
 

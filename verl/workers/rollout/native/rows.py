@@ -166,12 +166,12 @@ class RowTable(Columns):
         return cls.of([], max_stop_ids).to(device).zeros(num_rows)
 
     @property
-    def places(self) -> Tensor:
-        """Where in its own slot each row's newest token belongs."""
+    def slot_positions(self) -> Tensor:
+        """Position of each row's newest token in its own slot."""
         return self.num_own_prompt + self.num_tokens - 1
 
     def advance(self, tokens: Tensor) -> None:
-        """Append `tokens` (B,) to the rows that are not done, and see which are done now.
+        """Append `tokens` (B,) to the rows that are not done, and update `is_done`.
 
         A row that is done runs on with the others, but it stays where it is.
         """
@@ -182,7 +182,7 @@ class RowTable(Columns):
 
 
 class Record:
-    """Tensors of known kinds and shapes, one behind the other in a buffer of bytes."""
+    """Tensors of fixed dtypes and shapes, packed into one buffer of bytes."""
 
     def __init__(self, fields: Sequence[tuple[torch.dtype, Size]]) -> None:
         self.fields = fields

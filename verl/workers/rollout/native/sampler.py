@@ -153,23 +153,23 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     num_padding = -weights.shape[1] % CHUNK
     chunks = F.pad(weights, (0, num_padding)) if num_padding else weights
     chunks = chunks.unflatten(1, (-1, CHUNK))
-    chunk, share = locate(chunks.sum(-1).double(), uniforms)
+    chunk, fraction = locate(chunks.sum(-1).double(), uniforms)
     inside = chunks.gather(1, chunk[:, None, None].expand(-1, 1, CHUNK)).squeeze(1)
-    place, _ = locate(inside.double(), share)
-    return (chunk * CHUNK + place).clamp_max_(weights.shape[1] - 1)
+    index, _ = locate(inside.double(), fraction)
+    return (chunk * CHUNK + index).clamp_max_(weights.shape[1] - 1)
 
 
 def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of n weights (B, n) the point uniform x total falls on, and where on it, in [0, 1).
+    """Index of the weight of (B, n) that uniform x sum falls on, and where on it, in [0, 1).
 
     NaN falls off the end and is put on the last; its log-probability tells.
     """
     ends = weights.cumsum(-1)
     point = uniforms[:, None] * ends[:, -1:]
-    place = torch.searchsorted(ends, point, right=True).clamp_max_(weights.shape[1] - 1)
-    own = weights.gather(1, place)
-    share = (point - ends.gather(1, place) + own) / own
-    return place.squeeze(1), share.clamp(0.0, LARGEST_UNIFORM).squeeze(1)
+    index = torch.searchsorted(ends, point, right=True).clamp_max_(weights.shape[1] - 1)
+    weight = weights.gather(1, index)
+    fraction = (point - ends.gather(1, index) + weight) / weight
+    return index.squeeze(1), fraction.clamp(0.0, LARGEST_UNIFORM).squeeze(1)
 
 
 class SeenTokens:

@@ -1,4 +1,4 @@
-"""Which prompts enter the next step, and which places in memory they hold. No tensors.
+"""Which prompts enter the next step, and which slots they hold. No tensors.
 
 A group is admitted as a whole: one slot for its prompt and one for each sample. Occupied slots are
 kept dense (0 to n-1): when a sequence leaves, the last one moves into the gap, and the engine is
@@ -41,7 +41,7 @@ class Scheduler:
 
     @property
     def youngest(self) -> Group:
-        """Of the running groups, the one that came last."""
+        """The running group that was admitted last."""
         return max(self.groups, key=lambda group: group.arrival)
 
     def add(self, group: Group) -> None:

@@ -144,7 +144,7 @@ class EngineLimits:
     """Most sequences that run at the same time, as far as `max_cache_bytes` has room for them."""
 
     max_prompt_tokens: int = 512
-    """Length of a prompt slot. A longer prompt may run; it takes from the room for its response."""
+    """Length of a prompt slot. A longer prompt may run; it shortens the longest response."""
 
     max_response_tokens: int = 512
     """Length of a response slot."""
@@ -209,7 +209,7 @@ def build_groups(
             f"request {request.request_id} ends at any of {len(stop_token_ids)} tokens; the engine "
             f"looks for {limits.max_stop_tokens} at most: use fewer stop_token_ids"
         )
-    room = limits.max_response_tokens - max(0, len(prompt_ids) - limits.max_prompt_tokens)
+    max_new_tokens = limits.max_response_tokens - max(0, len(prompt_ids) - limits.max_prompt_tokens)
     seeds = seeds_of_samples(request, seed)
     session_ids = request.session_ids or (None,) * request.num_samples
     running = RunningRequest(request=request)
@@ -218,7 +218,7 @@ def build_groups(
             owner=running,
             prompt_ids=prompt_ids,
             num_shared=min(len(prompt_ids), max_shared),
-            token_limit=min(params.max_tokens, room),
+            token_limit=min(params.max_tokens, max_new_tokens),
             stop_token_ids=tuple(sorted(stop_token_ids)),
         )
         for index in range(start, min(start + num_slots, request.num_samples)):
@@ -230,7 +230,7 @@ def build_groups(
 
 
 def seeds_of_samples(request: GenerationRequest, seed: int) -> list[int]:
-    """From the request's seed, unless each sample has its own."""
+    """Seeds of the samples: derived from the request's seed, unless each sample has its own."""
     if request.seeds is not None:
         return sample_seeds(request.seeds, [0] * request.num_samples)
     return sample_seeds([seed], range(request.num_samples))
@@ -251,13 +251,14 @@ def refuse_what_cannot_run(
     request: GenerationRequest, limits: EngineLimits, vocabulary: int, can_decode_text: bool
 ) -> None:
     name, length = f"request {request.request_id}", len(request.prompt_ids)
-    room = limits.max_prompt_tokens + limits.max_response_tokens
+    max_tokens = limits.max_prompt_tokens + limits.max_response_tokens
     if not length:
         raise ValueError(f"{name} has an empty prompt; give it at least one token (BOS will do)")
-    if length >= room:
+    if length >= max_tokens:
         raise ValueError(
-            f"{name} has a prompt of {length} tokens; prompt and response have room for {room} "
-            "together (rollout.prompt_length + rollout.response_length): raise them or shorten it"
+            f"{name} has a prompt of {length} tokens; prompt and response have room for "
+            f"{max_tokens} together (rollout.prompt_length + rollout.response_length): raise them "
+            "or shorten it"
         )
     if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
         raise ValueError(f"{name} has a token id outside the vocabulary of {vocabulary}")

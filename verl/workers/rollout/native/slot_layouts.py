@@ -33,7 +33,9 @@ class SlotDecodeLayout(AttentionLayout):
         """`pages` (slots, blocks) tells which pages make up a slot, if they are cut into pages."""
         self.cache = cache
         self.num_rows = len(table.newest)
-        self.rows = SlotRows(table.prompt_slot, table.slot, table.num_shared, table.places, pages)
+        self.rows = SlotRows(
+            table.prompt_slot, table.slot, table.num_shared, table.slot_positions, pages
+        )
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -66,9 +68,9 @@ class SlotPrefillLayout(AttentionLayout):
     def __init__(self, cache: KVCache, sequences: Sequence[PrefillSequence]) -> None:
         self.cache = cache
         self._known = [sequence.known.layers for sequence in sequences if sequence.num_known]
-        self._places = places(sequences)
-        spans = (find(sequences, self._places) for find in (shared_spans, own_spans))
-        columns = [torch.from_numpy(copied_tokens(found)) for found in spans]
+        self._token_spans = token_spans(sequences)
+        spans = (find(sequences, self._token_spans) for find in (shared_spans, own_spans))
+        columns = [torch.from_numpy(copied_tokens(copies)) for copies in spans]
         self._shared, self._own = map(SlotCopies, in_one_copy(columns, cache.shape.device))
         self._tiles: dict[int, Tiles] = {}
 
@@ -93,7 +95,7 @@ class SlotPrefillLayout(AttentionLayout):
 
     def _tiles_for(self, num_tokens: int) -> Tiles:
         if num_tokens not in self._tiles:
-            sequences = continuations(self._places)
+            sequences = continuations(self._token_spans)
             self._tiles[num_tokens] = Tiles(sequences, num_tokens, self.cache.shape.device)
         return self._tiles[num_tokens]
 
@@ -122,8 +124,8 @@ def attention_of_tiles(
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a sequence's tokens are: the known ones among all known, the new ones among the new."""
+class TokenSpans:
+    """Spans of one sequence: among all known tokens, and among all new tokens."""
 
     first_known: int
     num_known: int
@@ -131,16 +133,16 @@ class Place:
     num_new: int
 
 
-def places(sequences: Sequence[PrefillSequence]) -> list[Place]:
-    found, known, new = [], 0, 0
+def token_spans(sequences: Sequence[PrefillSequence]) -> list[TokenSpans]:
+    spans, known, new = [], 0, 0
     for sequence in sequences:
-        found.append(Place(known, sequence.num_known, new, sequence.num_new))
+        spans.append(TokenSpans(known, sequence.num_known, new, sequence.num_new))
         known += sequence.num_known
         new += sequence.num_new
-    return found
+    return spans
 
 
-def continuations(where: Sequence[Place]) -> list[Continuation]:
+def continuations(where: Sequence[TokenSpans]) -> list[Continuation]:
     return [Continuation(p.first_new, p.num_new, p.first_known, p.num_known) for p in where]
 
 
@@ -169,28 +171,28 @@ _Span = tuple[int, int, int, int]
 """How many tokens, the first of them among all, the slot, and the position there of the first."""
 
 
-def shared_spans(sequences: Sequence[PrefillSequence], where: Sequence[Place]) -> list[_Span]:
+def shared_spans(sequences: Sequence[PrefillSequence], where: Sequence[TokenSpans]) -> list[_Span]:
     """What prompts share, of each sequence that fills its prompt's slot."""
-    total = sum(place.num_known for place in where)
+    total = sum(spans.num_known for spans in where)
     return [
         span
-        for sequence, place in zip(sequences, where, strict=True)
+        for sequence, spans in zip(sequences, where, strict=True)
         if sequence.prompt_slot is not None and not sequence.pages
-        for span in _spans(place, 0, sequence.num_shared, sequence.prompt_slot, total)
+        for span in _spans(spans, 0, sequence.num_shared, sequence.prompt_slot, total)
     ]
 
 
-def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[Place]) -> list[_Span]:
+def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[TokenSpans]) -> list[_Span]:
     """What belongs in the rows' own slots, once for each of them.
 
     Where slots are cut into pages, prompts have none of their own: this is then everything.
     """
-    total = sum(place.num_known for place in where)
+    total = sum(spans.num_known for spans in where)
     return [
         span
-        for sequence, place in zip(sequences, where, strict=True)
+        for sequence, spans in zip(sequences, where, strict=True)
         for slot, first, end in (_page_pieces if sequence.pages else _slot_pieces)(sequence)
-        for span in _spans(place, first, end, slot, total)
+        for span in _spans(spans, first, end, slot, total)
     ]
 
 
@@ -215,10 +217,10 @@ def _page_pieces(sequence: PrefillSequence) -> list[_Piece]:
     return pieces
 
 
-def _spans(place: Place, first: int, end: int, slot: int, num_known: int) -> list[_Span]:
+def _spans(spans: TokenSpans, first: int, end: int, slot: int, num_known: int) -> list[_Span]:
     """The tokens from `first` to `end` of a sequence: known ones, then new ones."""
-    middle = min(max(place.num_known, first), end)
-    known = (middle - first, place.first_known + first, slot, 0)
-    new_first = num_known + place.first_new + middle - place.num_known
+    middle = min(max(spans.num_known, first), end)
+    known = (middle - first, spans.first_known + first, slot, 0)
+    new_first = num_known + spans.first_new + middle - spans.num_known
     new = (end - middle, new_first, slot, middle - first)
     return [span for span in (known, new) if span[0]]

@@ -42,10 +42,10 @@ LOOK_SECONDS = 0.02
 
 
 class Child:
-    """One process; `wire` is our end of the line."""
+    """One engine process; `wire` is our end of its socket."""
 
     def __init__(
-        self, python: str | None, environment: Mapping[str, str], *, beat_seconds: float
+        self, python: str | None, environment: Mapping[str, str], *, heartbeat_seconds: float
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(
             prefix="verl-engine-", ignore_cleanup_errors=True
@@ -62,7 +62,7 @@ class Child:
                 self.wire.close()
                 self._folder.cleanup()
                 raise
-            self._introduce(theirs.fileno(), beat_seconds)
+            self._introduce(theirs.fileno(), heartbeat_seconds)
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._listener = threading.Thread(target=self._listen, name="engine output", daemon=True)
         self._listener.start()
@@ -72,11 +72,11 @@ class Child:
         return self._process.pid
 
     def handshake(self, timeout_seconds: float) -> None:
-        """Wait for the process to prove that it is the one."""
+        """Wait for the process and verify its token."""
         self.wire.handshake(self._token, starts=False, timeout_seconds=timeout_seconds)
 
     def has_ended(self) -> bool:
-        """Without taking notice of it for the kernel, so that its number stays its own."""
+        """Whether the process has ended; it is not reaped, so that its pid is not reused."""
         if self._process.returncode is not None:
             return True
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -86,13 +86,13 @@ class Child:
             return True
 
     def end_within(self, seconds: float) -> None:
-        """Wait for it to end by itself, as long as that."""
+        """Wait up to `seconds` for the process to end by itself."""
         deadline = time.monotonic() + seconds
         while not self.has_ended() and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
 
     def end(self) -> None:
-        """Kill it and all that it started; nothing to do if that has happened."""
+        """Kill the process group; a second call does nothing."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):  # nobody of the group is left
                 os.killpg(self.pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ class Child:
         self._folder.cleanup()
 
     def stderr_tail(self) -> str:
-        """How it ended, and the last lines it wrote."""
+        """Exit status of the process and the last lines it wrote."""
         code = self._process.returncode
         if code is None:
             how = f"process {self.pid} runs"
@@ -126,12 +126,12 @@ class Child:
             start_new_session=True,
         )
 
-    def _introduce(self, descriptor: int, beat_seconds: float) -> None:
+    def _introduce(self, descriptor: int, heartbeat_seconds: float) -> None:
         setup = {
             "token": self._token,
             "descriptor": descriptor,
             "parent": os.getpid(),
-            "beat_seconds": beat_seconds,
+            "heartbeat_seconds": heartbeat_seconds,
             "folder": self._folder.name,
         }
         assert self._process.stdin is not None

@@ -41,7 +41,7 @@ from verl.workers.weight_sync.bucket import WeightsNotReadyError
 from verl.workers.weight_sync.cuda_ipc import CudaIpcSender
 from verl.workers.weight_sync.shared_memory import SharedMemorySender
 
-MAX_BEAT_SECONDS = 1.0
+MAX_HEARTBEAT_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
 
 
@@ -126,7 +126,7 @@ class EngineProcess(StreamingRollout):
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
+        """Process id of the running process."""
         return self._require_link().pid
 
     def is_alive(self) -> bool:
@@ -280,9 +280,9 @@ class EngineProcess(StreamingRollout):
 
     def _start(self) -> EngineFacts:
         spec = self.spec
-        beat = min(MAX_BEAT_SECONDS, spec.answer_seconds / 5)
+        interval = min(MAX_HEARTBEAT_SECONDS, spec.answer_seconds / 5)
         try:
-            child = Child(spec.python, spec.environment, beat_seconds=beat)
+            child = Child(spec.python, spec.environment, heartbeat_seconds=interval)
         except OSError as error:
             raise EngineStartError(
                 f"cannot start {spec.python!r} ({error}); rollout.python must be the path of a "

@@ -1,6 +1,6 @@
 """The engine's process: reads calls, steps the engine, sends what came.
 
-    link --calls--> | submit, abort, weights, sleep |      heartbeat thread: signs of life, and the
+    link --calls--> | submit, abort, weights, sleep |      heartbeat thread: liveness, and the
                     | one step of the engine        |      end of this process when its parent ends
     link <--deltas- | (again and again)             |
 
@@ -41,33 +41,34 @@ from verl.workers.rollout.process.wire import Message, Wire, WireClosedError, en
 from verl.workers.weight_sync.bucket import WeightsNotReadyError
 
 
-class Pulse:
-    """The thread; `came_round` is called by the main one whenever it has got on."""
+class Heartbeat:
+    """Thread that reports liveness; the main thread calls `progressed` after each call and step."""
 
-    def __init__(self, wire: Wire, *, parent: int, beat_seconds: float, folder: str) -> None:
+    def __init__(self, wire: Wire, *, parent: int, heartbeat_seconds: float, folder: str) -> None:
         self._wire = wire
         self._folder = folder  # the parent removes it, if it can
         self._parent = parent
-        self._beat_seconds = beat_seconds
-        self._last_round = time.monotonic()
+        self._heartbeat_seconds = heartbeat_seconds
+        self._last_progress = time.monotonic()
 
     def start(self) -> None:
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def came_round(self) -> None:
-        self._last_round = time.monotonic()
+    def progressed(self) -> None:
+        self._last_progress = time.monotonic()
 
-    def _beat(self) -> None:
-        while os.getppid() == self._parent and not self._wire.has_hung_up(self._beat_seconds):
+    def _run(self) -> None:
+        while os.getppid() == self._parent and not self._wire.has_hung_up(self._heartbeat_seconds):
             try:
-                self._wire.send_if_free(encode({"beat": time.monotonic() - self._last_round}))
+                self._wire.send_if_free(
+                    encode({"heartbeat": time.monotonic() - self._last_progress})
+                )
             except WireClosedError:
                 break
         self.end_all()
 
     def end_all(self) -> None:
-        """Kill this process and all that the engine started; whoever sees first that the parent is
-        gone calls it."""
+        """Kill this process group; called by the first thread that sees the end of the parent."""
         shutil.rmtree(self._folder, ignore_errors=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -82,30 +83,30 @@ def main() -> None:
     line.set_inheritable(False)  # what the engine starts must not hold it open
     wire = Wire(line)
     wire.handshake(setup["token"], starts=True, timeout_seconds=HANDSHAKE_SECONDS)
-    pulse = Pulse(
+    heartbeat = Heartbeat(
         wire,
         parent=setup["parent"],
-        beat_seconds=setup["beat_seconds"],
+        heartbeat_seconds=setup["heartbeat_seconds"],
         folder=setup["folder"],
     )
-    pulse.start()
+    heartbeat.start()
     try:
-        Host(wire, pulse).serve()
+        Host(wire, heartbeat).serve()
     except WireClosedError:
-        pulse.end_all()
+        heartbeat.end_all()
 
 
 class Host:
-    """The engine and the loop around it."""
+    """The engine and the loop that serves its calls and steps it."""
 
-    def __init__(self, wire: Wire, pulse: Pulse) -> None:
+    def __init__(self, wire: Wire, heartbeat: Heartbeat) -> None:
         self._wire = wire
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._engine: HostedEngine | None = None
         self._under_way: dict[int, int] = {}  # request -> samples that have not ended
         self._aborted: set[int] = set()
         self._version: int | None = None
-        self._incoming = IncomingWeights(pulse.came_round)
+        self._incoming = IncomingWeights(heartbeat.progressed)
         self._is_asleep = False
         self._is_over = False
         self._calls: dict[str, Callable[[Message], Any]] = {
@@ -126,14 +127,14 @@ class Host:
         return self._engine
 
     def serve(self) -> None:
-        """Until the parent says close."""
+        """Answer calls and step the engine until `close` is called."""
         while not self._is_over:
             for call in self._wire.arrived(0.0 if self._under_way else IDLE_SECONDS):
                 self._answer(call)
-                self._pulse.came_round()
+                self._heartbeat.progressed()
             if self._under_way:
                 self._step()
-            self._pulse.came_round()
+            self._heartbeat.progressed()
 
     def _answer(self, call: Message) -> None:
         try:

@@ -103,12 +103,12 @@ class PendingRequest(PendingCall):
 
 
 class DeltaFeed:
-    """From the reading thread to one coroutine of an event loop."""
+    """Hands deltas from the reading thread to one coroutine of an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._arrived: deque[TokenDelta | None] = deque()
-        self._news: asyncio.Future[None] = loop.create_future()
+        self._arrival: asyncio.Future[None] = loop.create_future()
 
     def put(self, delta: TokenDelta | None) -> None:
         """Called on the reading thread."""
@@ -118,14 +118,14 @@ class DeltaFeed:
     async def next(self) -> TokenDelta | None:
         """None when there will be no more."""
         while not self._arrived:
-            self._news = self._loop.create_future()
-            await self._news
+            self._arrival = self._loop.create_future()
+            await self._arrival
         return self._arrived.popleft()
 
     def _take(self, delta: TokenDelta | None) -> None:
         self._arrived.append(delta)
-        if not self._news.done():
-            self._news.set_result(None)
+        if not self._arrival.done():
+            self._arrival.set_result(None)
 
 
 LOOK_SECONDS = 0.25
@@ -138,7 +138,7 @@ class Timeouts:
 
     silent_seconds: float
     work_seconds: float
-    """For one step, one call, one tensor of an update."""
+    """Timeout of one step, one call or one tensor of an update."""
 
 
 class Link:
@@ -148,7 +148,7 @@ class Link:
         self._child = child
         self.timeouts = timeouts
         self.version: int | None = None
-        """Of the weights that the process holds whole."""
+        """Version of the weights that the process holds complete."""
 
         self._numbers = itertools.count()
         self._pending: dict[int, PendingCall] = {}
@@ -215,7 +215,7 @@ class Link:
         return self.wait(self.begin(name, descriptor=descriptor, **arguments))
 
     def give_up(self, pending: PendingRequest) -> None:
-        """Nobody waits for this request any more; nothing to do if it has ended."""
+        """Cancel a request; nothing happens if it has ended."""
         with self._lock:
             is_running = self._pending.pop(pending.number, None) is not None
         if is_running:
@@ -257,7 +257,7 @@ class Link:
             self._outgoing.put((encoded, descriptor))
 
     def _write(self) -> None:
-        """On a thread of its own, because a process in a long step reads nothing meanwhile."""
+        """Write on a separate thread: a process in a long step reads nothing meanwhile."""
         while self._end is None:
             try:
                 item = self._outgoing.get(timeout=WAIT_SECONDS)
@@ -308,7 +308,7 @@ class Link:
         return self._end
 
     def _take(self, message: Message) -> None:
-        self._busy_seconds = float(message.get("beat", 0.0))
+        self._busy_seconds = float(message.get("heartbeat", 0.0))
         for row in message.get("deltas", ()):
             number, delta = delta_of(row)
             pending = self._pending.get(number)

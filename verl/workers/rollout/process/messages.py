@@ -4,7 +4,7 @@
       {"call": name, "number": n, ...arguments}           {"answer": n, "value": ...}
                                                           {"answer": n, "error": kind, "text": ...}
                                                           {"deltas": [[n, sample, ...], ...]}
-                                                          {"beat": seconds the present work takes}
+                                                          {"heartbeat": seconds of the current work}
 
 Requests are calls whose answer is the last of their deltas; only a refusal is an answer.
 """
@@ -100,7 +100,7 @@ def delta_of(fields: Sequence[Any]) -> tuple[int, TokenDelta]:
 def delta_messages(
     deltas: Iterable[tuple[int, TokenDelta]], version: int
 ) -> Iterator[dict[str, Any]]:
-    """As few messages as their length allows."""
+    """Pack deltas into as few messages as their length allows."""
     rows: list[list[Any]] = []
     num_tokens = 0
     for number, delta in deltas:

@@ -35,7 +35,7 @@ def native_options(
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `build` takes, as plain values; `seed` is the first for requests that have none."""
+    """Options of `build` as plain values; requests without a seed are seeded from `seed` on."""
     return {
         "model_path": model_path,
         "limits": asdict(limits),
@@ -49,7 +49,7 @@ def native_options(
 
 
 def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
-    """Runs in the engine's process."""
+    """Build the engine; runs in the engine's process."""
     trusts = options["trust_remote_code"]
     module = load_causal_lm(
         options["model_path"],
@@ -72,10 +72,10 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
 
 @dataclass(kw_only=True)
 class _Running:
-    """A request and how many tokens of each sample have been told; -1 when its end has been."""
+    """A request and the number of tokens sent of each sample; -1 once its end has been sent."""
 
     request: RunningRequest
-    num_told: list[int]
+    num_sent: list[int]
 
 
 class HostedNativeEngine(HostedEngine):
@@ -98,7 +98,7 @@ class HostedNativeEngine(HostedEngine):
     def submit(self, number: int, request: GenerationRequest) -> None:
         # Names of callers may repeat; with the number they do not, so each is aborted alone.
         added = self.engine.add(replace(request, request_id=f"{request.request_id}#{number}"))
-        self._running[number] = _Running(request=added, num_told=[0] * request.num_samples)
+        self._running[number] = _Running(request=added, num_sent=[0] * request.num_samples)
 
     def abort(self, number: int) -> None:
         self.engine.abort_groups(self._running[number].request.groups)
@@ -109,11 +109,11 @@ class HostedNativeEngine(HostedEngine):
     def step(self) -> Sequence[tuple[int, TokenDelta]]:
         if self.engine.has_unfinished:  # else all have been aborted
             self.engine.step()
-        self.engine.take_ended()  # told as deltas
+        self.engine.take_ended()  # sent as deltas
         return [
             (number, delta)
             for number, running in list(self._running.items())
-            for delta in self._news(number, running)
+            for delta in self._new_tokens(number, running)
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -147,18 +147,18 @@ class HostedNativeEngine(HostedEngine):
     def close(self) -> None:
         self._running.clear()
 
-    def _news(self, number: int, running: _Running) -> Iterable[TokenDelta]:
+    def _new_tokens(self, number: int, running: _Running) -> Iterable[TokenDelta]:
         for sample, output in enumerate(running.request.outputs):
-            told = running.num_told[sample]
-            if told < 0 or (told == len(output.token_ids) and not output.stop_reason):
+            sent = running.num_sent[sample]
+            if sent < 0 or (sent == len(output.token_ids) and not output.stop_reason):
                 continue
-            running.num_told[sample] = -1 if output.stop_reason else len(output.token_ids)
+            running.num_sent[sample] = -1 if output.stop_reason else len(output.token_ids)
             yield TokenDelta(
                 sample=sample,
-                token_ids=tuple(output.token_ids[told:]),
-                log_probs=tuple(output.log_probs[told:]),
+                token_ids=tuple(output.token_ids[sent:]),
+                log_probs=tuple(output.log_probs[sent:]),
                 policy_versions=(),
                 stop_reason=output.stop_reason,
             )
-        if all(told < 0 for told in running.num_told):
+        if all(sent < 0 for sent in running.num_sent):
             del self._running[number]

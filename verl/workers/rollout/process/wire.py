@@ -63,7 +63,7 @@ class Wire:
             self._send(encoded, descriptor)
 
     def send_if_free(self, encoded: bytes) -> None:
-        """Send unless another thread is sending something, which says as much as a beat."""
+        """Send unless another thread is sending something, which is as good as a heartbeat."""
         if self._sending.acquire(blocking=False):
             try:
                 self._send(encoded, None)

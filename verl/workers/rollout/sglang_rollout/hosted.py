@@ -92,11 +92,11 @@ class SGLangEngine(HostedEngine):
         refuse_what_cannot_run(
             request, self._limits, self._options["vocabulary"], can_decode_text=True
         )
-        room = self._options["max_model_len"] - len(request.prompt_ids)
+        max_new_tokens = self._options["max_model_len"] - len(request.prompt_ids)
         body = generate_body(
             number,
             request,
-            max_tokens=min(request.params.max_tokens, room),
+            max_tokens=min(request.params.max_tokens, max_new_tokens),
             end_tokens=self._options["end_tokens"],
             fresh_seeds=self._fresh_seeds,
             adapter=None if self._adapter is None else self._adapter.name(),

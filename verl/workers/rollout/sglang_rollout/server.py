@@ -69,7 +69,7 @@ class Server:
         )
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Until it generates. ValueError if it does not know one of its arguments."""
+        """Wait until the server generates; ValueError if it does not know one of its arguments."""
         deadline = time.monotonic() + seconds
         while not self._answers():
             if not self.is_alive():

@@ -98,7 +98,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Nobody waits for it any more; its stream may still have to end."""
+        """Whether all samples have ended; the stream may still have to."""
         return all(sample.is_over for sample in self.samples)
 
 
@@ -189,7 +189,7 @@ class Streams:
             threading.Thread(target=self._read, args=(generation,), daemon=True).start()
 
     def _read(self, generation: Generation) -> None:
-        """In a thread of its own; `_end` judges how the stream ended."""
+        """In a thread of its own; `_end` decides how the stream ended."""
         fault: Exception | None = None
         try:
             for message in self._server.client.stream("/generate", generation.body):
@@ -249,7 +249,7 @@ class Streams:
         silence = time.monotonic() - self._last_sign
         if self._connected and silence > self._max_silence_seconds:
             raise RuntimeError(
-                f"SGLang's server has said nothing for {silence:.0f} seconds while "
+                f"SGLang's server has sent nothing for {silence:.0f} seconds while "
                 f"{len(self._connected)} requests run; rollout.server.timeout allows "
                 f"{self._max_silence_seconds:g}: raise it if single steps take so long. "
                 f"{self._server.stderr_tail()}"

@@ -61,9 +61,10 @@ class VLLMEngine(HostedEngine):
         arguments = merged_arguments(options["arguments"], options["engine_kwargs"], known)
         self._engine = engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._end_tokens = list(options["end_tokens"])
-        room = engine.model_config.max_model_len - options["prompt_length"]
+        max_response_tokens = engine.model_config.max_model_len - options["prompt_length"]
         self._limits = EngineLimits(
-            max_prompt_tokens=options["prompt_length"], max_response_tokens=max(1, room)
+            max_prompt_tokens=options["prompt_length"],
+            max_response_tokens=max(1, max_response_tokens),
         )
         self._adapter = AdapterFolder(options["adapter"]) if options["adapter"] else None
         self._samples: dict[str, RunningSample] = {}
@@ -126,7 +127,7 @@ class VLLMEngine(HostedEngine):
                 stop_reason = "stop"
         if stop_reason:
             del self._samples[output.request_id]
-        log_probs = [new.logprobs[place][token].logprob for place, token in enumerate(token_ids)]
+        log_probs = [new.logprobs[index][token].logprob for index, token in enumerate(token_ids)]
         delta = TokenDelta(
             sample=sample.index,
             token_ids=tuple(token_ids),

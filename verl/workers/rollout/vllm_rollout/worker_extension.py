@@ -86,7 +86,7 @@ def forget_packed_experts(model: nn.Module) -> None:
 
 def partly_loaded(model: nn.Module) -> Iterator[str]:
     """Layers that got some of their tensors, say queries but no keys. An embedding may have more
-    rows than the checkpoint, so only layers of which every element is sent are judged."""
+    rows than the checkpoint, so only layers of which every element is sent are checked."""
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase | RoutedExperts):
             state = get_layerwise_info(layer)

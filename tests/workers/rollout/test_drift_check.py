@@ -1,4 +1,4 @@
-"""The canary: an engine that is not at the trainer's weights does not get past an update."""
+"""The drift check: an engine that is not at the trainer's weights fails it after an update."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from verl.workers.rollout.probe import (
 )
 
 
-def canary(tolerance=0.05):
+def drift_check(tolerance=0.05):
     return FixedPromptCheck(vocabulary=VOCABULARY, max_model_len=176, tolerance=tolerance)
 
 
@@ -32,20 +32,20 @@ def pair():
 
 def test_engines_at_the_same_weights_differ_by_rounding(pair):
     engine, policy, _ = pair
-    assert 0 <= canary().check(engine, policy)[METRIC] < 1e-4
+    assert 0 <= drift_check().check(engine, policy)[METRIC] < 1e-4
 
 
 def test_the_metric_is_the_largest_difference_of_a_log_probability(pair):
     engine, policy, training = pair
     with torch.no_grad():
         training.module.lm_head.weight.mul_(1.001)
-    watch = canary()
-    request = fixed_request(watch.prompt_ids, max_tokens=watch.num_tokens)
+    check = drift_check()
+    request = fixed_request(check.prompt_ids, max_tokens=check.num_tokens)
     (output,) = engine.generate_batch([request])[0]
-    expected = training_log_probs(training.module, watch.prompt_ids, output.token_ids)
+    expected = training_log_probs(training.module, check.prompt_ids, output.token_ids)
     by_hand = float((torch.tensor(output.log_probs) - expected).abs().max())
     assert by_hand > 1e-4
-    assert watch.check(engine, policy)[METRIC] == pytest.approx(by_hand, rel=0.05)
+    assert check.check(engine, policy)[METRIC] == pytest.approx(by_hand, rel=0.05)
 
 
 def test_weights_that_were_not_taken_over_stop_the_run_and_name_the_versions(pair):
@@ -53,28 +53,28 @@ def test_weights_that_were_not_taken_over_stop_the_run_and_name_the_versions(pai
     with torch.no_grad():
         training.module.model.layers[0].mlp.down_proj.weight.mul_(-1)
     with pytest.raises(StaleEngineError, match=r"version \[0\].*trainer has version 0.*up to"):
-        canary().check(engine, policy)
+        drift_check().check(engine, policy)
     policy.send(is_scrambled=False)
-    canary().check(engine, policy)
+    drift_check().check(engine, policy)
 
 
 def test_the_right_weights_under_the_wrong_version_stop_the_run_too(pair):
     engine, policy, training = pair
     training.policy_version = 7
     with pytest.raises(StaleEngineError, match=r"version \[0\].*trainer has version 7"):
-        canary().check(engine, policy)
+        drift_check().check(engine, policy)
 
 
 def test_numbers_that_are_not_finite_never_pass(pair):
     engine, policy, _ = pair
     engine._reports = lambda *_: [float("nan")] * 8
     with pytest.raises(StaleEngineError, match="up to inf"):
-        canary(tolerance=1e9).check(engine, policy)
+        drift_check(tolerance=1e9).check(engine, policy)
 
 
 def test_a_rank_without_an_engine_only_helps_to_score(pair):
     _, policy, _ = pair
-    assert canary().check(None, policy) == {}
+    assert drift_check().check(None, policy) == {}
 
 
 def test_the_prompt_is_fixed_and_keeps_away_from_special_tokens():
@@ -86,7 +86,7 @@ def test_the_prompt_is_fixed_and_keeps_away_from_special_tokens():
     assert len(set(ids)) > 200
 
 
-def test_lengths_fit_the_room_that_there_is():
+def test_lengths_fit_the_longest_sequence():
     assert prompt_lengths(4096, 8) == (8, 144)
     assert prompt_lengths(100, 24) == (24, 76)
     assert prompt_lengths(14, 8) == (7, 7)
