@@ -180,7 +180,7 @@ def shortened(work: Workload, new_tokens: int) -> Workload:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = workload_parser(__doc__.partition("\n")[0])
-    parser.add_argument("--steps-per-visit", type=int, default=8)
+    parser.add_argument("--tokens-per-step", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generate-pairs", type=int, default=0)
     parser.add_argument("--generate-tokens", type=int, default=64)

@@ -62,7 +62,7 @@ def measure(contestant: Contestant, work: Workload, rounds: int, seed: int) -> d
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = workload_parser(__doc__.partition("\n")[0], new_tokens=64)
-    parser.add_argument("--steps-per-visit", type=int, default=16)
+    parser.add_argument("--tokens-per-step", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     work = Workload.of(options)

@@ -82,7 +82,7 @@ def summary(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = workload_parser(__doc__.partition("\n")[0])
     parser.add_argument("--micro-tokens", type=int, default=43008)
-    parser.add_argument("--steps-per-visit", type=int, default=8)
+    parser.add_argument("--tokens-per-step", type=int, default=8)
     parser.add_argument("--variants", default="base,old_log_probs,whole_prompts")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)

@@ -163,8 +163,6 @@ def test_what_is_no_sampler_is_refused(tmp_path):
     chosen = SamplerConfig(class_path=str(path), class_name="NotOne")
     with pytest.raises(TypeError, match="must be an AbstractSampler"):
         create_rl_sampler(DataConfig(dataloader_num_workers=0, sampler=chosen), Numbers(4))
-    with pytest.raises(ValueError, match=r"with data\.sampler it must be 0"):
-        create_rl_sampler(DataConfig(dataloader_num_workers=2, sampler=chosen), Numbers(4))
 
 
 def test_a_sampler_with_a_state_continues_by_itself():

@@ -124,3 +124,27 @@ def test_processes_that_are_killed_while_they_grade_change_nothing(toy, tmp_path
     assert len(list((tmp_path / "marks").iterdir())) >= 8, "once for each prompt of two steps"
     assert_same(killed, run(toy, tmp_path / "calm", KILLED, prime))
     assert all(step["reward/num_errors"] == 0.0 for step in killed[0])
+
+
+def test_a_prompt_without_a_greedy_baseline_goes_and_the_others_are_not_graded_again(toy, tmp_path):
+    text = """
+import pathlib
+
+def compute_score(solution_str, extra_info, folder, **kwargs):
+    with open(pathlib.Path(folder) / "calls", "a") as calls:
+        calls.write(f"{extra_info['index']} ")
+    if extra_info["index"] == 4:
+        raise OSError("the judge is not there")
+    return len(solution_str) % 3
+"""
+    changes = (
+        "algorithm.adv_estimator=remax",
+        "data.shuffle=false",
+        "trainer.total_training_steps=2",
+        f"custom_reward_function.reward_kwargs.folder={tmp_path}",
+    )
+    _, batch, _ = run(toy, tmp_path / "remax", text, ON, *changes)
+    assert set(batch.non_tensor_batch["index"].tolist()) == {5, 6, 7}
+    calls = (tmp_path / "calls").read_text().split()
+    num_samples = len(batch) // 3
+    assert [calls.count(index) for index in "4567"] == [num_samples + 2, *[num_samples + 1] * 3]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.toy import toy_run
+from verl.agent_loop.rollouter import rollout_loop
 from verl.trainer.ppo.trainer import PPOTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,7 @@ def stacks(toy, tmp_path_factory):
                 sys.setprofile(None)
                 threading.setprofile(None)
 
+    rollout_loop.cache_clear()  # a thread of an earlier test would not be watched
     output = tmp_path_factory.mktemp("walk")
     toy_run(toy, output, "trainer.total_training_steps=1", trainer_class=Watched)
     return milestones.stacks

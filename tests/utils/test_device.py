@@ -200,7 +200,8 @@ FOR_ONE_KIND_ONLY = (
     "utils/steady_memory.py",  # the CUDA driver's memory calls
     "utils/profiler/profile.py",  # NVTX, Nsight, the history of CUDA allocations
     "workers/rollout/native/kernel_batch.py",  # decoding through kernels and CUDA graphs
-    "workers/rollout/native/step_graphs.py",
+    "workers/rollout/native/graphs.py",
+    "workers/rollout/native/kernel_steps.py",
     "workers/weight_sync/cuda_ipc.py",
 )
 

@@ -216,19 +216,9 @@ class Rollouter(GroupSource):
         grading = None if service is None else GradedGeneration(service)
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
         traces = trace_infos(groups, options)
-
-        async def make(group: Group, trace: Sequence[Mapping[str, Any] | None]) -> None:
-            versions = self._policy_versions()
-            await self._run_group(group, params, trace, grading)
-            is_one_version = len(versions) == 1 and versions == self._policy_versions()
-            group.version = min(versions) if is_one_version else None
-            if grading is not None:
-                await grading.finish(group)
-            put(group)
-
         # One task per group, made in order: samples of a prompt reach the engine together.
         tasks = [
-            asyncio.create_task(make(group, trace))
+            asyncio.create_task(self._run_group(group, params, trace, grading, put))
             for group, trace in zip(groups, traces, strict=True)
         ]
         try:
@@ -249,6 +239,7 @@ class Rollouter(GroupSource):
         params: Mapping[str, Any],
         traces: Sequence[Mapping[str, Any] | None],
         grading: "GradedGeneration | None",
+        put: Callable[[Group], None],
     ) -> None:
         def end(trajectory: Trajectory, output: AgentLoopOutput, turns: SampledTurns) -> None:
             limit = self.padding.response_length
@@ -267,7 +258,13 @@ class Rollouter(GroupSource):
             for t, trace in zip(group.trajectories, traces, strict=True)
         ]
         chosen = self._loop_class(row.get("agent_name") or self._default_loop)
+        versions = self._policy_versions()
         await chosen.cls.run_group(functools.partial(self._make_loop, chosen), samples)
+        is_one_version = len(versions) == 1 and versions == self._policy_versions()
+        group.version = min(versions) if is_one_version else None
+        if grading is not None:
+            await grading.finish(group)
+        put(group)
 
     def _loop_class(self, name: str) -> LoopClass:
         """The class of that name, prepared on first use."""

@@ -8,13 +8,15 @@ only place where the engine looks at text.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.utils.scramble import GOLDEN, scramble
 from verl.workers.rollout.base import GenerationRequest, TokenOutput
+
+if TYPE_CHECKING:  # engines in environments of their own read this file without transformers
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(kw_only=True, eq=False)
@@ -302,7 +304,7 @@ def tokens_until_stop(
     return next(end for end in range(first_end, len(token_ids) + 1) if is_complete(end))
 
 
-def end_tokens(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_tokens(module: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Every token that ends a response: the model's, its generation config's, the tokenizer's."""
     ids: set[int] = set()
     stated: list[Any] = [tokenizer.eos_token_id, module.config.get_text_config().eos_token_id]
