@@ -26,7 +26,7 @@ from rich.table import Table
 
 from verl import DataProto
 from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup
-from verl.single_controller.base.backend import Backend, Call, Outcome, Share
+from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall
 from verl.single_controller.base.decorator import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
@@ -72,11 +72,11 @@ class SimulatedBackend(Backend):
         self.answer = answer
         self.answers: list[Any] = []
 
-    def submit(self, call: Call, method: str, shares: Sequence[Share]) -> list[Any]:
+    def submit(self, call: Call, method: str, rank_calls: Sequence[RankCall]) -> list[Any]:
         values = {"_query_dispatch_info": lambda rank: rank, "_query_collect_info": lambda _: True}
         value = values.get(method, lambda _: self.answer)
-        self.answers = [Outcome(value(share.rank)) for share in shares]
-        return [share.rank for share in shares]
+        self.answers = [Outcome(value(rank_call.rank)) for rank_call in rank_calls]
+        return [rank_call.rank for rank_call in rank_calls]
 
     def wait(self, references: Sequence[Any], timeout_seconds: float) -> list[int]:
         return list(range(len(references)))

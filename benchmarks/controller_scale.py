@@ -33,7 +33,7 @@ from rich.table import Table
 from benchmarks.controller import package_versions
 from verl import DataProto
 from verl.single_controller import ResourcePool, Worker, WorkerGroup
-from verl.single_controller.base.backend import Backend, Call, Outcome, Share
+from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall
 from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
@@ -97,15 +97,15 @@ class PackingBackend(Backend):
         self.dead: set[int] = set()
         self.submitted_at = 0.0
 
-    def submit(self, call: Call, method: str, shares: Sequence[Share]) -> list[Any]:
+    def submit(self, call: Call, method: str, rank_calls: Sequence[RankCall]) -> list[Any]:
         sizes: dict[int, int] = {}  # by identity: what ranks share is packed once
-        for _, args, kwargs in shares:
+        for _, args, kwargs in rank_calls:
             for value in (*args, *kwargs.values()):
                 if id(value) not in sizes:
                     sizes[id(value)] = len(Payload.of(value, method).content)
                 self.num_bytes += sizes[id(value)]
         self.submitted_at = time.process_time()
-        return [self.start(method, share.rank) for share in shares]
+        return [self.start(method, rank_call.rank) for rank_call in rank_calls]
 
     def start(self, method: str, rank: int) -> Reference:
         if rank in self.dead:

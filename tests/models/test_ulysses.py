@@ -127,10 +127,10 @@ def test_what_goes_through_collectives_comes_back_as_it_was(device, backend, dty
             values = shard.gather(hidden.sum(1))
             (hidden * pulls).sum().backward()
             found.append([values.detach(), hidden.detach(), *(p.grad for p in model.parameters())])
-    for own, divided in zip(*found, strict=True):
-        assert own is not None
+    for whole, sharded in zip(*found, strict=True):
+        assert whole is not None
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # sums on a GPU have no fixed order
-        torch.testing.assert_close(divided, own, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(sharded, whole, rtol=tolerance, atol=tolerance)
 
 
 class Seen(AttentionLayout):

@@ -18,14 +18,14 @@ class ScriptedBackend(Backend):
         self.script = script
         self.workers = list(range(len(script)))
         self.stopped = []
-        self.shares = []
+        self.rank_calls = []
         self.num_put = 0
         self.start = time.monotonic()
 
-    def submit(self, call, method, shares):
-        self.shares = list(shares)
+    def submit(self, call, method, rank_calls):
+        self.rank_calls = list(rank_calls)
         self.start = time.monotonic()
-        return [share.rank for share in shares]
+        return [rank_call.rank for rank_call in rank_calls]
 
     def wait(self, references, timeout_seconds):
         give_up = time.monotonic() + timeout_seconds

@@ -153,9 +153,11 @@ def test_bundles_have_a_device_only_where_the_pool_has_devices(rayc):
     assert rayc.RayResourcePool([2], use_gpu=False)._bundle("cuda") == {"CPU": 10}
 
 
-def test_a_pool_without_room_says_what_it_needs_and_what_there_is(rayc):
+def test_a_pool_without_resources_says_what_it_needs_and_what_there_is(rayc):
     pool = rayc.RayResourcePool([2], use_gpu=False, max_colocate_count=1000)
-    with pytest.raises(ValueError, match=r"no room for 2 bundles of .*1000.* max_colocate_count"):
+    with pytest.raises(
+        ValueError, match=r"no resources for 2 bundles of .*1000.* max_colocate_count"
+    ):
         pool.get_placement_groups(timeout_seconds=0.2)
     assert pool.pgs is None
 

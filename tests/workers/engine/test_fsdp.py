@@ -162,7 +162,7 @@ def test_log_probs_are_those_of_one_rank_and_rows_in_no_pass_are_zero(tmp_path):
     def work(rank):
         engine = sharded("qwen2", FSDPEngineConfig(reshard_after_forward=False))
         found = engine.infer_batch(data, micro_batching=PASSES[rank], temperature=0.7)
-        list(engine.get_per_tensor_param())  # the weights are divided again
+        list(engine.get_per_tensor_param())  # the weights are sharded again
         with pytest.raises(ValueError, match="give the passes of a plan for all ranks"):
             engine.infer_batch(data, micro_batching=MicroBatching(rows=2))
         return found["log_probs"].numpy().copy()

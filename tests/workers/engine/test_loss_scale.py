@@ -108,7 +108,7 @@ def test_ranks_scale_together_and_make_the_step_of_one(tmp_path):
 
     def work(rank):
         config = FSDPOptimizerConfig(lr=1e-5, optimizer="SGD", weight_decay=0.0)
-        divided = FSDPEngine(
+        sharded = FSDPEngine(
             lambda: tiny_model("llama"),
             config,
             build_skeleton=lambda: skeleton("llama"),
@@ -119,7 +119,7 @@ def test_ranks_scale_together_and_make_the_step_of_one(tmp_path):
         )
         whole = Zero1Engine(lambda: tiny_model("llama").half(), config, max_grad_norm=1e9)
         answers = []
-        for built in (divided, whole):
+        for built in (sharded, whole):
             built.initialize()
             result = built.train_batch(batch(), large, micro_batching=passes[rank])
             answers.append((result.is_applied, result.grad_norm, result.loss_scale))

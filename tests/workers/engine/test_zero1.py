@@ -1,4 +1,4 @@
-"""Ranks with whole weights and divided optimizer state make the step that one rank makes."""
+"""Ranks with whole weights and sharded optimizer state make the step that one rank makes."""
 
 from copy import deepcopy
 

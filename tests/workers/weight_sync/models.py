@@ -1,4 +1,4 @@
-"""Small sets of weights, and a receiver with room for them."""
+"""Small sets of weights, and a receiver with storage for them."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def small_weights(seed: int = 0) -> Weights:
     }
 
 
-def room_for(weights: Weights) -> tuple[Weights, WeightReceiver]:
+def receiver_for(weights: Weights) -> tuple[Weights, WeightReceiver]:
     """Tensors of the same kinds, all zero, and the receiver that fills them."""
     targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     return targets, WeightReceiver(targets)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.utils.two_ranks import run_on_two_ranks
-from tests.workers.weight_sync.models import are_equal, room_for, small_weights
+from tests.workers.weight_sync.models import are_equal, receiver_for, small_weights
 from verl.workers.weight_sync import (
     Bucket,
     Published,
@@ -47,7 +47,7 @@ def send_two_versions(channel) -> list[int]:
 
 
 def receive_two_versions(channel: ReceivingChannel) -> list[int]:
-    targets, receiver = room_for(small_weights())
+    targets, receiver = receiver_for(small_weights())
     fingerprints = []
     for version in (1, 2):
         fingerprints.append(receive_weights(receiver, channel).fingerprint)
@@ -131,7 +131,7 @@ class Meddler(SendingChannel):
 
 def test_a_damaged_bucket_fails_on_both_sides_and_the_next_attempt_succeeds():
     weights = small_weights()
-    targets, receiver = room_for(weights)
+    targets, receiver = receiver_for(weights)
     sender = WeightSender(40)
 
     def send(channel: TcpSender) -> None:
@@ -160,7 +160,7 @@ def test_a_payload_beyond_the_agreed_size_is_refused_before_memory_is_taken():
         with pytest.raises(ChannelError):
             send_weights(WeightSender(101), weights.items(), 1, channel)
 
-    outcome = over_tcp(send, lambda channel: receive_weights(room_for(weights)[1], channel))
+    outcome = over_tcp(send, lambda channel: receive_weights(receiver_for(weights)[1], channel))
     assert isinstance(outcome, ChannelError)
     assert "a payload of 101 bytes; the limits are" in str(outcome)
 
@@ -228,7 +228,7 @@ def test_a_silent_or_dead_peer_of_shared_memory_is_named(tmp_path):
 def test_one_file_serves_all_buckets_of_shared_memory(tmp_path):
     near, far = multiprocessing.Pipe()
     weights = small_weights()
-    sender, receiver = WeightSender(40), room_for(weights)[1]
+    sender, receiver = WeightSender(40), receiver_for(weights)[1]
     receiving = SharedMemoryReceiver(far, timeout_seconds=20)
     channel = SharedMemorySender([near], folder=str(tmp_path), timeout_seconds=20)
     memories = set()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.workers.weight_sync.models import Weights, are_equal, room_for, small_weights
+from tests.workers.weight_sync.models import Weights, are_equal, receiver_for, small_weights
 from verl.workers.weight_sync import WeightReceiver, WeightSender, WeightSyncError
 from verl.workers.weight_sync.bucket import Bucket
 
@@ -112,7 +112,7 @@ def test_every_fault_is_refused_and_only_a_complete_update_is_served(fault: Faul
     sender = WeightSender(40)
     old, update = sent(sender, before, 1), sent(sender, after, 2)
     for _ in range(NUM_RUNS):
-        targets, receiver = room_for(before)
+        targets, receiver = receiver_for(before)
         assert deliver(receiver, old) == 0
         num_refused = deliver(receiver, fault(rng, update, old))
         is_update_held = receiver.held is not None and receiver.held.version == 2
@@ -130,7 +130,7 @@ def test_after_any_fault_the_next_attempt_succeeds():
     old, update = sent(sender, before, 1), sent(sender, after, 2)
     again = sent(sender, after, 2)
     for fault in (drop, flip, swap, truncate, replace_by_old) * 20:
-        targets, receiver = room_for(before)
+        targets, receiver = receiver_for(before)
         deliver(receiver, old)
         deliver(receiver, fault(rng, update, old))
         assert deliver(receiver, again) == 0

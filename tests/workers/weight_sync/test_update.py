@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.weight_sync.models import are_equal, room_for, small_weights
+from tests.workers.weight_sync.models import are_equal, receiver_for, small_weights
 from verl.workers.weight_sync import (
     Published,
     WeightReceiver,
@@ -37,7 +37,7 @@ def buckets_of(weights, version=1, bucket_bytes=32, sender=None) -> list[Bucket]
 @settings(max_examples=60, deadline=None)
 def test_weights_arrive_whole_whatever_the_size_of_a_bucket(bucket_bytes):
     weights = small_weights()
-    targets, receiver = room_for(weights)
+    targets, receiver = receiver_for(weights)
     published = copy_weights(WeightSender(bucket_bytes), weights.items(), 3, receiver)
     assert are_equal(weights, targets)
     assert receiver.held == published
@@ -55,7 +55,7 @@ def test_a_bucket_never_exceeds_its_size_and_a_small_model_is_one_bucket():
 
 def test_addresses_stay_and_torch_counts_the_writes():
     weights = small_weights()
-    targets, receiver = room_for(weights)
+    targets, receiver = receiver_for(weights)
     addresses = [target.data_ptr() for target in targets.values()]
     writes = targets["embed.weight"]._version
     copy_weights(WeightSender(), weights.items(), 1, receiver)
@@ -66,23 +66,25 @@ def test_addresses_stay_and_torch_counts_the_writes():
 def test_both_sides_give_the_same_content_the_same_fingerprint():
     weights = small_weights()
     prints = {
-        copy_weights(WeightSender(size), weights.items(), 1, room_for(weights)[1]).fingerprint
+        copy_weights(WeightSender(size), weights.items(), 1, receiver_for(weights)[1]).fingerprint
         for size in (7, 64, 1000)
     }
     reversed_order = dict(reversed(weights.items()))
     prints.add(
-        copy_weights(WeightSender(), reversed_order.items(), 1, room_for(weights)[1]).fingerprint
+        copy_weights(
+            WeightSender(), reversed_order.items(), 1, receiver_for(weights)[1]
+        ).fingerprint
     )
     assert len(prints) == 1
     other = copy_weights(
-        WeightSender(), small_weights(seed=1).items(), 1, room_for(weights)[1]
+        WeightSender(), small_weights(seed=1).items(), 1, receiver_for(weights)[1]
     ).fingerprint
     assert other not in prints
 
 
 def test_nothing_is_served_before_the_first_update_or_in_the_middle_of_one():
     weights = small_weights()
-    _, receiver = room_for(weights)
+    _, receiver = receiver_for(weights)
     with pytest.raises(WeightsNotReadyError, match="no update has begun"):
         receiver.require_ready()
     sender = WeightSender(32)
@@ -99,7 +101,7 @@ def test_nothing_is_served_before_the_first_update_or_in_the_middle_of_one():
 
 def test_a_reader_may_insist_on_what_was_published():
     weights = small_weights()
-    _, receiver = room_for(weights)
+    _, receiver = receiver_for(weights)
     published = copy_weights(WeightSender(), weights.items(), 1, receiver)
     assert receiver.require_ready(published) == published
     with pytest.raises(WeightsNotReadyError, match=r"version 1 .* is here, asked for is version 2"):
@@ -108,7 +110,7 @@ def test_a_reader_may_insist_on_what_was_published():
 
 def test_a_lost_bucket_is_named_and_may_still_come():
     weights = small_weights()
-    targets, receiver = room_for(weights)
+    targets, receiver = receiver_for(weights)
     buckets = buckets_of(weights)
     receiver.apply(buckets[0])
     with pytest.raises(LostBucketError, match=r"bucket 2 of version 1 .* came before bucket 1"):
@@ -119,14 +121,14 @@ def test_a_lost_bucket_is_named_and_may_still_come():
 
 def test_an_update_cannot_begin_in_the_middle():
     weights = small_weights()
-    _, receiver = room_for(weights)
+    _, receiver = receiver_for(weights)
     with pytest.raises(LostBucketError, match="came without bucket 0 to 1; no update has begun"):
         receiver.apply(buckets_of(weights)[2])
 
 
 def test_a_repeated_bucket_is_refused_and_the_update_goes_on():
     weights = small_weights()
-    _, receiver = room_for(weights)
+    _, receiver = receiver_for(weights)
     buckets = buckets_of(weights)
     receiver.apply(buckets[0])
     with pytest.raises(RepeatedBucketError, match="bucket 0 of version 1"):
@@ -140,7 +142,7 @@ def test_a_repeated_bucket_is_refused_and_the_update_goes_on():
 
 def test_buckets_of_an_older_version_or_attempt_are_refused():
     weights = small_weights()
-    _, receiver = room_for(weights)
+    _, receiver = receiver_for(weights)
     sender = WeightSender(32)
     old = buckets_of(weights, version=1, sender=sender)
     abandoned = buckets_of(weights, version=2, sender=sender)
@@ -160,7 +162,7 @@ def test_buckets_of_an_older_version_or_attempt_are_refused():
 
 def test_a_damaged_bucket_is_refused_before_a_byte_is_written():
     weights = small_weights()
-    targets, receiver = room_for(weights)
+    targets, receiver = receiver_for(weights)
     bucket = buckets_of(weights)[0]
     bucket.payload[3] ^= 16
     with pytest.raises(DamagedBucketError, match="bucket 0 of version 1"):
@@ -187,7 +189,7 @@ def test_a_damaged_bucket_is_refused_before_a_byte_is_written():
 )
 def test_weights_of_another_model_are_refused_by_name(change, message):
     weights = small_weights()
-    _, receiver = room_for(weights)
+    _, receiver = receiver_for(weights)
     change(weights)
     with pytest.raises(WrongWeightsError, match=message):
         copy_weights(WeightSender(32), weights.items(), 1, receiver)
@@ -201,12 +203,12 @@ def test_pieces_must_follow_each_other_inside_their_tensor():
         piece = bucket.pieces[0]._replace(**{field: value})
         forged = replace(bucket, pieces=(piece,)).sealed()
         with pytest.raises(WrongWeightsError, match=r"of a, which has 64 and next needs byte 0"):
-            room_for(weights)[1].apply(forged)
+            receiver_for(weights)[1].apply(forged)
 
 
 def test_content_that_is_not_what_was_sent_is_found_by_name_and_never_served():
     weights = small_weights()
-    targets, receiver = room_for(weights)
+    targets, receiver = receiver_for(weights)
     buckets = buckets_of(weights)
     for bucket in buckets[:-1]:
         receiver.apply(bucket)
@@ -220,7 +222,7 @@ def test_content_that_is_not_what_was_sent_is_found_by_name_and_never_served():
 
 def test_weights_loaded_from_elsewhere_are_adopted_only_if_they_are_the_same():
     weights = small_weights()
-    published = copy_weights(WeightSender(), weights.items(), 4, room_for(weights)[1])
+    published = copy_weights(WeightSender(), weights.items(), 4, receiver_for(weights)[1])
     loaded = WeightReceiver(small_weights())
     loaded.adopt(published)
     assert loaded.version == 4

@@ -102,8 +102,8 @@ def launch_options(query: Tensor, num_rows: int) -> dict[str, int]:
 
 
 def _num_rows(query: Tensor) -> int:
-    has_room = _width(query) <= WIDE and not _is_crowded(query)
-    num_rows = ROWS if has_room else ROWS_OF_WIDE_HEADS
+    fits = _width(query) <= WIDE and not _is_crowded(query)
+    num_rows = ROWS if fits else ROWS_OF_WIDE_HEADS
     return rows_that_fit(num_rows, query, num_keys=BLOCK)
 
 

@@ -169,7 +169,7 @@ def _write_key_gradients(
     """
     num_prompt_tokens = key_tiles.num_prompt_tokens
     is_usual = shape["ROWS"] * shape["PADDED"] <= QUERIES * WIDEST_HEAD
-    has_room = is_usual and has_large_shared_memory(key.device)
+    fits = is_usual and has_large_shared_memory(key.device)
     parts = grads.new_empty(
         2, 1 + PROMPT_PIECES, num_prompt_tokens, *key.shape[1:], dtype=torch.float32
     )
@@ -179,7 +179,7 @@ def _write_key_gradients(
         *(step for x in (gradient, query, key, value) for step in x.stride()[:2]),
         KEYS=KEYS,
         num_warps=THREADS_FOR_KEYS // 32,
-        num_stages=NUM_STAGES_FOR_KEYS if has_room else 1,
+        num_stages=NUM_STAGES_FOR_KEYS if fits else 1,
         **shape,
     )  # fmt: skip
     if num_prompt_tokens:

@@ -65,8 +65,8 @@ class Call:
         return self.deadline - time.monotonic()
 
 
-class Share(NamedTuple):
-    """What one rank gets of a call."""
+class RankCall(NamedTuple):
+    """A call on one rank, with its arguments."""
 
     rank: int
     args: tuple[Any, ...]
@@ -103,11 +103,11 @@ class Backend(ABC):
         return len(self.workers)
 
     @abstractmethod
-    def submit(self, call: Call, method: str, shares: Sequence[Share]) -> list[Any]:
-        """Start `method` on each share's rank and return one reference per share.
+    def submit(self, call: Call, method: str, rank_calls: Sequence[RankCall]) -> list[Any]:
+        """Start `method` on the rank of each call and return one reference per call.
 
         Does not wait for the method, except where the rank is this very process. An object that
-        several shares hold is transported once. A rank that is known to be dead gives a reference
+        several calls hold is transported once. A rank that is known to be dead gives a reference
         that has already failed.
         """
 
@@ -115,7 +115,7 @@ class Backend(ABC):
         """A method of a role's worker in this process."""
         raise NotImplementedError(f"{type(self).__name__} has no rank in this process")
 
-    def run_here(self, call: Call, function: Callable[..., Any], share: Share) -> Any:
+    def run_here(self, call: Call, function: Callable[..., Any], rank_call: RankCall) -> Any:
         """Call a function on the calling thread, within the call's deadline; its reference."""
         raise NotImplementedError(f"{type(self).__name__} has no rank in this process")
 

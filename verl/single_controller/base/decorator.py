@@ -36,7 +36,7 @@ from verl.single_controller.base.dispatch import (
     make_nd_compute_dataproto_dispatch_fn,
     map_arguments,
 )
-from verl.single_controller.base.futures import put_together
+from verl.single_controller.base.futures import resolve_futures
 
 __all__ = [
     "DISPATCH_MODE_FN_REGISTRY",
@@ -143,12 +143,12 @@ def registered_methods(worker_class: type) -> dict[str, dict[str, Any]]:
 def _resolving(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = put_together(*map_arguments(_value, args, kwargs))
+        args, kwargs = resolve_futures(*map_arguments(_value, args, kwargs))
         return method(*args, **kwargs)
 
     @wraps(method)
     async def call_async(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = put_together(*map_arguments(_value, args, kwargs))
+        args, kwargs = resolve_futures(*map_arguments(_value, args, kwargs))
         return await method(*args, **kwargs)
 
     wrapper: Any = call_async if inspect.iscoroutinefunction(method) else call

@@ -3,11 +3,11 @@
 `GroupFuture` is what a non-blocking call returns. On the driver it is waited for like a blocking
 call: all ranks of the call are watched, and the first failure is raised at once.
 
-As an argument a future is waited for by the back-end, not by the worker: `lay_out` puts its parts
-beside the other arguments as keywords, in the form in which a back-end delivers references (Ray
-resolves them, the local back-end forwards the packed result), and on the worker `put_together`
-joins them. So a worker never blocks on another one, and an error in a part fails the call before it
-starts.
+As an argument a future is waited for by the back-end, not by the worker: `expand_futures` puts its
+parts beside the other arguments as keywords, in the form in which a back-end delivers references
+(Ray resolves them, the local back-end forwards the packed result), and on the worker
+`resolve_futures` joins them. So a worker never blocks on another one, and an error in a part fails
+the call before it starts.
 
 A batch whose rows the driver must order or split, but not read, stays on the workers:
 
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.protocol import BatchError, DataProto, DataProtoFuture
-from verl.single_controller.base.backend import Call, Share
+from verl.single_controller.base.backend import Call, RankCall
 from verl.single_controller.base.dispatch import require_divisible, split
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class GroupFuture(DataProtoFuture):
     call: Call | None = None
 
     def get(self, timeout_seconds: float | None = None) -> Any:
-        """Wait, by default until the call's own deadline, join the parts and take the share."""
+        """Wait, by default until the call's deadline, join the parts and take this rank's rows."""
         assert self.references is not None
         assert self.positions is not None
         assert self.resolve is not None
@@ -77,8 +77,8 @@ class PartsOf:
     names: tuple[str, ...]
 
 
-def lay_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """On the driver: replace each future by its parts."""
+def expand_futures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Replace each future by its parts; runs on the driver."""
     if not any(isinstance(arg, DataProtoFuture) for arg in (*args, *kwargs.values())):
         return args, kwargs
     parts: dict[str, Any] = {}
@@ -90,13 +90,13 @@ def lay_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         parts.update(zip(names, arg.futures, strict=True))
         return PartsOf(DataProtoFuture(arg.collect_fn, [], arg.dispatch_fn), names)
 
-    laid_out = tuple(stand_in(arg) for arg in args)
+    expanded = tuple(stand_in(arg) for arg in args)
     keywords = {key: stand_in(arg) for key, arg in kwargs.items()}
-    return laid_out, {**keywords, **parts}
+    return expanded, {**keywords, **parts}
 
 
-def put_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """On the worker: replace each stand-in by the batch it stands for."""
+def resolve_futures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Replace each stand-in by its batch; runs on the worker."""
     parts = {key: value for key, value in kwargs.items() if key.startswith(PREFIX)}
     if not parts:
         return args, kwargs
@@ -160,11 +160,11 @@ def by_reference(
     a few numbers, which are all that comes to the driver. It is a function of an importable module.
     """
     assert future.positions is not None
-    shares = [
-        Share(rank, (describe, DataProtoFuture.concat([part])), {})
+    rank_calls = [
+        RankCall(rank, (describe, DataProtoFuture.concat([part])), {})
         for rank, part in zip(future.positions, future.futures, strict=True)
     ]
-    known = group.execute_shares("execute_with_func_generator", shares)
+    known = group.execute_rank_calls("execute_with_func_generator", rank_calls)
     indices = [
         np.stack([np.full(len(rows), number), np.arange(len(rows))], axis=1)
         for number, rows in enumerate(known)

@@ -28,7 +28,7 @@ from verl.single_controller.base.backend import (
     DEFAULT_CALL_TIMEOUT_SECONDS,
     Backend,
     Call,
-    Share,
+    RankCall,
     wait_for_results,
     watch_ranks,
 )
@@ -53,7 +53,7 @@ from verl.single_controller.base.dispatch import (
     dispatch_all_to_all,
     map_arguments,
 )
-from verl.single_controller.base.futures import GroupFuture, lay_out
+from verl.single_controller.base.futures import GroupFuture, expand_futures
 from verl.single_controller.base.resource_pool import ResourcePool
 from verl.utils import tensordict_utils
 
@@ -126,7 +126,7 @@ class WorkerGroup:
         When every argument is a list with one entry per rank, each rank gets its entry; otherwise
         all ranks get all arguments.
         """
-        return self._submit(method_name, self._shares(args, kwargs))
+        return self._submit(method_name, self._rank_calls(args, kwargs))
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_zero_async(method_name, *args, **kwargs)
@@ -136,19 +136,23 @@ class WorkerGroup:
         return self.resolve(self.execute_rank_zero_async(method_name, *args, **kwargs), call)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._submit(method_name, [Share(0, args, kwargs)])[0]
+        return self._submit(method_name, [RankCall(0, args, kwargs)])[0]
 
     def execute_ranks(
         self, ranks: Sequence[int], method_name: str, *args: Any, **kwargs: Any
     ) -> list[Any]:
         """Run a method on some of the ranks with the same arguments; their results, in order."""
-        return self.execute_shares(method_name, [Share(rank, args, kwargs) for rank in ranks])
+        return self.execute_rank_calls(
+            method_name, [RankCall(rank, args, kwargs) for rank in ranks]
+        )
 
-    def execute_shares(self, method_name: str, shares: Sequence[Share]) -> list[Any]:
+    def execute_rank_calls(self, method_name: str, rank_calls: Sequence[RankCall]) -> list[Any]:
         """Run a method on some of the ranks, each with its own arguments; results in order."""
         call = self.start_call(method_name)
-        references = self._submit(method_name, shares)
-        return wait_for_results(self._backend, call, [share.rank for share in shares], references)
+        references = self._submit(method_name, rank_calls)
+        return wait_for_results(
+            self._backend, call, [rank_call.rank for rank_call in rank_calls], references
+        )
 
     def start_call(self, method_name: str) -> Call:
         """The clock of a call starts now."""
@@ -176,26 +180,30 @@ class WorkerGroup:
                 view._offer(name, role.with_deadline(seconds), f"role {name!r}")
         return view
 
-    def _submit(self, method_name: str, shares: Sequence[Share]) -> list[Any]:
+    def _submit(self, method_name: str, rank_calls: Sequence[RankCall]) -> list[Any]:
         call = self.start_call(method_name)
         if method_name in self._resolving:
-            shares = [Share(rank, *lay_out(args, kwargs)) for rank, args, kwargs in shares]
+            rank_calls = [
+                RankCall(rank, *expand_futures(args, kwargs)) for rank, args, kwargs in rank_calls
+            ]
         if self._role and self._is_fused():
             address = f"{self._role}{FUSED_SEPARATOR}{method_name}"
-            shares = [Share(rank, (address, *args), kwargs) for rank, args, kwargs in shares]
-            return self._backend.submit(call, FUSED_ENTRY, shares)
+            rank_calls = [
+                RankCall(rank, (address, *args), kwargs) for rank, args, kwargs in rank_calls
+            ]
+            return self._backend.submit(call, FUSED_ENTRY, rank_calls)
         remote_name = f"{self._role}_{method_name}" if self._role else method_name
-        return self._backend.submit(call, remote_name, shares)
+        return self._backend.submit(call, remote_name, rank_calls)
 
-    def _shares(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Share]:
+    def _rank_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RankCall]:
         """The arguments of each rank: its entries of lists with one per rank, or all of them."""
         ranks = range(self.world_size)
         values = (*args, *kwargs.values())
         if not all(isinstance(value, list) and len(value) == len(ranks) for value in values):
-            return [Share(rank, args, kwargs) for rank in ranks]
+            return [RankCall(rank, args, kwargs) for rank in ranks]
         rank_args = list(zip(*args, strict=True)) if args else [()] * len(ranks)
         return [
-            Share(rank, rank_args[rank], {key: value[rank] for key, value in kwargs.items()})
+            RankCall(rank, rank_args[rank], {key: value[rank] for key, value in kwargs.items()})
             for rank in ranks
         ]
 
@@ -366,8 +374,10 @@ def group_method(
         started = group.start_call(method_name)
         if is_direct and not group._holds_futures(args, kwargs):
             function = backend.method_here(group._role, method_name)
-            share = group._shares(args, kwargs)[0] if is_for_all else Share(0, args, kwargs)
-            reference = backend.run_here(started, function, share)
+            rank_call = (
+                group._rank_calls(args, kwargs)[0] if is_for_all else RankCall(0, args, kwargs)
+            )
+            reference = backend.run_here(started, function, rank_call)
             output = [reference] if is_for_all else reference
         else:
             output = execute_fn(method_name, *args, **kwargs)
@@ -384,12 +394,12 @@ def group_method(
 
 
 def _for_rank_zero(dispatch_fn: Function) -> Function:
-    """Of arguments that are split over all ranks, rank zero gets its own share."""
+    """Rank zero's part of arguments that are split over all ranks."""
 
     def dispatch(group: "WorkerGroup", *args: Any, **kwargs: Any) -> Arguments:
         args, kwargs = dispatch_fn(group, *args, **kwargs)
         kwargs.pop(PADDING_KEY, 0)
-        return map_arguments(lambda shares: shares[0], args, kwargs)
+        return map_arguments(lambda parts: parts[0], args, kwargs)
 
     return dispatch
 

@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
-from verl.single_controller.base.backend import Backend, Call, Outcome, Share, wait_for_results
+from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall, wait_for_results
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.base.decorator import plain_method
 from verl.single_controller.base.failures import SHUT_DOWN, Guard
@@ -55,30 +55,32 @@ class InProcessBackend(Backend):
         self._stack = ""
         self._lease = RankEnvironment.lease(variables)
         self.workers = [None]
-        future = self.run_here(construct, spec, Share(0, (), {}))
+        future = self.run_here(construct, spec, RankCall(0, (), {}))
         try:
             self.workers = wait_for_results(self, construct, [0], [future])
         except BaseException:
             self.shutdown()
             raise
 
-    def submit(self, call: Call, method: str, shares: Sequence[Share]) -> list[Any]:
+    def submit(self, call: Call, method: str, rank_calls: Sequence[RankCall]) -> list[Any]:
         bound = getattr(self.workers[0], method)
-        return [self.run_here(call, bound, share) for share in shares]
+        return [self.run_here(call, bound, rank_call) for rank_call in rank_calls]
 
     def method_here(self, role: str, name: str) -> Callable[..., Any]:
         worker = self.workers[0].worker_dict[role] if role else self.workers[0]
         return plain_method(getattr(worker, name))
 
-    def run_here(self, call: Call, function: Callable[..., Any], share: Share) -> LocalFuture:
+    def run_here(
+        self, call: Call, function: Callable[..., Any], rank_call: RankCall
+    ) -> LocalFuture:
         """The future is done on return, unless the function ran too long."""
         future = LocalFuture(call, 0, self, self._changed)
         if self.is_closed.is_set():
             future.complete(failure=SHUT_DOWN)
             return future
         with Guard() as guard:
-            args = [_value(arg, call) for arg in share.args]
-            kwargs = {key: _value(arg, call) for key, arg in share.kwargs.items()}
+            args = [_value(arg, call) for arg in rank_call.args]
+            kwargs = {key: _value(arg, call) for key, arg in rank_call.kwargs.items()}
             watch = Watch(call.remaining_seconds())
             try:
                 try:

@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from verl.single_controller.base import process_probe
-from verl.single_controller.base.backend import Backend, Call, Outcome, Share, wait_for_results
+from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall, wait_for_results
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.base.failures import SHUT_DOWN, Failure
 from verl.single_controller.base.process_probe import ProcessAddress
@@ -69,14 +69,14 @@ class ProcessBackend(Backend):
         try:
             for rank, own in enumerate(variables):
                 self._ranks.append(RankProcess(rank, own, spec.modules))
-            shares = [Share(rank, (payload,), {}) for rank in range(len(variables))]
-            references = self.submit(construct, CONSTRUCT, shares)
+            rank_calls = [RankCall(rank, (payload,), {}) for rank in range(len(variables))]
+            references = self.submit(construct, CONSTRUCT, rank_calls)
             wait_for_results(self, construct, range(len(variables)), references)
         except BaseException:
             self.shutdown()
             raise
 
-    def submit(self, call: Call, method: str, shares: Sequence[Share]) -> list[Any]:
+    def submit(self, call: Call, method: str, rank_calls: Sequence[RankCall]) -> list[Any]:
         payloads: dict[int, Any] = {}  # by identity: what ranks share is packed once
 
         def ready(value: Any) -> Any:
@@ -91,10 +91,10 @@ class ProcessBackend(Backend):
                 args=[ready(value) for value in args],
                 kwargs={key: ready(value) for key, value in kwargs.items()},
             )
-            for rank, args, kwargs in shares
+            for rank, args, kwargs in rank_calls
         ]
         # Only now: what cannot be packed must not leave some ranks with a call and others without.
-        for (rank, _, _), request in zip(shares, requests, strict=True):
+        for (rank, _, _), request in zip(rank_calls, requests, strict=True):
             self._ranks[rank].submit(request)
         return [request.future for request in requests]
 

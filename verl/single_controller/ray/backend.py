@@ -24,7 +24,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.single_controller.base import process_probe
-from verl.single_controller.base.backend import Backend, Call, Outcome, Share
+from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall
 from verl.single_controller.base.failures import Failure, first_line, summary_of
 from verl.single_controller.base.process_probe import ProcessAddress
 from verl.utils.ray_utils import parallel_put
@@ -65,10 +65,10 @@ class RayBackend(Backend):
         if owned and not lasting:
             weakref.finalize(self, kill_actors, self.workers, os.getpid())
 
-    def submit(self, call: Call, method: str, shares: Sequence[Share]) -> list[Any]:
-        stored = put_common_batches(shares)
+    def submit(self, call: Call, method: str, rank_calls: Sequence[RankCall]) -> list[Any]:
+        stored = put_common_batches(rank_calls)
         references = []
-        for rank, args, kwargs in shares:
+        for rank, args, kwargs in rank_calls:
             args = [stored.get(id(value), value) for value in args]
             kwargs = {key: stored.get(id(value), value) for key, value in kwargs.items()}
             references.append(getattr(self.workers[rank], method).remote(*args, **kwargs))
@@ -147,11 +147,11 @@ class RayBackend(Backend):
                 self._addresses[rank] = outcome.value
 
 
-def put_common_batches(shares: Sequence[Share]) -> dict[int, Any]:
+def put_common_batches(rank_calls: Sequence[RankCall]) -> dict[int, Any]:
     """Put what is large and goes to several ranks into the object store once; by identity."""
-    if len(shares) < 2:
+    if len(rank_calls) < 2:
         return {}
-    first, second = ((*args, *kwargs.values()) for _, args, kwargs in shares[:2])
+    first, second = ((*args, *kwargs.values()) for _, args, kwargs in rank_calls[:2])
     common = {id(value) for value in first} & {id(value) for value in second}
     large = (value for value in first if isinstance(value, LARGE_TYPES))
     return {id(value): ray.put(value) for value in large if id(value) in common}

@@ -23,7 +23,7 @@ from verl.utils.environment import run_id
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_SECONDS = 300.0
-"""How long a cluster may take to find room, which includes starting nodes."""
+"""How long a cluster may take to place the groups, which includes starting nodes."""
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 DEVICE_RESOURCES = {name: kind.ray_resource for name, kind in KINDS.items() if kind.ray_resource}
@@ -53,7 +53,7 @@ class RayResourcePool(ResourcePool):
         device_name: str = "cuda",
         timeout_seconds: float = PLACEMENT_TIMEOUT_SECONDS,
     ) -> list[PlacementGroup]:
-        """One group per node, ordered by the nodes' addresses; `ValueError` if there is no room."""
+        """One group per node, ordered by the nodes' addresses; `ValueError` if they do not fit."""
         if self.pgs is None:
             bundle = self._bundle(device_name)
             prefix = name or self._placement_group_prefix()
@@ -66,7 +66,7 @@ class RayResourcePool(ResourcePool):
                 )
                 for node, count in enumerate(self.store)
             ]
-            wait_for_room(created, bundle, self.store, timeout_seconds)
+            wait_for_resources(created, bundle, self.store, timeout_seconds)
             self.pgs = sort_placement_group_by_node_ip(created)
         return self.pgs
 
@@ -114,7 +114,7 @@ class SubRayResourcePool(RayResourcePool):
         return self.subgroup_world_size
 
 
-def wait_for_room(
+def wait_for_resources(
     groups: Sequence[PlacementGroup],
     bundle: Mapping[str, float],
     counts: Sequence[int],
@@ -130,7 +130,7 @@ def wait_for_room(
             for created in groups:
                 remove_placement_group(created)
             raise ValueError(
-                f"no room for {needed} within {timeout_seconds:g} s; free now: "
+                f"no resources for {needed} within {timeout_seconds:g} s; free now: "
                 f"{ray.available_resources()}; ask for less, or lower max_colocate_count "
                 f"(it is the CPUs of a bundle)"
             )
@@ -206,7 +206,7 @@ def extract_pg_from_exist(
     src_role_names: Sequence[str],
     resource_pool: RayResourcePool,
 ) -> list[PlacementGroup]:
-    """Placement groups of the named pools that have room for the nodes of `resource_pool`."""
+    """Placement groups of the named pools that fit the nodes of `resource_pool`."""
     pools = (pool for name, pool in resource_pools.items() if name in src_role_names)
     groups = [group for pool in pools for group in pool.get_placement_groups()]
     groups.sort(key=lambda group: group.bundle_count, reverse=True)

@@ -33,7 +33,7 @@ from verl.workers.weight_sync.channel import (
 SHARED_FOLDER = "/dev/shm"
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_NOTE_BYTES = 4096
-HEADER_ROOM = 2**20
+MAX_HEADER_BYTES = 2**20
 """Headers differ in length; with this much to spare one file serves all buckets."""
 
 _OPEN, _FREE = b"open", b"free"
@@ -69,7 +69,7 @@ class SharedMemorySender(SendingChannel):
             self._note(header, payload, "")
             return
         self._memory = empty_payload(0)  # before the larger one is taken
-        path = reserve_file(self._folder, num_bytes + HEADER_ROOM)
+        path = reserve_file(self._folder, num_bytes + MAX_HEADER_BYTES)
         try:
             self._memory = map_file(path)
             self._fill(header, payload)

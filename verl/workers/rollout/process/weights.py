@@ -25,10 +25,10 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 class IncomingWeights:
-    """Opened by `accept`, used up by `receive`; `came_round` is told of every tensor."""
+    """Opened by `accept`, used up by `receive`; `progressed` is called for every tensor."""
 
-    def __init__(self, came_round: Callable[[], None]) -> None:
-        self._came_round = came_round
+    def __init__(self, progressed: Callable[[], None]) -> None:
+        self._progressed = progressed
         self._pipe: Connection[Any, Any] | None = None
         self._listener: TcpListener | None = None
         self._options: Message = {}
@@ -69,7 +69,7 @@ class IncomingWeights:
 
     def _observed(self, weights: Weights) -> Weights:
         for named in weights:
-            self._came_round()
+            self._progressed()
             yield named
 
     def _local(self) -> ReceivingChannel:

@@ -1,4 +1,4 @@
-"""A run whose ranks divide sequences or the rollout's model is the run of a single rank."""
+"""A run whose ranks shard sequences or the rollout's model is the run of a single rank."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LESS_THAN_A_ROW = (  # of up to 14 tokens, but two ranks have room for one
     f"{ACTOR}.ppo_max_token_len_per_gpu=7",
     "critic.ppo_max_token_len_per_gpu=7",
 )
-DIVIDED = {
+SHARDED = {
     "sequences": (
         *LESS_THAN_A_ROW,
         f"{ACTOR}.ulysses_sequence_parallel_size=2",
@@ -32,12 +32,12 @@ DIVIDED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", DIVIDED)
+@pytest.mark.parametrize("what", SHARDED)
 def test_two_ranks_that_divide_something_train_as_one_does(what, toy, tmp_path):
     changes = (*EVERYTHING, *BY_TOKENS)
     expected, alone = toy_run(toy, tmp_path / "one", *changes, trainer_class=KeepsResponses)
     found, pair = toy_run(
-        toy, tmp_path / "two", *changes, *TWO_LOCAL, *DIVIDED[what], trainer_class=KeepsResponses
+        toy, tmp_path / "two", *changes, *TWO_LOCAL, *SHARDED[what], trainer_class=KeepsResponses
     )
     pair.stop_workers()
     assert pair.actor_rollout_wg.world_size == 2
