@@ -8,6 +8,7 @@ from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
 from verl.agent_loop.manager import SEED_COLUMN, get_trajectory_info
+from verl.agent_loop.rollouter import MIN_ROWS_AHEAD
 from verl.config.rollout import AgentLoopConfig
 from verl.protocol import DataProto
 from verl.workers.rollout.native.engine import NativeEngine
@@ -144,3 +145,23 @@ def test_trajectories_are_numbered_within_their_row():
     assert [(info["sample_index"], info["rollout_n"]) for info in infos] == [(7, 0), (7, 1), (8, 0)]
     assert infos[0]["step"] == 3
     assert infos[0]["validate"]
+
+
+def test_prompts_encoded_ahead_reach_the_engine_in_the_order_of_the_rows():
+    texts = [f"{a}{b}" for a in "abcdef" for b in "12345"]
+    assert len(texts) > MIN_ROWS_AHEAD
+    engine = FakeRollout()
+    made = AgentLoopManager(loop_config(), rollouts=[engine], tokenizer=tiny_tokenizer())
+    rows = DataProto.from_dict(non_tensors={"raw_prompt": texts, "uid": texts})
+    made.generate_sequences(rows)
+    expected = [tiny_tokenizer().encode(text, add_special_tokens=False) for text in texts]
+    seen = [list(request.prompt_ids)[-2:] for request in engine.requests]
+    assert seen == expected
+
+
+def test_a_prompt_that_cannot_be_encoded_ahead_is_the_error_of_its_loop():
+    texts = ["a"] * MIN_ROWS_AHEAD + ["b" * 1000]
+    made = AgentLoopManager(loop_config(), rollouts=[FakeRollout()], tokenizer=tiny_tokenizer())
+    rows = DataProto.from_dict(non_tensors={"raw_prompt": texts, "uid": range(len(texts))})
+    with pytest.raises(ValueError, match="1000"):
+        made.generate_sequences(rows)

@@ -5,8 +5,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.tiny_tokenizer import tiny_tokenizer
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.tokenizer import set_pad_token_id
+from verl.utils.tokenizer import decode_texts, set_pad_token_id
 
 WORDS = {"<unk>": 0, "<eos>": 1, "<end_of_turn>": 2, "<pad>": 3, "one": 4, "two": 5}
 
@@ -68,3 +69,19 @@ def test_a_broken_processor_is_an_error_not_none(saved, tmp_path):
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(config))
     with pytest.raises((ValueError, OSError, TypeError, ImportError)):
         hf_processor(path)
+
+
+def test_texts_are_decoded_as_the_tokenizer_does_it():
+    tokenizer = tiny_tokenizer()
+    ids = [[1, 5, 6, 2], [], [7, 0, 8]]
+    assert decode_texts(tokenizer, ids) == tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def test_a_tokenizer_with_a_decoder_of_its_own_is_asked():
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, token_ids, **kwargs):
+            return super()._decode(token_ids, **kwargs).upper()
+
+    tokenizer = Shouting(tokenizer_object=tiny_tokenizer().backend_tokenizer)
+    ids = [tokenizer.encode("abc", add_special_tokens=False)]
+    assert decode_texts(tokenizer, ids)[0].replace(" ", "") == "ABC"

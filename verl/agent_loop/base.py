@@ -157,6 +157,12 @@ class AgentLoopBase(ABC):
             raise ValueError(
                 "the prompt has images or videos; the built-in engine continues text only"
             )
+        return self.encode(messages, tools)
+
+    def encode(
+        self, messages: Prompt, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """`apply_chat_template` of text, for any thread."""
         return encode_prompt_once(
             messages,
             self.tokenizer,

@@ -34,6 +34,7 @@ from verl.agent_loop.base import (
 )
 from verl.agent_loop.buffer import Buffer
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
+from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch, trajectories_of
 from verl.protocol.trajectory import (
@@ -43,6 +44,7 @@ from verl.protocol.trajectory import (
     response_segments,
     trajectory_timing,
 )
+from verl.utils.dataset.prompts import MAX_REMEMBERED, Prompt
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig
@@ -50,6 +52,9 @@ from verl.workers.reward_manager.adapters import as_grader
 from verl.workers.reward_manager.service import GradingService
 from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
+
+MIN_ROWS_AHEAD = 16
+MAX_ENCODING_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +221,7 @@ class Rollouter(GroupSource):
         grading = None if service is None else GradedGeneration(service)
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
         traces = trace_infos(groups, options)
+        await self._encode_ahead(groups)
         # One task per group, made in order: samples of a prompt reach the engine together.
         tasks = [
             asyncio.create_task(self._run_group(group, params, trace, grading, put))
@@ -230,6 +236,29 @@ class Rollouter(GroupSource):
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _encode_ahead(self, groups: Sequence[Group]) -> None:
+        """Encode the prompts of single-turn loops on several cores, before any loop starts.
+
+        The loops find their prompts encoded and still reach the engine in order.
+        """
+        rows = [group.trajectories[0].row for group in groups[:MAX_REMEMBERED]]
+        chosen = self._loop_class(self._default_loop)
+        if len(rows) < MIN_ROWS_AHEAD or chosen.cls is not SingleTurnAgentLoop:
+            return
+        prompts = [row["raw_prompt"] for row in rows if not row.get("agent_name")]
+        loop = self._make_loop(chosen)
+
+        def encode(part: Sequence[Prompt]) -> None:
+            for prompt in part:
+                loop.encode(prompt)
+
+        num_parts = min(MAX_ENCODING_THREADS, os.cpu_count() or 1)
+        parts = [prompts[part::num_parts] for part in range(num_parts)]
+        # A prompt that cannot be encoded raises again in its own loop.
+        await asyncio.gather(
+            *(asyncio.to_thread(encode, part) for part in parts), return_exceptions=True
+        )
 
     async def _run_group(
         self,

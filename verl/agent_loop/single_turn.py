@@ -20,14 +20,18 @@ class SingleTurnAgentLoop(AgentLoopBase):
     ) -> None:
         """The samples of a prompt differ in their seeds only: one loop and one request for all.
 
-        Traced samples and those of a subclass with a `run` of its own get a loop each.
+        Traced samples and those of a subclass with methods of its own get a loop each.
         """
         is_traced = any(sample.trace is not None for sample in samples)
-        if is_traced or cls.run is not SingleTurnAgentLoop.run:
+        is_plain = (cls.run, cls.apply_chat_template) == (
+            SingleTurnAgentLoop.run,
+            AgentLoopBase.apply_chat_template,
+        )
+        if is_traced or not is_plain:
             await super().run_group(make_loop, samples)
             return
         loop = make_loop()
-        prompt_ids = await loop.apply_chat_template(samples[0].row["raw_prompt"])
+        prompt_ids = loop.encode(samples[0].row["raw_prompt"])
         start = time.perf_counter()
         session = uuid.uuid4().hex
         session_ids = [f"{session}-{number}" for number in range(len(samples))]

@@ -4,10 +4,17 @@ Batches need a pad token, which many models lack; whatever is changed here is lo
 """
 
 import logging
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
 from transformers.utils.hub import has_file
 
 logger = logging.getLogger(__name__)
@@ -70,3 +77,21 @@ def hf_processor(name_or_path: str | PathLike[str], **kwargs: Any) -> ProcessorM
 def _is_gemma2_chat(name_or_path: str | PathLike[str]) -> bool:
     name = str(name_or_path).rstrip("/").rpartition("/")[2].lower()
     return name.startswith("gemma-2-") and name.endswith("-it")
+
+
+def decode_texts(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[int]]) -> list[str]:
+    """`tokenizer.batch_decode` without special tokens.
+
+    Where the tokenizers library does all of the work it decodes on all cores and without Python's
+    lock, so that an engine on another thread goes on.
+    """
+    kind = type(tokenizer)
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind._decode is PreTrainedTokenizerFast._decode
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind.batch_decode is PreTrainedTokenizerBase.batch_decode
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
+        return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=True)
+    return tokenizer.batch_decode(sequences, skip_special_tokens=True)

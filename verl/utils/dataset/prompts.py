@@ -289,7 +289,7 @@ def replaced(value: Any, hide: Callable[[str], str]) -> Any:
     return value
 
 
-MAX_REMEMBERED = 64
+MAX_REMEMBERED = 1024
 """Samples of one prompt follow each other, so a few are enough."""
 
 

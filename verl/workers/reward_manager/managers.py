@@ -33,6 +33,7 @@ from verl.protocol import DataProto
 from verl.protocol.trajectory import Grade, InfraError, Score, Trajectory
 from verl.utils.py_functional import printable
 from verl.utils.reward_score import default_compute_score
+from verl.utils.tokenizer import decode_texts
 from verl.workers.reward_manager.abstract import (
     AbstractRewardManager,
     precomputed_rewards,
@@ -65,11 +66,10 @@ class FunctionManager(GradingManager, AbstractRewardManager):
     """What managers of a reward function have in common: the text, and the arguments of a call."""
 
     def prepare(self, trajectories: Sequence[Trajectory]) -> None:
-        """Decode all responses at once. Tokenizers take arrays faster than lists."""
+        """Decode all responses at once."""
         undecoded = [trajectory for trajectory in trajectories if trajectory.text is None]
         if undecoded:
-            ids = [np.asarray(trajectory.response_ids) for trajectory in undecoded]
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            texts = decode_texts(self.tokenizer, [t.response_ids for t in undecoded])
             for trajectory, text in zip(undecoded, texts, strict=True):
                 trajectory.text = text
 
