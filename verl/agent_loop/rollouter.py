@@ -230,8 +230,6 @@ class Rollouter(GroupSource):
         finally:
             for task in tasks:
                 task.cancel()
-        if grading is not None:
-            self._seconds["reward_wait"] = grading.seconds_after_last_response()
 
     async def _run_group(
         self,
@@ -264,6 +262,7 @@ class Rollouter(GroupSource):
         group.version = min(versions) if is_one_version else None
         if grading is not None:
             await grading.finish(group)
+            self._seconds["reward_wait"] = grading.seconds_after_last_response()
         put(group)
 
     def _loop_class(self, name: str) -> LoopClass:
