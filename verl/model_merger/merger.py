@@ -147,7 +147,7 @@ def joined(folder: Path, name: str, parts: list[TorchTensor | TorchShard | None]
         raise ValueError(f"{folder}: the ranks disagree about {name}")
     if dim is None:
         return LazyTensor(dtype=first.local.dtype, shape=first.shape, read=first.local.read)
-    in_order = sorted(shards, key=lambda shard: shard.place)
+    in_order = sorted(shards, key=lambda shard: shard.index)
     local_parts = [shard.local for shard in in_order]
     others = {(*t.shape[:dim], *t.shape[dim + 1 :]) for t in local_parts}
     is_whole = sum(t.shape[dim] for t in local_parts) == first.shape[dim]

@@ -76,10 +76,10 @@ class TorchShard:
     local: TorchTensor
     shape: tuple[int, ...]
     sharded_dim: int | None
-    """The dimension that is cut; None where every rank holds the whole tensor."""
+    """The dimension that is sharded; None where every rank holds the whole tensor."""
 
-    place: int
-    """Which of the parts along that dimension this is."""
+    index: int
+    """Index of this shard along that dimension."""
 
     is_first_copy: bool
     """False on ranks that repeat what others hold."""
@@ -136,7 +136,7 @@ def _described(path: Path, value: Any, rank: int) -> TorchTensor | TorchShard | 
 def _tensor(path: Path, record: Any) -> TorchTensor:
     if not isinstance(record, Record) or not record.is_made_by(REBUILDS_TENSOR):
         raise ValueError(f"{path} holds a part of a tensor that is not a plain tensor")
-    storage, offset, shape, stride = (_argument(record, place) for place in range(4))
+    storage, offset, shape, stride = (_argument(record, index) for index in range(4))
     identity = storage.identity if isinstance(storage, Persistent) else ()
     match identity:
         case ("storage", Symbol(name=kind), str(key), _, int(num_stored)) if kind in DTYPES:
@@ -173,24 +173,24 @@ def _shard(path: Path, record: Record, rank: int) -> TorchShard:
     placements = list(spec["placements"])
     where = mesh.get("_coordinate_on_dim") or ([rank] if len(placements) == 1 else None)
     if where is None or len(where) != len(placements):
-        raise ValueError(f"{path} does not say which place of its mesh it comes from")
-    cuts: list[tuple[int, int]] = []
+        raise ValueError(f"{path} does not state its coordinate in the mesh")
+    sharded: list[tuple[int, int]] = []
     is_first_copy = True
-    for placement, place in zip(placements, _extents(tuple(where)), strict=True):
+    for placement, index in zip(placements, _extents(tuple(where)), strict=True):
         if isinstance(placement, Record) and placement.is_made_by("Shard"):
-            cuts.append((_shard_dim(placement), place))
+            sharded.append((_shard_dim(placement), index))
         elif isinstance(placement, Record) and placement.is_made_by("Replicate"):
-            is_first_copy = is_first_copy and place == 0
+            is_first_copy = is_first_copy and index == 0
         else:
-            raise ValueError(f"{path} divides a tensor in a way that is not known")
-    if len(cuts) > 1:
-        raise ValueError(f"{path} divides a tensor twice; merge it where it was saved")
-    dim, place = cuts[0] if cuts else (None, 0)
+            raise ValueError(f"{path} shards a tensor in an unknown way")
+    if len(sharded) > 1:
+        raise ValueError(f"{path} shards a tensor twice; merge it where it was saved")
+    dim, index = sharded[0] if sharded else (None, 0)
     return TorchShard(
         local=_tensor(path, state["_local_tensor"]),
         shape=shape,
         sharded_dim=dim,
-        place=place,
+        index=index,
         is_first_copy=is_first_copy,
     )
 
@@ -202,11 +202,11 @@ def _shard_dim(placement: Record) -> int:
     return _extents((dim,))[0]
 
 
-def _argument(record: Any, place: int) -> Any:
+def _argument(record: Any, index: int) -> Any:
     arguments = record.arguments if isinstance(record, Record) else None
-    if type(arguments) is not tuple or len(arguments) <= place:
+    if type(arguments) is not tuple or len(arguments) <= index:
         raise ValueError("a tensor is described with too few arguments")
-    return arguments[place]
+    return arguments[index]
 
 
 def _dict_with(value: Any, *keys: str) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _dict_with(value: Any, *keys: str) -> dict[str, Any]:
     for candidate in state if type(state) is tuple else (state,):
         if type(candidate) is dict and all(key in candidate for key in keys):
             return candidate
-    raise ValueError(f"a divided tensor is described without {', '.join(keys) or 'its mesh'}")
+    raise ValueError(f"a sharded tensor is described without {', '.join(keys) or 'its mesh'}")
 
 
 def _size(value: Any) -> tuple[int, ...]:
@@ -298,13 +298,13 @@ class _Machine:
             raise UnreadablePickleError(f"it has the instruction {name}")
 
     def since_mark(self) -> list[Any]:
-        place = len(self.stack) - 1
-        while type(self.stack[place]) is not _Mark:
-            place -= 1
-            if place < 0:
+        index = len(self.stack) - 1
+        while type(self.stack[index]) is not _Mark:
+            index -= 1
+            if index < 0:
                 raise UnreadablePickleError("a group of values has no beginning")
-        values = self.stack[place + 1 :]
-        del self.stack[place:]
+        values = self.stack[index + 1 :]
+        del self.stack[index:]
         return values
 
     def last(self, count: int) -> list[Any]:

@@ -193,8 +193,8 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Parts) -> Tensor:
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     """The inverse permutation: `result[idx_map[i]] == i`."""
     reverse = [0] * len(idx_map)
-    for place, index in enumerate(idx_map):
-        reverse[index] = place
+    for i, index in enumerate(idx_map):
+        reverse[index] = i
     return reverse
 
 
@@ -380,7 +380,7 @@ def even_out_by_swaps(lengths: Sequence[int], parts: list[list[int]]) -> list[li
 def _best_swap(
     lengths: Sequence[int], heavy: list[int], light: list[int], gap: int
 ) -> tuple[int, int] | None:
-    """Places (in heavy, in light) whose swap moves closest to half the gap; both are ascending."""
+    """Indices (in heavy, in light) whose swap moves closest to half the gap; both are ascending."""
     rising = [lengths[i] for i in light]
     best, best_miss = None, gap / 2  # moving nothing misses half the gap by that much
     for place, i in enumerate(heavy):

@@ -342,8 +342,8 @@ def number(value: Any) -> str:
 
 
 def _place(group: str) -> tuple[int, str]:
-    place = FIRST_GROUPS.index(group) if group in FIRST_GROUPS else len(FIRST_GROUPS)
-    return place, group
+    index = FIRST_GROUPS.index(group) if group in FIRST_GROUPS else len(FIRST_GROUPS)
+    return index, group
 
 
 class _MlflowLoggingAdapter:

@@ -91,10 +91,10 @@ def lay_out(rows: Sequence[Row]) -> TensorDict:
         for name in ("input_ids", "attention_mask", "position_ids", "loss_mask")
     }
     for i, (part, context, length) in enumerate(zip(parts, contexts, lengths, strict=True)):
-        place = slice(P - context, P - context + length)
-        columns["attention_mask"][i, place] = 1
+        span = slice(P - context, P - context + length)
+        columns["attention_mask"][i, span] = 1
         for name, values in part.items():
-            columns[name][i, place] = values
+            columns[name][i, span] = values
     response_mask = columns.pop("loss_mask")[:, P:]
     columns |= {"responses": columns["input_ids"][:, P:], "response_mask": response_mask}
     return TensorDict(columns, batch_size=B)

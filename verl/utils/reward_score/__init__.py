@@ -36,7 +36,7 @@ def default_compute_score(
     """The score of one response by the function built in for its data source.
 
     Mappings are returned as they are, numbers as float, of a tuple the first entry as float. None
-    means that the grader could not judge the response.
+    means that the grader could not grade the response.
     """
     result = _scorer_for(data_source)(
         solution_str,

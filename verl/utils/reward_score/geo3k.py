@@ -10,7 +10,7 @@ from verl.utils.reward_score.math_grader import Abstain, Correct, final_answer, 
 def compute_score(
     predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1
 ) -> float | None:
-    """(1 - f) accuracy + f format; None where the answer cannot be judged."""
+    """(1 - f) accuracy + f format; None where the answer cannot be graded."""
     accuracy = acc_reward(predict_str, ground_truth, use_boxed)
     if accuracy is None:
         return None

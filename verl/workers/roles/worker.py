@@ -117,11 +117,11 @@ class HostCopies:
         self._devices: set[torch.device] = set()
 
     def keep(self, name: str, tensor: Tensor) -> Tensor:
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if place not in self._copies:
-            self._copies[place] = self._memory.put(name, tensor)
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self._copies:
+            self._copies[key] = self._memory.put(name, tensor)
             self._devices.add(tensor.device)
-        return self._copies[place]
+        return self._copies[key]
 
     def complete(self) -> None:
         """Return when every copy is there; the device may still be at it."""
