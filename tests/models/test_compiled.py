@@ -94,9 +94,9 @@ def test_on_a_gpu_the_compiled_modules_agree_with_the_eager_ones_in_bf16():
         return made
 
     eager, compiled = built(False), built(True)
-    assert eager._compiled is None
-    assert compiled._compiled is not None
-    assert compiled._compiled.names == ["Phi3MLP"], "the norm has a kernel"
+    assert eager.residency.compiled is None
+    assert compiled.residency.compiled is not None
+    assert compiled.residency.compiled.names == ["Phi3MLP"], "the norm has a kernel"
     data = batch().cuda()
     for cut in (CUT, MicroBatching(rows=2)):
         results = [

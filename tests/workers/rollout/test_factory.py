@@ -63,7 +63,7 @@ def test_ranks_have_an_engine_in_common_where_it_is_divided():
 
 def test_the_built_in_engine_in_a_process_has_one_device(model_path):
     options = rollout("native_process", tensor_model_parallel_size=2)
-    with pytest.raises(ValueError, match=r"rollout\.name=native divides the model"):
+    with pytest.raises(ValueError, match=r"rollout\.name=native shards the model"):
         engine_spec(options, model_path, device="cpu", has_weights=True)
 
 
