@@ -9,11 +9,15 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
+
+import yaml
 
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics
 from verl.utils.dataset.prompts import Prompt, encode_prompt_once
+from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
 from verl.utils.rollout_trace import rollout_trace_attr
 
@@ -181,3 +185,30 @@ agent_loops = Registry[type[AgentLoopBase]](
 def register(agent_name: str) -> Callable[[Loop], Loop]:
     """Class decorator: rows whose `agent_name` is this name run this loop."""
     return agent_loops.register(agent_name)
+
+
+@dataclass(frozen=True)
+class LoopClass:
+    """A class and the further arguments its YAML entry gives it."""
+
+    cls: type[AgentLoopBase]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def listed_loops(path: str | None) -> dict[str, LoopClass]:
+    """The loops of a YAML file: a list of `{name, _target_, ...}`, `_target_` being a class."""
+    if path is None:
+        return {}
+    entries = yaml.safe_load(Path(path).expanduser().read_text())
+    loops: dict[str, LoopClass] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
+            raise ValueError(
+                f"{path} lists {entry!r}; every agent loop needs a name and a _target_, the full "
+                "name of its class"
+            )
+        kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
+        loops[entry["name"]] = LoopClass(
+            load_class_from_fqn(entry["_target_"], "agent loop"), kwargs
+        )
+    return loops

@@ -17,20 +17,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import yaml
 from torch import Tensor
 
 from verl.agent_loop.base import (
     AgentLoopBase,
     AgentLoopOutput,
     DictConfigWrap,
+    LoopClass,
     LoopSample,
     agent_loops,
+    listed_loops,
 )
 from verl.agent_loop.buffer import Buffer
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
@@ -46,7 +46,6 @@ from verl.protocol.trajectory import (
 )
 from verl.utils.dataset.prompts import MAX_REMEMBERED, Prompt
 from verl.utils.dataset.rl_dataset import get_dataset_class
-from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager.adapters import as_grader
 from verl.workers.reward_manager.service import GradingService
@@ -137,14 +136,6 @@ class GroupSource(ABC):
                 service.close()
         self.grading = self.grading and GradingService(self.grading.grader)
         self.val_grading = self.val_grading and GradingService(self.val_grading.grader)
-
-
-@dataclass(frozen=True)
-class LoopClass:
-    """A class and the further arguments its YAML entry gives it."""
-
-    cls: type[AgentLoopBase]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Rollouter(GroupSource):
@@ -469,25 +460,6 @@ def trace_infos(
             )
             place += 1
     return infos
-
-
-def listed_loops(path: str | None) -> dict[str, LoopClass]:
-    """The loops of a YAML file: a list of `{name, _target_, ...}`, `_target_` being a class."""
-    if path is None:
-        return {}
-    entries = yaml.safe_load(Path(path).expanduser().read_text())
-    loops: dict[str, LoopClass] = {}
-    for entry in entries:
-        if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
-            raise ValueError(
-                f"{path} lists {entry!r}; every agent loop needs a name and a _target_, the full "
-                "name of its class"
-            )
-        kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
-        loops[entry["name"]] = LoopClass(
-            load_class_from_fqn(entry["_target_"], "agent loop"), kwargs
-        )
-    return loops
 
 
 @functools.cache
