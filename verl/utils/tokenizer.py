@@ -4,7 +4,6 @@ Batches need a pad token, which many models lack; whatever is changed here is lo
 """
 
 import logging
-from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -79,7 +78,7 @@ def _is_gemma2_chat(name_or_path: str | PathLike[str]) -> bool:
     return name.startswith("gemma-2-") and name.endswith("-it")
 
 
-def decode_texts(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[int]]) -> list[str]:
+def decode_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]]) -> list[str]:
     """`tokenizer.batch_decode` without special tokens.
 
     Where the tokenizers library does all of the work it decodes on all cores and without Python's
