@@ -49,7 +49,6 @@ from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager.adapters import as_grader
 from verl.workers.reward_manager.service import GradingService
-from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
 MIN_ROWS_AHEAD = 16
@@ -276,9 +275,9 @@ class Rollouter(GroupSource):
             for t, trace in zip(group.trajectories, traces, strict=True)
         ]
         chosen = self._loop_class(row.get("agent_name") or self._default_loop)
-        versions = self._policy_versions()
+        versions = self.servers.fleet.versions()
         await chosen.cls.run_group(functools.partial(self._make_loop, chosen), samples)
-        is_one_version = len(versions) == 1 and versions == self._policy_versions()
+        is_one_version = len(versions) == 1 and versions == self.servers.fleet.versions()
         group.version = min(versions) if is_one_version else None
         if grading is not None:
             await grading.finish(group)
@@ -305,13 +304,6 @@ class Rollouter(GroupSource):
             dataset_config=DictConfigWrap(self.config.data),
             **chosen.kwargs,
         )
-
-    def _policy_versions(self) -> set[int]:
-        """Those of all engines; none if one of them is lost."""
-        try:
-            return {engine.policy_version for engine in self.servers.server_handles}
-        except EngineLostError:
-            return set()
 
 
 class GradedGeneration:
