@@ -16,7 +16,8 @@ to it; it is never the loop that generates, whose steps would count as time of t
 
 A group in which grading fails is graded again as a whole, once. If that fails too it is dropped: a
 prompt is compared with all of its responses or not at all. A response on which the grader abstains
-leaves its group, which needs at least two others. An infra error never becomes a reward.
+leaves its group, which needs at least two others. An infra error never becomes a reward. When many
+calls fail, and with them some that succeeded before, `wait` pauses instead of dropping groups.
 """
 
 import asyncio
@@ -27,16 +28,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
+from verl.protocol.trajectory import Grade, Group, InfraError, Score, Trajectory
+from verl.utils.breaker import Breaker
 from verl.workers.reward_manager.grader import (
     Grader,
     RewardError,
     checked,
     completed,
     contained,
+    drop_reason,
+    has_failed,
     infra_error_of,
 )
 
@@ -48,6 +52,9 @@ MAX_WAIT_SECONDS = 86400.0
 
 IDLE_SECONDS = 600.0
 """A worker thread without calls ends after that."""
+
+NUM_PROBED = 16  # graded trajectories, kept to find out whether grading works at all
+MAX_OUTAGES = 3  # in one wait; after that its groups are dropped
 
 Call = list[Trajectory]
 
@@ -76,6 +83,9 @@ class GradingService:
         self._timeouts_in_a_row = 0
         self._last_error: BaseException | None = None
         self._is_closed = False
+        self._breaker = Breaker(grader.name)
+        self._may_probe = grader.is_retryable and grader.scope == "trajectory"
+        self._known_good: deque[Trajectory] = deque(maxlen=NUM_PROBED)
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Start to grade trajectories that have ended, unless they have a grade already."""
@@ -105,8 +115,23 @@ class GradingService:
         return wait.future
 
     def wait(self, groups: Sequence[Group]) -> int:
-        """`settle`, waited for."""
-        return self.settle(groups).result(timeout=MAX_WAIT_SECONDS)
+        """`settle`, waited for; during an outage until that is over, or `Outage` is raised."""
+        num_errors = self.settle(groups).result(timeout=MAX_WAIT_SECONDS)
+        for _ in range(MAX_OUTAGES):
+            failed = [group for group in groups if any(map(has_failed, group.trajectories))]
+            may_be_out = failed and self._known_good and self._breaker.is_open
+            if not (may_be_out and self._breaker.pause(self._failing_share)):
+                break
+            for trajectory in (t for group in failed for t in group.trajectories):
+                trajectory.grade = None
+            num_errors += self.settle(failed).result(timeout=MAX_WAIT_SECONDS)
+        return num_errors
+
+    def _failing_share(self) -> float:
+        """Of some trajectories that had a score, graded once more: how many have none now."""
+        again = [replace(trajectory, grade=None) for trajectory in self._known_good]
+        self.grade_once(again, is_reported=False).result(timeout=MAX_WAIT_SECONDS)
+        return sum(map(has_failed, again)) / len(again)
 
     def cancel(self) -> None:
         """Forget all that has no grade yet; who waits for it gets a `CancelledError`."""
@@ -300,6 +325,10 @@ class GradingService:
                 self._timeouts_in_a_row = self._timeouts_in_a_row + 1 if is_timeout else 0
             for trajectory, grade in zip(call, grades, strict=True):
                 trajectory.grade = grade
+                if was_tried:
+                    self._breaker.note(grade.reason if isinstance(grade, InfraError) else None)
+                if isinstance(grade, Score) and self._may_probe:
+                    self._known_good.append(trajectory)
                 self._in_flight.pop(id(trajectory), None)
                 wait = self._waits.pop(id(trajectory), None)
                 if wait is not None:
@@ -384,16 +413,6 @@ class GradingService:
         self._lanes.discard(lane)
         self._has_work.notify_all()
         lane.cancel()
-
-
-def drop_reason(grades: Sequence[Grade | None]) -> str | None:
-    """Why a group with these grades cannot be trained on; None if it can."""
-    errors = [grade for grade in grades if isinstance(grade, InfraError)]
-    abstained = [grade for grade in grades if isinstance(grade, Abstain)]
-    num_scores = sum(isinstance(grade, Score) for grade in grades)
-    if errors:
-        return errors[0].reason
-    return abstained[0].reason if abstained and num_scores < 2 else None
 
 
 @dataclass(eq=False)
