@@ -166,7 +166,7 @@ def test_an_assertion_that_cannot_be_judged_is_an_error_and_not_a_score(assertio
         prime_code.compute_score("def f(x): return 1", {"assert_case": [assertion]})
 
 
-def test_each_assertion_is_served_by_one_thread_and_no_descriptor_stays_open():
+def test_judging_leaves_no_thread_and_no_descriptor_behind():
     table = {"assert_case": ["assert f(1) == 1"] * 3}
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     assert apps_check_correctness(table, "def f(x): return x")[0] == [True] * 3
