@@ -59,8 +59,14 @@ def use_modelscope() -> bool:
 
 
 def dist_init_method() -> str | None:
-    """`DIST_INIT_METHOD=tcp://host:port`: where process groups meet; unset means `env://`."""
+    """`DIST_INIT_METHOD=tcp://host:port|file://path`: where process groups meet; unset means at
+    `MASTER_ADDR`."""
     return variable("DIST_INIT_METHOD") or None
+
+
+def has_agent_store() -> bool:
+    """`TORCHELASTIC_USE_AGENT_STORE=True`: torchrun holds the store in which its ranks meet."""
+    return variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def rank() -> int:
