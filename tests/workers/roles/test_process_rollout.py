@@ -16,7 +16,6 @@ from verl.workers.rollout.base import EngineLostError, GenerationRequest, Sampli
 from verl.workers.rollout.publish import publisher_of
 from verl.workers.weight_sync import WeightsNotReadyError
 
-
 PHASES = ("wake_up", "transfer", "load", "check")
 
 
