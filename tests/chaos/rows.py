@@ -500,7 +500,7 @@ ROWS = (
         "400, quickly.",
         (
             SERVER_LIMITS + "test_a_field_beyond_its_limit_is_named_and_refused",
-            SERVER_LIMITS + "test_a_million_prompts_are_refused_quickly",
+            SERVER_LIMITS + "test_a_body_of_too_many_parts_is_refused_by_their_number_alone",
         ),
     ),
     Row(

@@ -48,8 +48,7 @@ from verl.workers.reward_manager.grader import (
 logger = logging.getLogger(__name__)
 
 MAX_WATCH_SECONDS = 0.25
-MAX_WAIT_SECONDS = 86400.0
-"""Calls have deadlines; this one is for a queue behind a rate limit."""
+MAX_WAIT_SECONDS = 86400.0  # calls have deadlines; this one is for a queue behind a rate limit
 
 IDLE_SECONDS = 600.0
 """A worker thread without calls ends after that."""
@@ -131,8 +130,8 @@ class GradingService:
     def _failing_share(self) -> float:
         """Of some trajectories that had a score, graded once more: how many have none now."""
         again = [replace(trajectory, grade=None) for trajectory in self._known_good]
-        self.grade_once(again, is_reported=False).result(timeout=MAX_WAIT_SECONDS)
-        return sum(map(has_failed, again)) / len(again)
+        num_errors = self.grade_once(again, is_reported=False).result(timeout=MAX_WAIT_SECONDS)
+        return num_errors / len(again)
 
     def cancel(self) -> None:
         """Forget all that has no grade yet; who waits for it gets a `CancelledError`."""
