@@ -26,17 +26,17 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-from verl.single_controller.base import process_probe
 from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall, wait_for_results
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.base.failures import SHUT_DOWN, Failure
-from verl.single_controller.base.process_probe import ProcessAddress
 from verl.single_controller.local import fork_server
 from verl.single_controller.local.fork_server import ForkedProcess
 from verl.single_controller.local.future import LocalFuture, finished_positions
 from verl.single_controller.local.payload import CONSTRUCT, Payload, Reply, Request, Setup
 from verl.single_controller.local.rank import run_rank
 from verl.utils import environment
+from verl.utils import processes as process_probe
+from verl.utils.processes import ProcessAddress
 
 STOP_SECONDS = 5.0
 """How long workers may take to end on their own at shutdown before they are killed."""

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
+from verl.utils.processes import forks_end_here
 from verl.workers.reward_manager.grader import (
     Grader,
     RewardError,
@@ -246,7 +247,8 @@ class GradingService:
             if call is None:
                 return
             try:
-                grades = self._checked(call, await contained(self._begun(call)))
+                with forks_end_here():
+                    grades = self._checked(call, await contained(self._begun(call)))
             except asyncio.CancelledError as error:
                 if lane.is_abandoned:
                     raise
@@ -323,7 +325,8 @@ class GradingService:
     def _grades(self, call: Call) -> list[Grade]:
         """Make a call on this thread; whatever the grader does, grades come back."""
         try:
-            return self._checked(call, completed(self._begun(call)))
+            with forks_end_here():
+                return self._checked(call, completed(self._begun(call)))
         except BaseException as error:  # SystemExit ends a call, not the run
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C, for only the main thread gets it
                 raise
