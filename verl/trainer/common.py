@@ -9,14 +9,11 @@ second ends the process; the last committed checkpoint is intact.
 """
 
 import hashlib
-import random
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -34,13 +31,6 @@ def keyed_seed(*key: int | str) -> int:
     """63 bits that belong to `key` alone."""
     text = "\x1f".join(map(repr, key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def seed_everything(seed: int) -> None:
-    """Set the generators that algorithms and users' code draw from: torch, NumPy and Python."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 class RunProgress:

@@ -118,8 +118,11 @@ def file_logger_path() -> str | None:
 
 
 def file_logger_root() -> str:
-    """`VERL_FILE_LOGGER_ROOT`, default `.`: `<root>/<project>/<experiment>.jsonl`."""
-    return variable("VERL_FILE_LOGGER_ROOT") or "."
+    """`VERL_FILE_LOGGER_ROOT`, default `logs`: `<root>/<project>/<experiment>.jsonl`.
+
+    Not the working folder: a project's folder there would hide the package of the same name.
+    """
+    return variable("VERL_FILE_LOGGER_ROOT") or "logs"
 
 
 def tensorboard_dir() -> str | None:

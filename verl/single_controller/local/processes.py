@@ -17,13 +17,13 @@ import queue
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import spawn
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from verl.single_controller.base import process_probe
@@ -63,8 +63,10 @@ class ProcessBackend(Backend):
         self._changed = threading.Condition()
         self._ranks: list[RankProcess] = []
         self.workers = self._ranks
-        self._finalizer = weakref.finalize(
-            self, end_processes, self._ranks, self.is_closed, os.getpid()
+        # A process that `multiprocessing` started runs these when it ends, before it joins its
+        # children, and runs nothing of `atexit` or `weakref.finalize`.
+        self._finalizer = Finalize(
+            self, end_processes, (self._ranks, self.is_closed, os.getpid()), exitpriority=0
         )
         try:
             for rank, own in enumerate(variables):

@@ -26,7 +26,7 @@ from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import RunProgress, Termination, keyed_seed, seed_everything
+from verl.trainer.common import RunProgress, Termination, keyed_seed
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (
@@ -53,9 +53,13 @@ from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, nee
 from verl.trainer.ppo.validation import validate
 from verl.trainer.ppo.workers import RunWorkers, controller_of, runs_own_loops
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
-from verl.utils.checkpoint.layout import CheckpointSaveError, CheckpointUploadError
+from verl.utils.checkpoint.layout import (
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointUploadError,
+)
 from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
-from verl.utils.device import collecting_seldom, resolve_device
+from verl.utils.device import collecting_seldom, resolve_device, seed_everything
 from verl.utils.metric import reduce_metrics
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
@@ -266,13 +270,16 @@ class TrainingRun(RunWorkers, RecipeMembers):
         if batch is not None:
             self._notify_data(batch)
         self._check_last_save(self.checkpoint_manager.check)
+        refusal = None
         if self._should_save(is_last):  # what the lines above have counted and learned is saved too
             with report.timed("save_checkpoint"):
-                self._save_if_possible(is_last)
+                refusal = self._save_if_possible()
         place = {"training/global_step": step.step, "training/epoch": self.train_dataloader.epoch}
         found = {} if batch is None else self._batch_metrics(batch, report)
         self.tracking.log({**report.metrics, **validation, **place, **found, **warnings}, step.step)
         self.progress.show(step.step)
+        if refusal is not None and is_last:  # nothing will be saved after it
+            raise refusal
 
     def _batch_metrics(self, batch: DataProto, report: Report) -> Metrics:
         return batch_metrics(
@@ -362,15 +369,16 @@ class TrainingRun(RunWorkers, RecipeMembers):
         )
         return trainer.save_freq > 0 and (is_due or expires)
 
-    def _save_if_possible(self, is_last: bool) -> None:
-        """A disk that refuses does not end the run: the earlier checkpoints are as they were."""
+    def _save_if_possible(self) -> CheckpointError | None:
+        """What the disk refuses is counted and returned: the earlier checkpoints are as they were,
+        and the run can go on."""
         try:
             self._check_last_save(self.checkpoint_manager.finish)
             self._save_checkpoint()
         except (CheckpointSaveError, CheckpointUploadError) as error:
-            if is_last:
-                raise
             self.tripwires.count("checkpoint_not_saved", str(error))
+            return error
+        return None
 
     def _check_last_save(self, look: Callable[[], None]) -> None:
         """What a save in the background ran into is counted like what this thread runs into."""
