@@ -80,6 +80,11 @@ def is_ray_worker() -> bool:
     return variable("WG_BACKEND") == "ray"
 
 
+def is_torchrun() -> bool:
+    """`TORCHELASTIC_RUN_ID`: this process is a rank that `torchrun` started."""
+    return is_set("TORCHELASTIC_RUN_ID")
+
+
 def is_inside_colocated_worker() -> bool:
     """`DISABLE_WORKER_INIT=1`: the outer worker of this process has set up its environment."""
     return variable("DISABLE_WORKER_INIT") == "1"

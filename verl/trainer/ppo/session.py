@@ -171,7 +171,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Trackers, a progress bar and an ear for SIGTERM, for as long as the run goes on."""
+        """Trackers, a progress bar and an ear for signals, for as long as the run goes on."""
         trainer = self.config.trainer
         with (
             Tracking(
@@ -181,7 +181,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 config=to_dict(self.config),
             ) as self.tracking,
             RunProgress(self.total_training_steps or 0) as self.progress,
-            Termination() as self.termination,
+            Termination(does_save=trainer.save_freq > 0) as self.termination,
             self.checkpoint_manager.finishing(),
             collecting_seldom(),
         ):

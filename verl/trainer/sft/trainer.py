@@ -115,7 +115,7 @@ class SFTTrainer:
         self.summary = RunSummary(total_steps=self.total_steps)
 
     def fit(self) -> None:
-        """Train to the last step. SIGTERM ends the run after the current one, with a checkpoint."""
+        """Train to the last step. Ctrl-C and SIGTERM end the run after the current one, saved."""
         with Termination() as termination:
             for _ in self.steps(termination):
                 pass
@@ -347,12 +347,14 @@ class SFTWorker(Worker):
         if self.world_size > 1:
             initialize_global_process_group_ray(SILENT_RANK_SECONDS)
         self.trainer = SFTTrainer(self.config)
-        self._steps = self.trainer.steps()
+        self._termination = Termination()
+        self._steps = self.trainer.steps(self._termination)
         return self.trainer.total_steps
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def advance(self) -> int | None:
-        """Make a step and give its number; None after the last."""
+    def advance(self, is_last: bool = False) -> int | None:
+        """Make a step and give its number; None after the last, or after one that shall be."""
+        self._termination.is_requested = is_last
         return next(self._steps, None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
