@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,6 +28,7 @@ from rich.progress import (
 )
 
 from verl.utils.environment import is_torchrun
+from verl.utils.tracking import metrics_path
 
 DEFAULT_SEED = 1
 
@@ -35,6 +37,16 @@ def keyed_seed(*key: int | str) -> int:
     """63 bits that belong to `key` alone."""
     text = "\x1f".join(map(repr, key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def tracker_locks(trainer: Any) -> dict[str, Path]:
+    """The lock of the file in which a run's metrics are, if it has one."""
+    if "file" not in trainer.logger:
+        return {}
+    file = metrics_path(trainer.project_name, trainer.experiment_name)
+    return {
+        "trainer.experiment_name or VERL_FILE_LOGGER_PATH": file.with_name(f".{file.name}.lock")
+    }
 
 
 class RunProgress:

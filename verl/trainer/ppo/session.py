@@ -21,12 +21,13 @@ from verl.algos.kl import get_kl_controller
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
+from verl.config.trainer import TrainerConfig
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import RunProgress, Termination, keyed_seed
+from verl.trainer.common import RunProgress, Termination, keyed_seed, tracker_locks
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (
@@ -54,9 +55,11 @@ from verl.trainer.ppo.validation import validate
 from verl.trainer.ppo.workers import RunWorkers, controller_of, runs_own_loops
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 from verl.utils.checkpoint.layout import (
+    LOCK,
     CheckpointError,
     CheckpointSaveError,
     CheckpointUploadError,
+    holding,
 )
 from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
 from verl.utils.device import collecting_seldom, resolve_device, seed_everything
@@ -174,6 +177,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         """Trackers, a progress bar and an ear for signals, for as long as the run goes on."""
         trainer = self.config.trainer
         with (
+            holding(run_locks(trainer)),
             Tracking(
                 trainer.project_name,
                 trainer.experiment_name,
@@ -421,6 +425,17 @@ def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:
     if isinstance(config, PPOConfig):
         return config
     return load_config(config, PPOConfig, keeps_unknown=True).checked()
+
+
+def run_locks(trainer: TrainerConfig) -> dict[str, Path]:
+    """What a run locks, so that no other writes its files: a lock per option to change instead."""
+    folders = {
+        "trainer.default_local_dir": trainer.default_local_dir if trainer.save_freq > 0 else None,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+        "trainer.validation_data_dir": trainer.validation_data_dir,
+    }
+    locks = {option: Path(folder) / LOCK for option, folder in folders.items() if folder}
+    return locks | tracker_locks(trainer)
 
 
 def as_prompts(rows: dict[str, Any]) -> DataProto:

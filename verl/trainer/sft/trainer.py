@@ -39,7 +39,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.common import RunProgress, Termination
 from verl.trainer.sft.batches import Ranks, Row, RowReader, load_rows, reads_in_order, rows_of_step
-from verl.trainer.sft.checkpoint import SFTCheckpoints
+from verl.trainer.sft.checkpoint import SFTCheckpoints, run_locks
 from verl.trainer.sft.launch import SILENT_RANK_SECONDS, ending
 from verl.trainer.sft.settings import (
     AnySFTConfig,
@@ -50,7 +50,7 @@ from verl.trainer.sft.settings import (
     settings_of,
     steps_between,
 )
-from verl.utils.checkpoint.layout import CheckpointSaveError
+from verl.utils.checkpoint.layout import CheckpointSaveError, holding
 from verl.utils.dataset.tables import DataError
 from verl.utils.device import collecting_seldom, seed_everything
 from verl.utils.distributed import (
@@ -122,9 +122,11 @@ class SFTTrainer:
 
     def steps(self, termination: Termination | None = None) -> Iterator[int]:
         """Make one step after the other, giving each one's number; validate and save when due."""
-        first, self.num_tokens = self.checkpoints.resume()
-        self.summary.first_step = self.summary.last_step = first
         with ExitStack() as stack:
+            if self.ranks.is_first:
+                stack.enter_context(holding(run_locks(self.settings.trainer)))
+            first, self.num_tokens = self.checkpoints.resume()
+            self.summary.first_step = self.summary.last_step = first
             tracking, progress = self._reporting(stack)
             stack.enter_context(collecting_seldom())
             stack.callback(self.profiler.stop)
