@@ -118,8 +118,8 @@ def test_a_last_save_that_fails_is_the_end_of_the_run_and_its_step_is_reported(
             self.disk.is_full = self.global_steps == 4
             self.disk.may_write.set()
 
+    changes = [*ASYNC, f"{ACTOR}.checkpoint.async_save={is_async}"]
     with pytest.raises(CheckpointSaveError, match=r"step 4 was not saved: .*ENOSPC"):
-        changes = [*ASYNC, f"{ACTOR}.checkpoint.async_save={is_async}"]
         toy_run(toy, tmp_path, *changes, trainer_class=Run)
     assert intact_step_at(tmp_path / "checkpoints" / "global_step_2").step == 2
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())

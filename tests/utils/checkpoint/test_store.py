@@ -441,6 +441,20 @@ def test_folders_of_other_programs_are_reported_not_used(tmp_path):
     assert "manifest.json is missing" in found.skipped[0].reason
 
 
+def test_a_refusal_names_the_setting_that_accepts_the_changes(tmp_path, caplog):
+    changes = {"code": {"custom_reward_function.path": "one"}}
+    save(store(tmp_path, **changes), 1)
+    changed = {"code": {"custom_reward_function.path": "two"}, "config": {"algorithm.gamma": 0.5}}
+    with pytest.raises(CheckpointMismatchError) as refused:
+        store(tmp_path, **changed).resume()
+    assert "code: custom_reward_function.path was 'one' and is 'two'" in str(refused.value)
+    assert "trainer.resume_may_change=[code,algorithm.gamma]" in str(refused.value)
+    accepted = ["code", "algorithm.gamma"]
+    again = CheckpointStore(tmp_path, fingerprint={**PRINT, **changed}, accepted=accepted)
+    assert again.resume().step == 1
+    assert "continuing although a change was made: code: custom_reward_function" in caplog.text
+
+
 # ---- one run per folder --------------------------------------------------------------------------
 
 HOLDER = """

@@ -73,6 +73,7 @@ class SFTCheckpoints:
                 config=config_identity(to_dict(config)),
             ),
             num_to_keep=self.config.max_ckpt_to_keep,
+            accepted=self.config.resume_may_change,
         )
 
     def weights(self, step: int) -> Path:

@@ -220,9 +220,12 @@ class CheckpointMismatchError(CheckpointError):
         self.path = path
         self.differences = differences
         lines = "".join(f"\n  {difference}" for difference in differences)
+        parts = [difference.split() for difference in differences]
+        changed = dict.fromkeys(key if part == "config:" else part[:-1] for part, key, *_ in parts)
         super().__init__(
-            f"{path} was saved by a different run:{lines}\nUndo these changes, or start a new run "
-            "with another trainer.default_local_dir"
+            f"{path} was saved by a different run:{lines}\nUndo these changes, start a new run "
+            "with another trainer.default_local_dir, or continue all the same with "
+            f"trainer.resume_may_change=[{','.join(changed)}]"
         )
 
 
