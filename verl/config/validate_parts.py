@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.config.faults import Fault, nearest_divisors, nearest_path, shown
 from verl.config.model import DEFAULT_MODEL
+from verl.config.packages import engine_package_faults
 from verl.config.ppo import PPOConfig
 from verl.config.roles import (
     AGENT_LOOPS,
@@ -23,7 +24,6 @@ from verl.config.roles import (
     ROLLOUTS,
     STRATEGIES,
     TRACKERS,
-    critic_lora_rank,
     did_you_mean,
     has_own_loops,
     may_register_names,
@@ -31,7 +31,6 @@ from verl.config.roles import (
     pool_devices,
     rollout_ranks,
     rollout_traits,
-    uses_lora,
     world_size,
 )
 from verl.config.sft import SFTConfig, SFTEngineConfig
@@ -393,30 +392,6 @@ def is_local(name: Any) -> bool:
 def looks_local(name: str) -> bool:
     """Whether a model's name is a path rather than a name on a hub (`Qwen/Qwen2.5-7B`)."""
     return name.startswith(("/", "./", "../", "~"))
-
-
-def engine_package_faults(config: PPOConfig) -> Iterator[Fault]:
-    rollout = config.actor_rollout_ref.rollout
-    package = rollout_traits(rollout.name).package
-    if package is not None and rollout.python is None and find_spec(package) is None:
-        text = (
-            f'{ROLLOUT}.name is "{rollout.name}", but the package {package} is not installed; '
-            f"use {ROLLOUT}.name=native, which needs nothing, or "
-            f"{install_hint(rollout.name, package)}, or name an interpreter that has it in "
-            f"{ROLLOUT}.python"
-        )
-        yield Fault(text, (f"{ROLLOUT}.name",), is_about_machine=True)
-    if rollout.python is not None and not Path(rollout.python).expanduser().exists():
-        text = f"{ROLLOUT}.python is {shown(rollout.python)}, which does not exist"
-        yield Fault(text, (f"{ROLLOUT}.python",), is_about_machine=True)
-    if (uses_lora(config) or critic_lora_rank(config)) and find_spec("peft") is None:
-        key = f"{'actor_rollout_ref' if uses_lora(config) else 'critic'}.model.lora_rank"
-        text = f'{key} asks for LoRA, but peft is not installed; pip install "verl[peft]"'
-        yield Fault(text, (key,), is_about_machine=True)
-
-
-def install_hint(engine: str, package: str) -> str:
-    return 'pip install "verl[vllm]"' if engine == "vllm" else f"install {package}"
 
 
 def controller_faults(config: PPOConfig) -> Iterator[Fault]:

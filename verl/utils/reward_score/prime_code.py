@@ -120,7 +120,7 @@ class LocalTests:
                 os.close(calls)
                 os.close(values_end)
 
-        with ThreadPoolExecutor(1) as thread:
+        with ThreadPoolExecutor() as thread:
             served = thread.submit(serve)
             try:
                 program = judge_program(assertion)

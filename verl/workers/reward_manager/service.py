@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
+from verl.utils.processes import forks_end_here
 from verl.workers.reward_manager.grader import (
     Grader,
     RewardError,
@@ -330,9 +331,10 @@ class GradingService:
             return self._failed(call, error)
 
     async def _graded(self, call: Call) -> list[Grade]:
-        if self.grader.scope == "trajectory":
-            return [await self.grader.grade(call[0])]
-        return await self.grader.grade_many(call)
+        with forks_end_here():
+            if self.grader.scope == "trajectory":
+                return [await self.grader.grade(call[0])]
+            return await self.grader.grade_many(call)
 
     def _failed(self, call: Call, error: BaseException) -> list[Grade]:
         with self._lock:
