@@ -86,6 +86,11 @@ def is_ray_worker() -> bool:
     return variable("WG_BACKEND") == "ray"
 
 
+def is_torchrun() -> bool:
+    """`TORCHELASTIC_RUN_ID`: this process is a rank that `torchrun` started."""
+    return is_set("TORCHELASTIC_RUN_ID")
+
+
 def is_inside_colocated_worker() -> bool:
     """`DISABLE_WORKER_INIT=1`: the outer worker of this process has set up its environment."""
     return variable("DISABLE_WORKER_INIT") == "1"
@@ -124,8 +129,11 @@ def file_logger_path() -> str | None:
 
 
 def file_logger_root() -> str:
-    """`VERL_FILE_LOGGER_ROOT`, default `.`: `<root>/<project>/<experiment>.jsonl`."""
-    return variable("VERL_FILE_LOGGER_ROOT") or "."
+    """`VERL_FILE_LOGGER_ROOT`, default `logs`: `<root>/<project>/<experiment>.jsonl`.
+
+    Not the working folder: a project's folder there would hide the package of the same name.
+    """
+    return variable("VERL_FILE_LOGGER_ROOT") or "logs"
 
 
 def tensorboard_dir() -> str | None:

@@ -239,8 +239,8 @@ class GradingService:
             lane = _Lane()
             self._lanes.add(lane)
             if self.grader.is_blocking:
-                run = lambda lane=lane: self._run_on_thread(lane)  # noqa: E731
-                threading.Thread(target=run, daemon=True, name="grading").start()
+                thread = self._run_on_thread
+                threading.Thread(target=thread, args=(lane,), daemon=True, name="grading").start()
             else:
                 self._event_loop = GradingLoop.current()
                 lane.start_on(self._event_loop, self._run_on_loop)
@@ -271,7 +271,8 @@ class GradingService:
             if call is None:
                 return
             try:
-                grades = self._checked(call, await contained(self._graded(call)))
+                with forks_end_here():
+                    grades = self._checked(call, await contained(self._begun(call)))
             except asyncio.CancelledError as error:
                 if lane.is_abandoned:
                     raise
@@ -352,17 +353,16 @@ class GradingService:
     def _grades(self, call: Call) -> list[Grade]:
         """Make a call on this thread; whatever the grader does, grades come back."""
         try:
-            return self._checked(call, completed(self._graded(call)))
+            with forks_end_here():
+                return self._checked(call, completed(self._begun(call)))
         except BaseException as error:  # SystemExit ends a call, not the run
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C, for only the main thread gets it
                 raise
             return self._failed(call, error)
 
-    async def _graded(self, call: Call) -> list[Grade]:
-        with forks_end_here():
-            if self.grader.scope == "trajectory":
-                return [await self.grader.grade(call[0])]
-            return await self.grader.grade_many(call)
+    def _begun(self, call: Call) -> Coroutine[Any, Any, Grade | list[Grade]]:
+        is_one = self.grader.scope == "trajectory"
+        return self.grader.grade(call[0]) if is_one else self.grader.grade_many(call)
 
     def _failed(self, call: Call, error: BaseException) -> list[Grade]:
         with self._lock:
@@ -370,7 +370,8 @@ class GradingService:
         seconds = self.grader.timeout_seconds
         return [infra_error_of(error, self.grader.name, seconds)] * len(call)
 
-    def _checked(self, call: Call, grades: list[Grade]) -> list[Grade]:
+    def _checked(self, call: Call, grades: Grade | list[Grade]) -> list[Grade]:
+        grades = grades if isinstance(grades, list) else [grades]
         if len(grades) != len(call):
             name, num = self.grader.name, len(grades)
             raise RewardError(f"{name} gave {num} grades for {len(call)} responses")
