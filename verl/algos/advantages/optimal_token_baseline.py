@@ -2,8 +2,8 @@
 
 What arrives at token t multiplies the scores of all tokens up to t in the policy gradient, each
 with its importance weight: Z_t = sum_{s <= t} rho_s grad log pi_s. The baseline that minimises
-E |Z_t|^2 (G_t - B_t)^2 is B_t = E[|Z_t|^2 G_t] / E[|Z_t|^2] (arXiv:2602.07078). Under the policy that
-sampled, E[rho_s grad log pi_s | tokens before s] = 0, so products of different tokens vanish and
+E |Z_t|^2 (G_t - B_t)^2 is B_t = E[|Z_t|^2 G_t] / E[|Z_t|^2] (arXiv:2602.07078). Under the policy
+that sampled, E[rho_s grad log pi_s | tokens before s] = 0, so products of different tokens vanish:
 
     E |Z_t|^2 = E sum_{s <= t} rho_s^2 |grad log pi_s|^2
 
