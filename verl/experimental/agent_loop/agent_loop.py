@@ -9,9 +9,11 @@ from verl.agent_loop import (
     DictConfigWrap,
     register,
 )
+from verl.agent_loop.base import agent_loops as _agent_loop_registry
 from verl.agent_loop.manager import get_trajectory_info
 
 __all__ = [
+    "_agent_loop_registry",
     "AgentLoopBase",
     "AgentLoopManager",
     "AgentLoopMetrics",

@@ -46,6 +46,8 @@ __all__ = [
 # Stages whose time is also given per token: generation over the tokens it made, others over all.
 _STAGES_PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 
+_compute_response_info = compute_response_info
+
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Scores, advantages and lengths of one training batch; see the table above."""
