@@ -13,7 +13,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos golden test-all lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -65,6 +65,9 @@ test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the p
 
 chaos: $(STAMP)  ## Kill, stop and hang workers in each phase of a run, and print what became of it
 	$(BIN)/python -m pytest tests/chaos -m 'slow or not slow'
+
+mutants: $(STAMP)  ## Plant 200 small faults and list those that no test notices (one hour on two cores)
+	$(BIN)/python scripts/mutate.py $(MUTANTS)
 
 test-all: $(STAMP)  ## Run the slow tests too
 	$(BIN)/python -m pytest -m 'not gpu'

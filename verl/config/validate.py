@@ -19,6 +19,7 @@ from verl.config.effects import absent_faults
 from verl.config.engine import FSDPEngineConfig
 from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, shown
 from verl.config.load import global_sizes, load_config
+from verl.config.packages import unchecked_engine_arguments
 from verl.config.ppo import PPOConfig
 from verl.config.roles import (
     GROUP_ESTIMATORS,
@@ -34,7 +35,7 @@ from verl.config.roles import (
 )
 from verl.config.schema import Keys, walk_leaves
 from verl.config.sft import SFTConfig, SFTEngineConfig, SFTEngineDataConfig
-from verl.config.validate_machine import machine_faults, unchecked_engine_arguments
+from verl.config.validate_machine import machine_faults
 from verl.config.validate_parts import algorithm_faults, rollout_faults
 
 ACTOR = "actor_rollout_ref.actor"

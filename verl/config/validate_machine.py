@@ -4,7 +4,6 @@ A dry run lists what is missing without refusing, since one may plan here for an
 Nothing heavy is imported to find out.
 """
 
-import ast
 import json
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -14,15 +13,12 @@ from typing import Any
 
 from verl.config.faults import Fault, nearest_path, shown
 from verl.config.model import DEFAULT_MODEL, ROPE_OVERRIDES, rope_faults
+from verl.config.packages import engine_argument_faults, engine_package_faults
 from verl.config.ppo import PPOConfig
 from verl.config.roles import (
     ON_RAY,
-    ROLLOUTS,
     TRACKERS,
-    critic_lora_rank,
     needs_critic,
-    rollout_traits,
-    uses_lora,
     world_size,
 )
 from verl.config.sft import SFTConfig, SFTEngineConfig
@@ -34,11 +30,6 @@ DEVICE_FILES = {
     "npu": ("/dev/davinci_manager", "/dev/davinci0"),
 }
 """Of which at least one exists where there is such a device."""
-ENGINE_ARGUMENTS = {
-    "vllm": ("engine/arg_utils.py", "EngineArgs"),
-    "sglang": ("srt/server_args.py", "ServerArgs"),
-}
-"""Where an engine declares its arguments: the file in its package, and the class."""
 LATER_NAMES = (*ROPE_OVERRIDES, "rope_theta", "attn_implementation")
 """Values that a model may have without stating them."""
 
@@ -128,88 +119,6 @@ def is_local(name: Any) -> bool:
 def looks_local(name: str) -> bool:
     """Whether a model's name is a path rather than a name on a hub (`Qwen/Qwen2.5-7B`)."""
     return name.startswith(("/", "./", "../", "~"))
-
-
-def engine_package_faults(config: PPOConfig) -> Iterator[Fault]:
-    rollout = config.actor_rollout_ref.rollout
-    package = rollout_traits(rollout.name).package
-    if package is not None and rollout.python is None and find_spec(package) is None:
-        text = (
-            f'{ROLLOUT}.name is "{rollout.name}", but the package {package} is not installed; '
-            f"use {ROLLOUT}.name=native, which needs nothing, or "
-            f"{install_hint(rollout.name, package)}, or name an interpreter that has it in "
-            f"{ROLLOUT}.python"
-        )
-        yield Fault(text, (f"{ROLLOUT}.name",), is_about_machine=True)
-    if rollout.python is not None and not Path(rollout.python).expanduser().exists():
-        text = f"{ROLLOUT}.python is {shown(rollout.python)}, which does not exist"
-        yield Fault(text, (f"{ROLLOUT}.python",), is_about_machine=True)
-    if (uses_lora(config) or critic_lora_rank(config)) and find_spec("peft") is None:
-        key = f"{'actor_rollout_ref' if uses_lora(config) else 'critic'}.model.lora_rank"
-        text = f'{key} asks for LoRA, but peft is not installed; pip install "verl[peft]"'
-        yield Fault(text, (key,), is_about_machine=True)
-
-
-def install_hint(engine: str, package: str) -> str:
-    return 'pip install "verl[vllm]"' if engine == "vllm" else f"install {package}"
-
-
-def engine_argument_faults(config: PPOConfig) -> Iterator[Fault]:
-    """Keys below `engine_kwargs` of the engine that runs; those of others are named as idle."""
-    rollout = config.actor_rollout_ref.rollout
-    key = f"{ROLLOUT}.engine_kwargs.{rollout.name}"
-    arguments = own_engine_kwargs(config)
-    if arguments and rollout.name in ROLLOUTS and rollout.name not in ENGINE_ARGUMENTS:
-        text = f"{key} is {shown(arguments)}; this engine takes its settings from {ROLLOUT}.*"
-        yield Fault(text, (key,))
-    known = engine_arguments(rollout.name, rollout.python) if arguments else set[str]()
-    for name in arguments if known else ():
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            text = f"{key}.{name} is no argument of the installed {rollout.name}{hint}"
-            yield Fault(text, (f"{key}.{name}",))
-
-
-def unchecked_engine_arguments(config: PPOConfig) -> list[str]:
-    """Arguments for an engine whose source is not here, so that only its start can check them."""
-    rollout = config.actor_rollout_ref.rollout
-    arguments = own_engine_kwargs(config)
-    is_known = arguments and engine_arguments(rollout.name, rollout.python)
-    return (
-        [] if is_known else [f"{ROLLOUT}.engine_kwargs.{rollout.name}.{one}" for one in arguments]
-    )
-
-
-def own_engine_kwargs(config: PPOConfig) -> dict[str, Any]:
-    rollout = config.actor_rollout_ref.rollout
-    return dict(rollout.engine_kwargs.get(rollout.name) or {})
-
-
-def engine_arguments(engine: str, python: str | None) -> set[str]:
-    """The arguments that an installed engine takes, read from its source; none if it is absent.
-
-    `python` is the interpreter that runs the engine, where it is not this one.
-    """
-    if engine not in ENGINE_ARGUMENTS:
-        return set()
-    file, cls = ENGINE_ARGUMENTS[engine]
-    if python is not None:
-        places = (
-            Path(python).expanduser().absolute().parent.parent.glob("lib/python3*/site-packages")
-        )
-        folders = [place / engine for place in places]
-    else:
-        spec = find_spec(engine)
-        folders = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
-    names = set[str]()
-    for source in (folder / file for folder in folders):
-        if source.is_file():
-            for node in ast.walk(ast.parse(source.read_text())):
-                if isinstance(node, ast.ClassDef) and node.name == cls:
-                    fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-                    names |= {ast.unparse(item.target) for item in fields}
-    return names
 
 
 def controller_faults(config: PPOConfig) -> Iterator[Fault]:

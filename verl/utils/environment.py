@@ -148,8 +148,12 @@ def ray_address() -> str | None:
 
 
 def variables_of_verl() -> dict[str, str]:
-    """All `VERL_*` variables, for a process elsewhere that is to behave as this one."""
-    return {name: value for name, value in os.environ.items() if name.startswith("VERL_")}
+    """All `VERL_*` variables but secrets, for a process elsewhere that is to behave as this one."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("VERL_") and not _is_secret(name)
+    }
 
 
 def scrubbed_environment() -> dict[str, str]:
@@ -162,8 +166,12 @@ def scrubbed_environment() -> dict[str, str]:
 
 
 def _is_private(name: str) -> bool:
-    is_secret = name.endswith(_SECRET_ENDINGS) or "SECRET" in name or "PASSWORD" in name
-    return is_secret or name in _OWN_VARIABLES or name.startswith(("RAY_", "TORCHELASTIC_"))
+    is_own = name in _OWN_VARIABLES or name.startswith(("RAY_", "TORCHELASTIC_"))
+    return is_own or _is_secret(name)
+
+
+def _is_secret(name: str) -> bool:
+    return name.endswith(_SECRET_ENDINGS) or "SECRET" in name or "PASSWORD" in name
 
 
 def volcengine_capacity_expiration() -> int | None:

@@ -26,9 +26,8 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.nn.utils.clip_grad import _no_grad as without_gradients
 
 from verl.utils.device import free_cached_memory, get_device_name
 
@@ -146,7 +145,7 @@ def fsdp2_load_full_state_dict(
         dist.broadcast(buffer, src=0)
 
 
-@without_gradients
+@torch.no_grad()
 def fsdp2_clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -158,7 +157,7 @@ def fsdp2_clip_grad_norm_(
     every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [one.grad for one in every if one.grad is not None]
     total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
-    if isinstance(total, torch.distributed.tensor.DTensor):
+    if isinstance(total, DTensor):
         total = total.full_tensor()
     clip_grads_with_norm_(every, max_norm, total, foreach)
     return total
@@ -204,7 +203,7 @@ def collect_lora_params(
     for name, value in module.state_dict().items():
         is_adapter = any(part in name.split(".") for part in LORA)
         if is_adapter or not base_sync_done:
-            full = value.full_tensor() if hasattr_full(value) else value
+            full = value.full_tensor() if isinstance(value, DTensor) else value
             plain = name.replace(".default.", ".").replace(".base_layer.", ".")
             chosen[plain] = full.detach().cpu()
     return chosen
@@ -215,15 +214,12 @@ def layered_summon_lora_params(fsdp_module: nn.Module) -> "OrderedDict[str, Tens
     return collect_lora_params(fsdp_module)
 
 
-def hasattr_full(value: Tensor) -> bool:
-    """Whether a tensor is a shard of a larger one."""
-    return isinstance(value, torch.distributed.tensor.DTensor)
-
-
 def replace_lora_wrapper(k: str, peft_config: Any) -> str:
-    """The name of a base weight inside its adapter: `q_proj.weight` is `q_proj.base_layer.weight`."""
+    """The name of a base weight inside its adapter: `q_proj.weight` is `q_proj.base_layer.weight`.
+
+    "all-linear" means the projections of the layers, as PEFT's does.
+    """
     way, _, last = k.rpartition(".")
-    targets = peft_config.target_modules
-    is_linear = targets == "all-linear" and way.rpartition(".")[2] not in ("lm_head", "embed_tokens")
-    is_target = is_linear or (not isinstance(targets, str) and way.rpartition(".")[2] in targets)
+    layer, targets = way.rpartition(".")[2], peft_config.target_modules
+    is_target = layer.endswith("proj") if targets == "all-linear" else layer in targets
     return f"{way}.base_layer.{last}" if is_target and last in ("weight", "bias") else k

@@ -75,9 +75,7 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
         reduce_timing=f"{_HELPERS}:reduce_timing",
         topk_reduce_ratio_min_max=f"{_HELPERS}:topk_reduce_ratio_min_max",
     ),
-    "verl.utils.resource_pool_manager": names(
-        "verl.single_controller.ray", "ResourcePoolManager"
-    ),
+    "verl.utils.resource_pool_manager": names("verl.single_controller.ray", "ResourcePoolManager"),
     "verl.utils.reward_score.prime_code.testing_util": names(
         "verl.utils.reward_score.prime_code", "run_test"
     ),

@@ -85,9 +85,7 @@ def gather_outputs_and_unpad(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, is_scaled: bool, group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, is_scaled: bool, group: dist.ProcessGroup) -> Tensor:
         num_ranks = dist.get_world_size(group)
         ctx.dim, ctx.rank, ctx.num_ranks = dim, dist.get_rank(group), num_ranks
         ctx.scale = num_ranks if is_scaled else 1

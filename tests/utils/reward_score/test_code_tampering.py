@@ -64,6 +64,79 @@ ASSERTION_ATTACKS = {
         "assert f(1) == [5]",
         "class Yes:\n  def __eq__(self, other): return True\ndef f(x): return [Yes()]",
     ),
+    "a module that is not imported": (
+        "assert math.isclose(f(3), 9123.5)",
+        "class math:\n  isclose = staticmethod(lambda *a, **k: True)\ndef f(x): return 6",
+    ),
+    "numpy that is not imported": (
+        "assert np.allclose(f(3), [9123.5])",
+        "class np:\n  allclose = staticmethod(lambda *a, **k: True)\ndef f(x): return [6]",
+    ),
+    "numpy's whole name": (
+        "assert numpy.array_equal(numpy.array(f(3)), numpy.array([5]))",
+        "class numpy:\n  array = array_equal = staticmethod(lambda *a: 1)\ndef f(x): return [6]",
+    ),
+    "a counter that is not imported": (
+        "assert Counter(f(3)) == Counter('abc')",
+        "def Counter(x): return 1\ndef f(x): return 'b'",
+    ),
+    "json that is not imported": (
+        "assert json.loads(f(3)) == {'a': 1}",
+        "class json:\n  loads = staticmethod(lambda x: {'a': 1})\ndef f(x): return '{}'",
+    ),
+    "copy that is not imported": (
+        "x = [2, 1]\ny = copy.deepcopy(x)\nassert f(x) == sorted(y)",
+        "class copy:\n  deepcopy = staticmethod(lambda x: 'a')\ndef f(x): return ['a']",
+    ),
+    "a bare function of a library": (
+        "assert isclose(f(3), 5)",
+        "def isclose(*a, **k): return True\ndef f(x): return 6",
+    ),
+    "two bare functions of libraries": (
+        "assert isclose(dist((0, 0), (3, 4)), 5)",
+        "def isclose(*a, **k): return True\ndef dist(*a): return 6",
+    ),
+    "a bare type of a library": (
+        "assert f(3) == Fraction(1, 2)",
+        "def Fraction(*a): return 6\ndef f(x): return 6",
+    ),
+    "a bare copy": (
+        "x = [2, 1]\nassert f(x) == sorted(deepcopy(x))",
+        "def deepcopy(x): return 'a'\ndef f(x): return ['a']",
+    ),
+    "a shadowed len": ("assert len(f(3)) == 5", "def len(x): return 5\ndef f(x): return []"),
+    "a shadowed abs": ("assert abs(f(3) - 5) < 1", "def abs(x): return 0\ndef f(x): return 9"),
+    "a shadowed isinstance": (
+        "assert isinstance(f(3), list)",
+        "def isinstance(*a): return True\ndef f(x): return 6",
+    ),
+    "a shadowed sorted": (
+        "assert sorted(f(3)) == [1, 2]",
+        "def sorted(*a): return [1, 2]\ndef f(x): return [3]",
+    ),
+    "a class float": (
+        "assert isinstance(f(3), float) and float(f(3)) == 5.0",
+        "class float(float):\n  def __eq__(self, other): return True\ndef f(x): return float(6)",
+    ),
+    "a patched isclose": (
+        "assert math.isclose(f(3), 5)",
+        "import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 6",
+    ),
+    "numpy stubs in sys.modules": (
+        "import numpy as np\nassert np.allclose(f(3), 5)",
+        "import sys, types\nstub = types.ModuleType('numpy')\n"
+        "stub.allclose = lambda *a: True\nsys.modules['numpy'] = stub\ndef f(x): return 6",
+    ),
+    "what is only imported for the solution": ("assert gcd(12, 8) == 4", "answer = 4"),
+    "a decimal equal to everything": (
+        "assert f(3) == Decimal(5)",
+        "import decimal\nclass Decimal(decimal.Decimal):\n  def __eq__(self, o): return True\n"
+        "def f(x): return Decimal(6)",
+    ),
+    "a range of its own": (
+        "assert f(3) == range(5)",
+        "class range(list):\n  def __eq__(self, other): return True\ndef f(x): return range()",
+    ),
     "keys of a mapping": (
         "assert f(1) == {'a': 5}",
         "class D(dict):\n  def __eq__(self, other): return True\ndef f(x): return D()",
@@ -76,3 +149,38 @@ def test_an_assertion_is_judged_on_data_with_our_own_functions(attack):
     assertion, program = ASSERTION_ATTACKS[attack]
     verdicts, _ = prime_code.apps_check_correctness({"assert_case": [assertion]}, program)
     assert verdicts == [False]
+
+
+@pytest.mark.parametrize(
+    ("assertion", "program"),
+    [
+        ("assert math.isclose(f(3), 5)", "def f(x): return x + 2"),
+        ("assert np.allclose(f(np.array([1, 2])), [2, 3])", "def f(x): return x + np.ones(x.shape)"),
+        ("assert Counter(f('ab')) == Counter('ab')", "def f(x): return sorted(x)"),
+        ("assert isclose(dist((0, 0), (3, 4)), 5)", "def dist(a, b): return 5.0"),
+        ("assert gcd(12, 8) == 4", "def gcd(a, b): return math.gcd(a, b)"),
+        ("assert list(product([1, 2])) == [2]", "def product(x): return [x[0] * x[1]]"),
+        ("assert f(Counter('aab')) == 'a'", "def f(c): return c.most_common(1)[0][0]"),
+        ("assert f(deque([1, 2])) == deque([2])", "def f(q): q.popleft(); return q"),
+        ("assert f(1) == Fraction(1, 2)", "from fractions import Fraction as F\n"
+         "def f(x): return F(x, 2)"),
+        ("assert f(datetime.date(2024, 2, 28)) == datetime.date(2024, 2, 29)",
+         "import datetime\ndef f(d): return d + datetime.timedelta(days=1)"),
+        ("assert f(operator.add, 2) == 4", "def f(g, x): return g(x, x)"),
+        ("assert queue.size() == 0", "class Q:\n  def size(self): return 0\nqueue = Q()"),
+        ("assert f(3) == range(3)", "f = range"),
+    ],
+)  # fmt: skip
+def test_libraries_that_a_statement_does_not_import_work_for_honest_programs(assertion, program):
+    if "np." in assertion:
+        program = "import numpy as np\n" + program
+    verdicts, metadata = prime_code.apps_check_correctness({"assert_case": [assertion]}, program)
+    assert verdicts == [True], metadata
+
+
+def test_a_library_that_is_not_there_is_a_fault_and_not_a_score():
+    with pytest.raises(ValueError, match="(?s)cannot be judged.*No module named 'pytest'"):
+        prime_code.compute_score(
+            "class pytest:\n  approx = staticmethod(lambda x: x)\ndef f(x): return 5",
+            {"assert_case": ["assert f(3) == pytest.approx(5)"]},
+        )

@@ -98,3 +98,76 @@ def test_every_solution_scores_1_by_value_and_0_with_another_number(solutions):
         assert prime_math.compute_score(f"so it is \\boxed{{{gold}}}", gold)[0] == 1.0
         assert prime_math.compute_score(f"so it is \\boxed{{{gold}1}}", gold)[0] == 0.0
         assert compute_score(f"#### {gold}1", gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "method", "score"),
+    [
+        # one number, or no answer
+        ("#### 5/2", "5", "strict", 0.0),
+        ("#### 5/2", "2.5", "strict", 1.0),
+        ("#### 5 / 2", "5", "strict", 0.0),
+        ("#### 5 or 6", "5", "strict", 0.0),
+        ("#### 5 or six", "5", "strict", 0.0),
+        ("#### 5 and 6", "5", "strict", 0.0),
+        ("#### 5, 6", "5", "strict", 0.0),
+        ("#### 5-6", "5", "strict", 0.0),
+        ("#### 5e3", "5", "strict", 0.0),
+        ("#### 5e3", "5000", "strict", 1.0),
+        ("#### 5^2", "5", "strict", 0.0),
+        ("#### 5*3", "5", "strict", 0.0),
+        ("#### 5 x 3", "5", "strict", 0.0),
+        ("#### 5:30", "5", "strict", 0.0),
+        ("#### 5 thousand", "5", "strict", 0.0),
+        ("#### 10_2", "10", "strict", 0.0),
+        ("#### 3=5", "5", "strict", 0.0),
+        ("it is 5/2", "2", "flexible", 0.0),
+        ("it is 5/2", "2.5", "flexible", 1.0),
+        ("it is 5e3", "3", "flexible", 0.0),
+        # the decimal point
+        ("The answer is .5", "5", "flexible", 0.0),
+        ("The answer is .5", "0.5", "flexible", 1.0),
+        ("#### 7 #### .5", "7", "strict", 0.0),
+        ("#### .5", ".5", "strict", 1.0),
+        ("#### -.5", "-0.5", "strict", 1.0),
+        ("#### .5", "5", "strict", 0.0),
+        ("#### 5.", "5", "strict", 1.0),
+        ("#### 5.00", "5", "strict", 1.0),
+        ("it is 5.", "5", "flexible", 1.0),
+        # signs
+        ("it is −5", "5", "flexible", 0.0),
+        ("it is −5", "-5", "flexible", 1.0),
+        ("#### −5", "-5", "strict", 1.0),
+        ("#### −5", "5", "strict", 0.0),
+        ("#### - 5", "-5", "strict", 1.0),
+        ("10-5 is 3-5", "5", "flexible", 1.0),
+        # thousands and currency
+        ("#### 1,234", "1234", "strict", 1.0),
+        ("#### 1234", "1,234", "strict", 1.0),
+        ("#### 32, 349", "32349", "strict", 0.0),
+        ("#### 1,2", "12", "strict", 0.0),
+        ("it is 1,2", "12", "flexible", 0.0),
+        ("it is $1,234.50.", "1234.5", "flexible", 1.0),
+        ("#### $18", "18", "strict", 1.0),
+        ("#### -$18", "-18", "strict", 1.0),
+        ("#### $-18", "-18", "strict", 1.0),
+        ("#### \\$18.00", "18", "strict", 1.0),
+        ("#### €18", "18", "strict", 1.0),
+        # white space, units, marks, remarks
+        ("#### 42\r\n", "42", "strict", 1.0),
+        ("####\t42\t", "42", "strict", 1.0),
+        ("####\u00a042\u00a0", "42", "strict", 1.0),
+        ("####42", "42", "strict", 1.0),
+        ("#### **42**", "42", "strict", 1.0),
+        ("#### 42 ####", "42", "strict", 1.0),
+        ("#### 42\n#### Explanation", "42", "strict", 1.0),
+        ("#### 42 apples", "42", "strict", 1.0),
+        ("#### 42%", "42", "strict", 1.0),
+        ("#### 42 cm^2", "42", "strict", 1.0),
+        ("#### 42 (21 + 21)", "42", "strict", 1.0),
+        ("#### 42. I added 21 and 21", "42", "strict", 1.0),
+        ("#### 42<|im_end|>", "42", "strict", 1.0),
+    ],
+)  # fmt: skip
+def test_the_answer_is_one_number_compared_by_value(response, gold, method, score):
+    assert compute_score(response, gold, method=method) == score

@@ -19,6 +19,24 @@ from verl.utils.reward_score.math_dapo import compute_score, normalize_final_ans
         ("Answer: \\text{even}", "even", "even"),
         ("Answer: \\sqrt2", "\\sqrt{2}", "\\sqrt{2}"),
         ("Answer: 30^\\circ", "30", "30"),
+        ("Answer: $\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}", "\\frac{1}{2}"),
+        ("Answer: \\boxed{\\text{(C)}}", "(C)", "(C)"),
+        ("Answer: \\boxed{x^{2^{n}}}", "x^{2^{n}}", "x^{2^{n}}"),
+        ("Answer: \\text{ is {even}}", "\\text{is{even}}", "is{even}"),
+        ("Answer: \\boxed{\\{1, 2\\}}", "\\{1,2\\}", "\\{1,2\\}"),
+        ("Answer: \\dfrac{1}{2}", "\\frac{1}{2}", "\\frac{1}{2}"),
+        ("Answer: 42\r\n", "42", "42"),
+        ("Answer: 42\t", "42", "42"),
+        ("Answer:\u00a042\u00a0", "42", "42"),
+        ("Answer: 42.", "42", "42"),
+        ("Answer: **42**", "42", "42"),
+        ("**Answer:** 42", "42", "42"),
+        ("Answer: \u221242", "-42", "-42"),
+        ("Answer: $42$.", "42", "42"),
+        ("Answer: \\$1,234.50", "1234.50", "1234.50"),
+        ("Answer: -1,234", "-1234", "-1234"),
+        ("Answer: 1, 2", "1,2", "1,2"),
+        ("Answer: 2 + 3 = 5", "5", "5"),
     ],
 )
 def test_the_right_answer_scores_1(response, truth, answer):
@@ -37,6 +55,15 @@ def test_the_right_answer_scores_1(response, truth, answer):
 )
 def test_any_other_answer_scores_minus_1(response, answer):
     assert compute_score(response, "34") == {"score": -1.0, "acc": False, "pred": answer}
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("32, 349", "32349"), ("1,2", "12"), ("3=5", "5"), ("10_2", "10"), ("\u22125", "5"),
+     (".5", "5"), ("\\boxed{5", "5}"), ("\\frac{1}{2}", "\\frac{2}{1}")],
+)  # fmt: skip
+def test_an_answer_that_only_looks_alike_scores_minus_1(answer, truth):
+    assert compute_score(f"Answer: {answer}", truth)["score"] == -1.0
 
 
 def test_a_strict_box_must_hold_the_very_text():

@@ -30,6 +30,9 @@ from verl.utils.reward_score.math_reward import (
         ("5", "x = 5"),
         ("1000", r"1\!000"),
         ("0.25", ".25"),
+        ("-5", "\u22125"),
+        ("42", "42\r\n"),
+        ("42", "\u00a042\t"),
     ],
 )
 def test_two_spellings_of_one_answer_are_equivalent(one, other):
@@ -46,6 +49,9 @@ def test_two_spellings_of_one_answer_are_equivalent(one, other):
         ("abc = 5", "5"),
         (r"\frac{1}{2}", r"\frac{2}{1}"),
         ("5", None),
+        ("3=5", "5"),
+        ("32, 349", "32349"),
+        ("10_2", "10"),
     ],
 )
 def test_other_texts_are_not(one, other):

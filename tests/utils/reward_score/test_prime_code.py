@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import threading
 
 import pytest
 
@@ -127,6 +129,7 @@ def test_assertions_may_loop_import_and_expect_errors():
             "assert {square(2), square(-2)} == {4} and square(x=2) != (4,)",
             "try:\n  square(None)\n  assert False\nexcept TypeError:\n  pass",
             "counter = Counter()\ncounter.add(2)\ncounter.add(3)\nassert counter.total == 5",
+            "a, b = Counter(), Counter()\na.add(2)\nb.add(3)\nassert (a.total, b.total) == (2, 3)",
             "assert square(4) == 15",
         ]
     }
@@ -136,7 +139,7 @@ class Counter:
     total = 0
     def add(self, n): self.total += n
 """
-    assert apps_check_correctness(table, program)[0] == [True] * 6 + [False]
+    assert apps_check_correctness(table, program)[0] == [True] * 7 + [False]
 
 
 def test_values_keep_their_kind_on_the_way_to_the_judge():
@@ -161,6 +164,13 @@ def test_values_keep_their_kind_on_the_way_to_the_judge():
 def test_an_assertion_that_cannot_be_judged_is_an_error_and_not_a_score(assertion, reason):
     with pytest.raises(ValueError, match=rf"(?s)test case 0 cannot be judged.*{reason}"):
         prime_code.compute_score("def f(x): return 1", {"assert_case": [assertion]})
+
+
+def test_judging_leaves_no_thread_and_no_descriptor_behind():
+    table = {"assert_case": ["assert f(1) == 1"] * 3}
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    assert apps_check_correctness(table, "def f(x): return x")[0] == [True] * 3
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
 def test_an_endless_solution_is_a_time_out_for_an_assertion():

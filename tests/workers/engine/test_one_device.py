@@ -1,5 +1,8 @@
 """The engine on one device: what it computes does not depend on how the rows are cut."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -154,3 +157,15 @@ def test_an_engine_without_an_optimizer_refuses_to_train():
     assert not any(p.requires_grad for p in frozen.module.parameters())
     with pytest.raises(ValueError, match="without an optimizer"):
         frozen.train_batch(batch(), weighted_sum, micro_batching=SPLITS[0])
+
+
+def test_an_engine_that_is_dropped_leaves_no_parameter_behind():
+    def parameters_after_a_step():
+        built = engine()
+        built.train_batch(batch(), weighted_sum, micro_batching=MicroBatching(rows=3))
+        return [weakref.ref(parameter) for parameter in built.module.parameters()]
+
+    references = parameters_after_a_step()
+    gc.collect()
+    assert references
+    assert not [reference for reference in references if reference() is not None]

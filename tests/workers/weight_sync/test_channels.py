@@ -102,6 +102,8 @@ def over_tcp(send, receive):
         accepted = pool.submit(lambda: listener.accept(max_bucket_bytes=100, timeout_seconds=20))
         channel = TcpSender([(listener.host, listener.port)], TOKEN, timeout_seconds=20)
         receiving = accepted.result(20)
+        for stream in (receiving._stream, *channel._streams):  # a confirmation does not wait
+            assert stream._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         answer = pool.submit(receive, receiving)
         try:
             send(channel)

@@ -13,13 +13,13 @@ from verl.agent_loop.base import agent_loops as _agent_loop_registry
 from verl.agent_loop.manager import get_trajectory_info
 
 __all__ = [
-    "_agent_loop_registry",
     "AgentLoopBase",
     "AgentLoopManager",
     "AgentLoopMetrics",
     "AgentLoopOutput",
     "AsyncLLMServerManager",
     "DictConfigWrap",
+    "_agent_loop_registry",
     "get_trajectory_info",
     "register",
 ]

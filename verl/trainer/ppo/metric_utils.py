@@ -30,6 +30,7 @@ from verl.trainer.ppo.validation_metrics import (
 )
 from verl.utils.device import peak_memory
 from verl.utils.metric import reduce_metrics
+from verl.utils.recipe_helpers import compute_response_info
 
 __all__ = [
     "bootstrap_metric",

@@ -8,8 +8,9 @@ the right and a missing leading zero change is undone. It proves nothing about v
 import re
 
 from verl.utils.reward_score.math_grader.grade import MAX_BOX_CHARACTERS, last_boxed, unboxed
+from verl.utils.reward_score.math_grader.numbers import ascii_minus, exact_number
 
-_DROPPED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%", "%")
+_DROPPED = ("\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%", "%")
 _SHORT_FRACTION = re.compile(r"\\frac([^{\\])(.)")
 _SHORT_ROOT = re.compile(r"\\sqrt([^{\[\\])")
 _SLASH = re.compile(r"(-?[0-9]+)/(-?[0-9]+)")
@@ -42,6 +43,7 @@ def strip_string(string: str) -> str:
     """The spelling in which answers are compared; a text too long for a box is left as it is."""
     if len(string) > MAX_BOX_CHARACTERS:
         return string
+    string = " ".join(ascii_minus(string).split())
     for dropped in _DROPPED:
         string = string.replace(dropped, "")
     string = string.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
@@ -50,7 +52,7 @@ def strip_string(string: str) -> str:
     if string.startswith("."):
         string = "0" + string
     name, equals, value = string.partition("=")
-    if equals and "=" not in value and len(name.strip()) <= 2:
+    if equals and "=" not in value and len(name.strip()) <= 2 and exact_number(name) is None:
         string = value
     string = _SHORT_ROOT.sub(r"\\sqrt{\1}", string).replace(" ", "")
     string = _SHORT_FRACTION.sub(_long_fraction, string)

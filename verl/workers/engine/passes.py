@@ -14,6 +14,7 @@ later micro-batches are split before they run. A probe can measure the size that
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -182,13 +183,17 @@ class FittingPasses:
 
 
 class GradientArrivals:
-    """The parameters that have received their gradient in the current backward pass."""
+    """The parameters that have received their gradient in the current backward pass.
+
+    Hooks note numbers: one that held parameters would keep the model alive, since the collector
+    does not look into hooks.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._arrived: list[Tensor] = []
-        for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._arrived.append)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._arrived: list[int] = []
+        for number, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(partial(_note, self._arrived, number))
 
     def clear(self) -> None:
         self._arrived.clear()
@@ -196,7 +201,7 @@ class GradientArrivals:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Freeze the parameters that have their gradient while the context lasts."""
-        arrived = list(self._arrived)
+        arrived = [self._parameters[number] for number in self._arrived]
         for parameter in arrived:
             parameter.requires_grad_(False)
         try:
@@ -204,6 +209,10 @@ class GradientArrivals:
         finally:
             for parameter in arrived:
                 parameter.requires_grad_(True)
+
+
+def _note(arrived: list[int], number: int, parameter: Tensor) -> None:
+    arrived.append(number)
 
 
 def halves(rows: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:

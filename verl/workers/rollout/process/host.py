@@ -15,6 +15,7 @@ kills this process group: the link alone does not tell, since a fork of the pare
 open. Started by `link`, in whatever environment the engine needs: this imports torch and no more.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -150,6 +151,8 @@ class Host:
     def _build(self, call: Message) -> dict[str, Any]:
         self._engine = load_builder(call["build"])(call["options"])
         self._version = 0 if call["has_weights"] else None
+        gc.collect()
+        gc.freeze()  # the engine's code and model stay: each later collection would look at them
         return asdict(self.engine.facts())
 
     def _submit(self, call: Message) -> None:
@@ -209,13 +212,13 @@ class Host:
         self._version = None
         return address
 
-    def _receive_weights(self, call: Message) -> list[int]:
+    def _receive_weights(self, call: Message) -> dict[str, Any]:
         if self._version is not None:
             raise EngineStateError("receive_weights came without accept_weights before it")
-        published = self._incoming.receive(self.engine.load_weights)
+        published, seconds = self._incoming.receive(self.engine.load_weights)
         self.engine.forget_cache()
         self._version = published.version
-        return list(published)
+        return {"held": list(published), "load_seconds": seconds}
 
     def _sleep(self, call: Message) -> None:
         self._require_idle("sleep")
