@@ -135,13 +135,16 @@ def fsdp2_load_full_state_dict(
     device_mesh: Any = None,
     cpu_offload: Any = None,
 ) -> None:
-    """Give a sharded model the whole weights that rank 0 has."""
+    """Give a sharded model the whole weights that rank 0 has, and its buffers."""
+    buffers = {name: one for name, one in model.named_buffers() if not one.is_meta}
     model.to_empty(device="cpu" if cpu_offload else get_device_name())
     options = StateDictOptions(
         full_state_dict=True, cpu_offload=bool(cpu_offload), broadcast_from_rank0=True
     )
     set_model_state_dict(model, dict(full_state), options=options)
-    for buffer in model.buffers():
+    for name, buffer in model.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])  # `to_empty` forgets those that a state dict does not have
         dist.broadcast(buffer, src=0)
 
 
