@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from verl.utils.device import free_cached_memory, get_device_name
 from verl.utils.distributed import is_distributed
@@ -153,12 +155,12 @@ def create_device_mesh(world_size: int, fsdp_size: int) -> Any:
     """Ranks in one group of shards, or in `world_size / fsdp_size` copies of such groups."""
     device = get_device_name()
     if fsdp_size < 0 or fsdp_size >= world_size:
-        return dist.init_device_mesh(device, (world_size,), mesh_dim_names=("fsdp",))
+        return init_device_mesh(device, (world_size,), mesh_dim_names=("fsdp",))
     shape = (world_size // fsdp_size, fsdp_size)
-    return dist.init_device_mesh(device, shape, mesh_dim_names=("ddp", "fsdp"))
+    return init_device_mesh(device, shape, mesh_dim_names=("ddp", "fsdp"))
 
 
 def get_sharding_strategy(device_mesh: Any) -> Any:
     """FSDP 1's: shard over all ranks, or within each copy."""
-    strategies = torch.distributed.fsdp.ShardingStrategy
-    return strategies.FULL_SHARD if device_mesh.ndim == 1 else strategies.HYBRID_SHARD
+    is_whole = device_mesh.ndim == 1
+    return ShardingStrategy.FULL_SHARD if is_whole else ShardingStrategy.HYBRID_SHARD

@@ -112,9 +112,9 @@ class SFTTrainer:
         self.ranks = Ranks.here()
         seed_everything(settings.trainer.seed)
         self.tokenizer = tokenizer or build_tokenizer(settings)
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
         if train_dataset is None:
-            self.train_dataset, self.val_dataset = build_datasets(settings, self.tokenizer)
+            train_dataset, val_dataset = build_datasets(settings, self.tokenizer)
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.num_rows = len(cast(Sized, self.train_dataset))
         self.steps_per_epoch = steps_per_epoch(settings, self.num_rows)
         self.total_steps = total_steps(settings, self.steps_per_epoch)
