@@ -215,6 +215,10 @@ class ChannelError(WeightSyncError):
     """The way between the two sides failed: closed, too slow, or a peer without the token."""
 
 
+class NoRoomError(ChannelError):
+    """The sender has no shared memory for a bucket; the receiver knows nothing of it."""
+
+
 WORD_BYTES = 4
 BLOCK_WORDS = 2**16
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
