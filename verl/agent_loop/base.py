@@ -16,7 +16,7 @@ import yaml
 
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics
-from verl.utils.dataset.prompts import Prompt, encode_prompt_once
+from verl.utils.dataset.prompts import Prompt, encode_prompt
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
 from verl.utils.rollout_trace import rollout_trace_attr
@@ -175,7 +175,7 @@ class AgentLoopBase(ABC):
         self, messages: Prompt, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """`apply_chat_template` of text, for any thread."""
-        return encode_prompt_once(
+        return encode_prompt(
             messages,
             self.tokenizer,
             max_tokens=self.config.actor_rollout_ref.rollout.prompt_length,

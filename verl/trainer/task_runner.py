@@ -20,9 +20,10 @@ from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.scoring import asks_over_http
-from verl.trainer.ppo.session import as_ppo_config
+from verl.trainer.ppo.session import as_ppo_config, run_locks
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
+from verl.utils.checkpoint.layout import holding
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
 from verl.utils.environment import BadData, forced_device
@@ -111,6 +112,10 @@ class TaskRunner:
     def run(self, config: PPOConfig | DictConfig) -> None:
         """Train; start over from the last checkpoint when workers are lost."""
         config = as_ppo_config(config)
+        with holding(run_locks(config.trainer)):
+            self._train_until_done(config)
+
+    def _train_until_done(self, config: PPOConfig) -> None:
         for restarts_left in range(config.trainer.max_restarts, -1, -1):
             trainer = self.trainer = self.build(copy.deepcopy(config))  # workers write into theirs
             try:

@@ -288,21 +288,21 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         return DataProto.from_dict(tensors={"ref_log_prob": log_probs.cpu(), **row_column(data)})
 
     @register(dispatch_mode=dispatch_update(MESH))
-    @DistProfiler.annotate(role="actor_update")
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`.
 
         The rollout engine of this rank has the new weights when it returns.
         """
         config, start = self.config, time.perf_counter()
-        metrics = self.policy.update_policy(
-            model_rows(data),
-            rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
-            temperature=config.rollout.temperature,
-            old_policy_version=data.meta_info.get("old_policy_version"),
-            plan=update_plan(data),
-        )
-        metrics.update(self.update_weights())
+        with self.profiler.annotated("actor_update"):
+            metrics = self.policy.update_policy(
+                model_rows(data),
+                rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
+                temperature=config.rollout.temperature,
+                old_policy_version=data.meta_info.get("old_policy_version"),
+                plan=update_plan(data),
+            )
+            metrics.update(self.update_weights())
         seconds = time.perf_counter() - start
         passes = update_passes(config.actor.ppo_epochs, self.engine.module)
         metrics.update(utilisation("actor", self.flops, data, seconds, passes=passes))
