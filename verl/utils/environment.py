@@ -59,8 +59,14 @@ def use_modelscope() -> bool:
 
 
 def dist_init_method() -> str | None:
-    """`DIST_INIT_METHOD=tcp://host:port`: where process groups meet; unset means `env://`."""
+    """`DIST_INIT_METHOD=tcp://host:port|file://path`: where process groups meet; unset means at
+    `MASTER_ADDR`."""
     return variable("DIST_INIT_METHOD") or None
+
+
+def has_agent_store() -> bool:
+    """`TORCHELASTIC_USE_AGENT_STORE=True`: torchrun holds the store in which its ranks meet."""
+    return variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def rank() -> int:
@@ -78,6 +84,11 @@ def world_size() -> int:
 def is_ray_worker() -> bool:
     """`WG_BACKEND=ray`: this process is a rank of a worker group on Ray."""
     return variable("WG_BACKEND") == "ray"
+
+
+def is_torchrun() -> bool:
+    """`TORCHELASTIC_RUN_ID`: this process is a rank that `torchrun` started."""
+    return is_set("TORCHELASTIC_RUN_ID")
 
 
 def is_inside_colocated_worker() -> bool:
@@ -118,8 +129,11 @@ def file_logger_path() -> str | None:
 
 
 def file_logger_root() -> str:
-    """`VERL_FILE_LOGGER_ROOT`, default `.`: `<root>/<project>/<experiment>.jsonl`."""
-    return variable("VERL_FILE_LOGGER_ROOT") or "."
+    """`VERL_FILE_LOGGER_ROOT`, default `logs`: `<root>/<project>/<experiment>.jsonl`.
+
+    Not the working folder: a project's folder there would hide the package of the same name.
+    """
+    return variable("VERL_FILE_LOGGER_ROOT") or "logs"
 
 
 def tensorboard_dir() -> str | None:

@@ -7,6 +7,7 @@ engine may run under another Python. What vLLM itself thinks of a value, it says
 from pathlib import Path
 from typing import Any
 
+from verl.config.roles import ROLLOUTS
 from verl.config.rollout import RolloutConfig
 from verl.workers.rollout.engine_options import (
     CPU_VARIABLES,
@@ -67,6 +68,7 @@ def vllm_options(
     if adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter["r"]}
     return {
+        "versions": ROLLOUTS["vllm"].versions,
         "arguments": arguments,
         "engine_kwargs": own_arguments(rollout, "vllm"),
         "compiles": device != "cpu" or not rollout.enforce_eager,

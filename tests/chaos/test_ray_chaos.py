@@ -1,0 +1,62 @@
+"""RPCs of Ray that fail, before or after they had their effect: each call still runs once.
+
+Ray's own injection (`RAY_testing_rpc_failure`) drops requests and replies, so that its clients send
+again what may have been carried out. It is read when a cluster starts; so a cluster of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+import ray
+from tests.chaos.counting import Counting
+from verl.single_controller import ClassWithInitArgs
+from verl.single_controller.ray import RayWorkerGroup, RayResourcePool
+
+ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+group = RayWorkerGroup(RayResourcePool([2]), ClassWithInitArgs(Counting))
+num_calls = int(sys.argv[1])
+pending = []
+for number in range(num_calls):
+    pending.append((number, group.count(number)))
+    if len(pending) == 200 or number == num_calls - 1:
+        for sent, future in pending:
+            found = future.get()
+            assert found == [sent, sent], (sent, found)
+        pending = []
+for rank, seen in enumerate(group.seen()):
+    assert seen["calls"] == num_calls, (rank, seen["calls"], num_calls)
+    assert seen["repeated"] == [], (rank, seen["repeated"][:5])
+group.shutdown()
+print("CALLS", num_calls)
+"""
+FAILURES = {
+    "actor tasks": "CoreWorkerService.grpc_client.PushTask=-1:2:2",
+    "leases and placement": "NodeManagerService.grpc_client.RequestWorkerLease=-1:10:10,"
+    "NodeManagerService.grpc_client.PrepareBundleResources=-1:10:10,"
+    "NodeManagerService.grpc_client.CommitBundleResources=-1:10:10",
+    "all": "*=-1:5:5",
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_each_call_runs_once_when_rpcs_fail_on_ray(name):
+    num_calls = 2000
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(num_calls)],
+        env={**os.environ, "RAY_testing_rpc_failure": FAILURES[name]},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert f"CALLS {num_calls}" in ended.stdout
