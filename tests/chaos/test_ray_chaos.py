@@ -2,6 +2,8 @@
 
 Ray's own injection (`RAY_testing_rpc_failure`) drops requests and replies, so that its clients send
 again what may have been carried out. It is read when a cluster starts; so a cluster of its own.
+Left alone are the RPCs of placement groups: with a reply to a reservation lost, Ray 2.60 waits for
+the group until our deadline for resources ends it.
 """
 
 import json
@@ -39,28 +41,28 @@ for rank, seen in enumerate(group.seen()):
 group.shutdown()
 print("CALLS", num_calls)
 """
-TASKS = ("CoreWorkerService.grpc_client.PushTask",)
-PLACEMENT = (
-    "NodeManagerService.grpc_client.RequestWorkerLease",
-    "NodeManagerService.grpc_client.PrepareBundleResources",
-    "NodeManagerService.grpc_client.CommitBundleResources",
-    "ray::rpc::ActorInfoGcsService.grpc_client.CreateActor",
-)
-FAILURES = {"actor tasks": (TASKS, 2), "placement": (PLACEMENT, 10), "all": (("*",), 2)}
-"""Which RPCs lose their request, and as often their reply, with that many percent."""
+FAILURES = {
+    "calls": ("CoreWorkerService.grpc_client.PushTask",),
+    "actors": (
+        "NodeManagerService.grpc_client.RequestWorkerLease",
+        "ray::rpc::ActorInfoGcsService.grpc_client.CreateActor",
+    ),
+}
+PERCENT = 5
+"""So often each of these RPCs loses its request, and as often its reply."""
 
 
-def injected(names, percent):
-    once = {"num_failures": -1, "req_failure_prob": percent, "resp_failure_prob": percent}
+def injected(names):
+    once = {"num_failures": -1, "req_failure_prob": PERCENT, "resp_failure_prob": PERCENT}
     return json.dumps(dict.fromkeys(names, once))
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_each_call_runs_once_when_rpcs_fail_on_ray(name):
-    num_calls = 2000
+    num_calls = 5000
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(num_calls)],
-        env={**os.environ, "RAY_testing_rpc_failure": injected(*FAILURES[name])},
+        env={**os.environ, "RAY_testing_rpc_failure": injected(FAILURES[name])},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
