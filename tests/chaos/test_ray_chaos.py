@@ -2,8 +2,6 @@
 
 Ray's own injection (`RAY_testing_rpc_failure`) drops requests and replies, so that its clients send
 again what may have been carried out. It is read when a cluster starts; so a cluster of its own.
-Left alone are the RPCs of placement groups: with a reply to a reservation lost, Ray 2.60 waits for
-the group until our deadline for resources ends it.
 """
 
 import json
@@ -24,7 +22,7 @@ from tests.chaos.counting import Counting
 from verl.single_controller import ClassWithInitArgs
 from verl.single_controller.ray import RayWorkerGroup, RayResourcePool
 
-ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 group = RayWorkerGroup(RayResourcePool([2]), ClassWithInitArgs(Counting))
 num_calls = int(sys.argv[1])
 pending = []
@@ -43,10 +41,13 @@ print("CALLS", num_calls)
 """
 FAILURES = {
     "calls": ("CoreWorkerService.grpc_client.PushTask",),
-    "actors": (
+    "placement": (
+        "NodeManagerService.grpc_client.PrepareBundleResources",
+        "NodeManagerService.grpc_client.CommitBundleResources",
         "NodeManagerService.grpc_client.RequestWorkerLease",
         "ray::rpc::ActorInfoGcsService.grpc_client.CreateActor",
     ),
+    "all": ("*",),
 }
 PERCENT = 5
 """So often each of these RPCs loses its request, and as often its reply."""
