@@ -8,6 +8,7 @@ run can start with, 70 a run that failed by itself. A command that catches `Ends
 message without a traceback and exits with its code.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,26 @@ def external_modules() -> list[str]:
 def logging_level() -> str:
     """`VERL_LOGGING_LEVEL`, default WARN."""
     return variable("VERL_LOGGING_LEVEL", "WARN")
+
+
+class QuietBesideOthers(logging.StreamHandler):
+    """Shows verl's log lines on stderr where the program has set up no logging of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            super().emit(record)
+
+
+def set_up_logging() -> None:
+    """Give verl's loggers the level of `VERL_LOGGING_LEVEL`, in this process."""
+    logger = logging.getLogger("verl")
+    logger.setLevel(logging_level())
+    if logger.level < logging.WARNING and not logger.handlers:
+        logger.addHandler(QuietBesideOthers())
 
 
 def sft_logging_level() -> str:
