@@ -1,4 +1,4 @@
-"""`VERL_LOGGING_LEVEL` shows what happens, and by default nothing is said that needs no attention."""
+"""`VERL_LOGGING_LEVEL` shows what happens; by default only what needs attention is said."""
 
 import logging
 import os

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -110,3 +112,18 @@ def test_a_run_stops_at_data_that_its_scorer_cannot_grade(toy, tmp_path):
     with pytest.raises(DataError, match="8 of 8 rows are bad"):
         toy_run(toy, tmp_path, *data, "custom_reward_function.path=null")
     toy_run(toy, tmp_path, *data, f"custom_reward_function.path={toy / 'parity.py'}")
+
+
+def test_the_agent_loop_of_the_documentation_runs(toy, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "agent_loops.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "documented_loops.py").write_text(code)
+    entry = "- {name: two_tries, _target_: documented_loops.TwoTries, remark: '+'}"
+    (tmp_path / "loops.yaml").write_text(entry)
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = "actor_rollout_ref.rollout.agent"
+    _, trainer = toy_run(
+        toy, tmp_path, f"{agent}.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+        f"{agent}.default_agent_loop=two_tries", "trainer.total_training_steps=1",
+    )  # fmt: skip
+    assert set(trainer.batch.non_tensor_batch["__num_turns__"]) <= {2, 3}
