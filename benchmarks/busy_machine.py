@@ -1,4 +1,4 @@
-"""What other busy processes do to a training step, and what the wait policy of OpenMP does about it.
+"""What other busy processes do to a training step, and how OpenMP's wait policy changes that.
 
     python benchmarks/busy_machine.py [--neighbours 2] [--steps 12]
 
@@ -73,9 +73,7 @@ def main() -> None:
             timeout=600,
             check=True,
         )
-        print(
-            f"| threads wait | neighbours | ms per step | CPU ms per step |{os.linesep}|---|---|---|---|"
-        )
+        print("| threads wait | neighbours | ms per step | CPU ms per step |\n|---|---|---|---|")
         for count in (0, options.neighbours):
             neighbours = [subprocess.Popen(busy) for _ in range(count)]
             try:
