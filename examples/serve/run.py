@@ -62,9 +62,9 @@ def longest(model: str) -> int:
     return min(MAX_TOKENS, config.max_position_embeddings)
 
 
-def page_address(server: RunningServer, *, with_history: bool) -> str:
+def page_address(page: str, *, with_history: bool) -> str:
     """Where the page is, and whether it sends earlier messages along."""
-    return server.page_url + ("" if with_history else "&history=off")
+    return page if with_history else f"{page}{'&' if '#' in page else '#'}history=off"
 
 
 def wait_for_the_end(server: RunningServer) -> None:
@@ -102,8 +102,9 @@ def chat(options: argparse.Namespace) -> None:
             model=options.model or "quickstart", max_model_len=tokens, port=options.port
         )
         with serve([engine], hf_tokenizer(model), serving) as server:
-            address = page_address(server, with_history=options.model is not None)
-            print(f"\nchat     {address}\nAPI      {server.url}/v1\ntoken    {server.token}")
+            api, token, page = server.where().values()
+            page = page_address(page, with_history=options.model is not None)
+            print(f"\nchat     {page}\nAPI      {api}\ntoken    {token}")
             print("\nCtrl-C stops it", flush=True)
             wait_for_the_end(server)
     finally:

@@ -12,7 +12,7 @@ from tests.server.clients import call, complete, connected, exchange, until_clos
 from tests.server.engines import MODEL, TOKEN, ScriptedRollout, byte_tokenizer, saying
 from verl.server import RunningServer, ServerOptions, serve
 from verl.server.app import page_policy
-from verl.utils.environment import temp_env_var
+from verl.utils.environment import temp_env_var, variables_of_verl
 
 ROUTES = ["/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics",
           "/openapi.json", "/docs", "/redoc", "/nowhere", "//v1/models", "/v1/../v1/models",
@@ -102,17 +102,29 @@ def test_names_of_this_machine_are_known(plain_server, host):
     assert call(plain_server, "/health", headers={"Host": host})[0] == 200
 
 
-def test_a_token_is_made_where_none_is_given_and_never_shown():
+def test_a_token_is_shown_once_where_it_is_made_and_never_where_it_is_given():
     options = ServerOptions(model=MODEL, max_model_len=64)
     with serve([ScriptedRollout(saying("a"))], byte_tokenizer(), options) as server:
         assert len(server.token) >= 32
         assert server.token not in repr(server.service.options)
         assert call(server, "/health", token=server.token)[0] == 200
+        assert server.where() == {
+            "API": f"{server.url}/v1", "token": server.token,
+            "chat in the browser": server.page_url,
+        }  # fmt: skip
     with (
         temp_env_var("VERL_SERVER_TOKEN", "token-from-outside"),
         serve([ScriptedRollout(saying("a"))], byte_tokenizer(), options) as server,
     ):
         assert server.token == "token-from-outside"
+        assert "VERL_SERVER_TOKEN" in server.where()["token"]
+        assert "token-from-outside" not in str(server.where())
+        assert "VERL_SERVER_TOKEN" not in variables_of_verl()
+    with (
+        temp_env_var("VERL_SERVER_TOKEN", "short"),
+        pytest.raises(ValueError, match="16 or more visible"),
+    ):
+        serve([ScriptedRollout(saying("a"))], byte_tokenizer(), options)
 
 
 @pytest.mark.parametrize("token", ["short", "with spaces in between", "line\nbreak-in-the-token"])

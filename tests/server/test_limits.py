@@ -2,14 +2,14 @@
 
 import json
 import threading
-import time
 
 import pytest
 
 from tests.server.clients import call, chat, complete
 from tests.server.engines import MODEL, TOKEN, ScriptedRollout, byte_tokenizer, saying
 from verl.server import ServerOptions, serve
-from verl.server.schemas import num_containers
+from verl.server.errors import ApiError
+from verl.server.schemas import MAX_VALUES, ChatRequest, check_size, most_keys, outside_texts
 
 USER = {"role": "user", "content": "hello"}
 TOO_MUCH = {
@@ -83,20 +83,77 @@ def test_prompts_that_cannot_be_continued_are_refused(plain_server, prompt):
     assert answer["error"]["param"].startswith("prompt")
 
 
-def test_a_million_prompts_are_refused_quickly(plain_server):
-    for million in (["a"] * 10**6, [5] * (10**6 + 10**5), [[5]] * 10**6, [None] * 10**6):
-        body = json.dumps({"model": MODEL, "prompt": million}).encode()
-        started = time.process_time()
-        status, _, answer = call(plain_server, "/v1/completions", body)
-        assert status == 400
-        assert len(answer) < 1000
-        assert time.process_time() - started < 0.8  # both sides, HTTP included, beside other work
+def unknown_keys(count: int) -> bytes:
+    return b",".join(b'"k%d":1' % number for number in range(count))
 
 
-def test_brackets_in_a_text_are_not_lists():
-    text = json.dumps({"prompt": '["\\' * 100_000})
-    assert num_containers(text.encode()) == 1
-    assert num_containers(json.dumps([[]] * 100_000).encode()) == 100_001
+OVERSIZED = {
+    "prompts": json.dumps({"prompt": ["a"] * 10**6}).encode(),
+    "token ids": json.dumps({"prompt": [5] * (10**6 + 10**5)}).encode(),
+    "lists": json.dumps({"prompt": [[5]] * 10**6}).encode(),
+    "nulls": json.dumps({"prompt": [None] * 10**6}).encode(),
+    "unknown keys": b"{%b}" % unknown_keys(600_000),
+    "unknown keys of a message": b'{"messages":[{"role":"user",%b}]}' % unknown_keys(100_000),
+    "unknown keys of a schema": b'{"tools":[{"function":{"parameters":{%b}}}]}'
+    % unknown_keys(2000),
+    "unknown keys, nested": b'{"zz":' * 100 + b"{%b}" % unknown_keys(100_000) + b"}" * 100,
+    "values of an unknown key": b'{"zz":[%b1]}' % (b"1," * 3_900_000),
+    "unknown parts": b'{"messages":[{"content":[%b{}]}]}' % (b'{"type":"x"},' * 300_000),
+    "quotes": b'"' * 8_000_000,
+    "colons": b":" * 8_000_000,
+}
+
+
+@pytest.mark.parametrize("kind", OVERSIZED)
+def test_a_body_of_too_many_parts_is_refused_by_their_number_alone(plain_server, kind, monkeypatch):
+    """Counting is cheap; what a schema, or the list of its errors, makes of them is not."""
+    monkeypatch.setattr(
+        ChatRequest, "model_validate_json", lambda body: pytest.fail("validated before counted")
+    )
+    status, _, answer = call(plain_server, "/v1/chat/completions", OVERSIZED[kind])
+    assert status == 400
+    assert json.loads(answer)["error"]["code"] == "too_many_parts"
+    assert len(answer) < 1000
+
+
+def test_arguments_of_calls_are_counted_together(plain_server):
+    calls = [
+        {"id": str(n), "type": "function", "function": {"name": "f", "arguments": "[1" + ",1" * n}}
+        for n in (10, 7000, 150_000, 150_000)
+    ]
+    message = {"role": "assistant", "tool_calls": calls[:3]}
+    assert chat(plain_server, messages=[USER, message])[0] == 200
+    status, answer = chat(plain_server, messages=[USER, {**message, "tool_calls": calls}])
+    assert (status, answer["error"]["code"]) == (400, "too_many_parts")
+
+
+def test_large_bodies_are_parsed_beside_the_event_loop(plain_server, monkeypatch):
+    seen = []
+
+    def validate(body):
+        seen.append(threading.current_thread().name.partition("_")[0])
+        raise ApiError(400, "seen")
+
+    monkeypatch.setattr(ChatRequest, "model_validate_json", validate)
+    chat(plain_server)
+    chat(plain_server, messages=[{"role": "user", "content": "a" * 20_000}])
+    assert seen == ["server", "parser"]
+
+
+def test_a_body_of_a_million_commas_that_are_text_is_taken(plain_server):
+    text = ',{"\\:' * 1000 + "[" * 100_000 + "," * 1_000_000
+    status, answer = complete(plain_server, prompt=text)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_punctuation_in_a_text_is_not_counted():
+    text = json.dumps({"prompt": '["\\:' * 100_000, "n": [{"a": 1}, {"a": 1, "b": 2}]}).encode()
+    assert check_size(text, MAX_VALUES) == 7  # four lists and objects, three commas
+    assert most_keys(outside_texts(text, 9)) == 2
+    with pytest.raises(ApiError, match="100001 lists and objects; it may have 65536"):
+        check_size(json.dumps([[]] * 100_000).encode(), MAX_VALUES)
+    with pytest.raises(ApiError, match="an object with 2000 keys; it may have 1024"):
+        check_size(b'{"a":{%b}}' % (unknown_keys(2000) + b" " * 20_000), MAX_VALUES)
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused_before_it_is_tokenized(plain_server):

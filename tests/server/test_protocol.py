@@ -52,6 +52,16 @@ def test_a_request_that_trickles_in_is_cut_off(impatient, begin, more):
     assert RECEIPT_SECONDS - 0.1 < trickle(impatient, begin, more) < RECEIPT_SECONDS + 2
 
 
+def test_small_answers_are_sent_at_once(impatient):
+    """Else a client that keeps its connection waits 40 ms for each: its acknowledgement is late."""
+    with connected(impatient) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        (protocol,) = impatient._server.server_state.connections
+        accepted = protocol.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 def test_the_default_deadline_is_below_ten_seconds():
     assert ServerOptions(model=MODEL, max_model_len=64).receipt_seconds < 10
 

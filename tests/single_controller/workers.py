@@ -18,6 +18,7 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from verl.utils.distributed import initialize_global_process_group
 from verl.utils.tensordict_utils import get_tensordict
 
 
@@ -179,8 +180,7 @@ class Calculator(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def all_reduce(self, number):
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
+        initialize_global_process_group()
         total = torch.tensor([float(number + self.rank)])
         dist.all_reduce(total)
         return total.item()

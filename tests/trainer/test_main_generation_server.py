@@ -162,8 +162,8 @@ def test_the_command_serves_until_it_is_told_to_end(model_folder, prompt_file):
     try:
         where = next(line for line in program.stdout if line.startswith("serving"))
         url = next(word for word in where.split() if word.startswith("http"))
-        assert program.stdout.readline() == "token: token-for-this-test\n"
-        page = url.replace("/v1", "/#token=token-for-this-test")
+        assert program.stdout.readline() == "token: the one in VERL_SERVER_TOKEN\n"
+        page = url.replace("/v1", "/")
         assert program.stdout.readline() == f"chat in the browser: {page}\n"
         with openai.OpenAI(base_url=url, api_key="token-for-this-test", max_retries=0) as client:
             (model,) = client.models.list().data

@@ -58,6 +58,9 @@ class RolloutTraits:
     package: str | None = None
     """The package that must be installed; None: nothing beyond ours."""
 
+    versions: str = ""
+    """Versions of the package that are supported, as pip writes them; empty: not stated."""
+
     is_divisible: bool = True
     """One engine may span several devices."""
 
@@ -72,7 +75,7 @@ ROLLOUTS = {
     "native": RolloutTraits(has_own_process=False, is_builtin=True, process_name="native_process"),
     "hf": RolloutTraits(has_own_process=False, is_builtin=True, is_divisible=False),
     "native_process": RolloutTraits(is_builtin=True, is_divisible=False),
-    "vllm": RolloutTraits(package="vllm", takes_adapters=True),
+    "vllm": RolloutTraits(package="vllm", versions=">=0.24,<0.33", takes_adapters=True),
     "sglang": RolloutTraits(package="sglang", takes_adapters=True),
 }
 

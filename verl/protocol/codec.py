@@ -13,10 +13,11 @@ with "$", and a dictionary that uses such keys itself is written as "$dict":
     torch tensor         {"$tensor": [dtype, shape, first byte, end]}
 
 Arrays and tensors lie in one pool of bytes beside the text. Nothing else can be written, so nothing
-read from a file can be anything but data.
+read from a file can be anything but data. `dumps` and `loads` put both into one message.
 """
 
 import base64
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from verl.protocol.serialization import deserialize_single_tensor, serialize_sin
 
 _AS_IS = {type(None), bool, int, str}
 _ARRAY_KINDS = frozenset("biufcSUmM")
+_LENGTH = 8  # bytes
 _MAX_DEPTH = 100  # we recurse, five calls a level, and so does the JSON parser
 
 
@@ -130,6 +132,27 @@ def decode(tree: Any, pool: memoryview) -> Any:
         if tag.startswith("$"):
             return _DECODERS[tag](body, pool)
     return {key: decode(entry, pool) for key, entry in tree.items()}
+
+
+def dumps(value: Any, place: str) -> bytes:
+    """One message: length of the text, text, pool; `place` names the value in errors."""
+    encoder = Encoder()
+    text = json.dumps(encoder.encode(value, place), allow_nan=False).encode("ascii")
+    return b"".join((len(text).to_bytes(_LENGTH, "big"), text, encoder.pool))
+
+
+def loads(message: bytes | bytearray | memoryview) -> Any:
+    """The value that `dumps` was given; a ValueError for anything that it has not written."""
+    view = memoryview(message)
+    start = _LENGTH + int.from_bytes(view[:_LENGTH], "big")
+    try:
+        return decode(json.loads(bytes(view[_LENGTH:start])), view[start:])
+    except MALFORMED as error:
+        raise ValueError(f"{len(view)} bytes that are no plain data: {error!r}") from error
+
+
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError)
+"""What `decode` raises for what `Encoder` has not written; too deep is a RuntimeError."""
 
 
 def _decode_dict(body: Any, pool: memoryview) -> dict[Any, Any]:

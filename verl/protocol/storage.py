@@ -19,14 +19,13 @@ from safetensors.torch import load, load_file, save, save_file
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from verl.protocol.codec import Encoder, decode
+from verl.protocol.codec import MALFORMED, Encoder, decode
 from verl.protocol.serialization import dtype_name, dtype_named, octets_of, plain_data
 from verl.utils.tensor_rows import BatchError, compact, jagged, open_jagged
 
 _FORMAT = "verl.DataProto/1"
 _DOCUMENT = "document"
 _POOL = "pool"
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError)
 
 
 class Fields(NamedTuple):
@@ -164,7 +163,7 @@ def _from_entries(entries: Mapping[str, Tensor], origin: str) -> Fields:
             non_tensor_batch=decode(document["non_tensor_batch"], pool),
             meta_info=decode(document["meta_info"], pool),
         )
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ValueError(
             f"{origin} is no batch that DataProto has written, or is damaged: {error!r}"
         ) from error

@@ -30,7 +30,7 @@ from verl.server.errors import ApiError, ErrorAnswer, internal_error, unavailabl
 from verl.server.events import CONTENT_TYPE as EVENTS
 from verl.server.guard import Guard
 from verl.server.metrics import CONTENT_TYPE as METRICS
-from verl.server.schemas import MODEL_NAME, TOKEN_ID, ChatRequest, CompletionRequest, parsed
+from verl.server.schemas import MODEL_NAME, TOKEN_ID, ChatRequest, CompletionRequest
 from verl.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,9 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         openapi_extra=body_of(CompletionRequest),
     )
     async def completions(request: Request) -> Any:
-        return await complete(service, parsed(CompletionRequest, await request.body()))
+        return await complete(
+            service, await service.parsed(CompletionRequest, await request.body())
+        )
 
     @app.post(
         "/v1/chat/completions",
@@ -93,7 +95,8 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         openapi_extra=body_of(ChatRequest),
     )
     async def chat_completions(request: Request) -> Any:
-        return await converse(service, parsed(ChatRequest, await request.body()))
+        form = await service.parsed(ChatRequest, await request.body())
+        return await converse(service, form)
 
 
 def add_watching_routes(app: FastAPI, service: Service) -> None:

@@ -6,7 +6,7 @@ one thread does it, with a tokenizer of its own, while the event loop decodes wi
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.server.errors import ApiError
 from verl.server.schemas import (
+    MAX_VALUES,
     AssistantMessage,
     ChatRequest,
     CompletionRequest,
@@ -23,6 +24,7 @@ from verl.server.schemas import (
     Message,
     TextPart,
     Tool,
+    check_size,
 )
 from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt
 from verl.utils.dataset.tables import DataError
@@ -49,13 +51,17 @@ class Encoder:
 
     async def conversation(self, request: ChatRequest) -> list[int]:
         """The ids of a conversation as the chat template writes it."""
-        messages = [template_message(message) for message in request.messages]
-        tools = [template_tool(tool) for tool in request.offered_tools]
         if self._tokenizer.chat_template is None:
             raise ApiError(
                 400, "the model has no chat template; use /v1/completions", code="no_chat"
             )
-        return self._fitting(await self._encode(messages, tools, "messages"), "messages")
+
+        def build() -> tuple[Prompt, list[dict[str, Any]]]:
+            check_arguments(request.messages)
+            messages: Prompt = [template_message(message) for message in request.messages]
+            return messages, [template_tool(tool) for tool in request.offered_tools]
+
+        return self._fitting(await self._encode(build, "messages"), "messages")
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         if max(token_ids, default=0) >= self.vocabulary:
@@ -80,14 +86,15 @@ class Encoder:
 
     async def _ids(self, prompt: Any, param: str) -> list[int]:
         if isinstance(prompt, str):
-            return self._fitting(await self._encode(prompt, [], param), param)
+            return self._fitting(await self._encode(lambda: (prompt, []), param), param)
         self.check_ids(prompt, param)
         return self._fitting(list(prompt), param)
 
     async def _encode(
-        self, prompt: Prompt, tools: Sequence[dict[str, Any]], param: str
+        self, build: Callable[[], tuple[Prompt, list[dict[str, Any]]]], param: str
     ) -> list[int]:
         def encode() -> list[int]:
+            prompt, tools = build()
             return encode_prompt(prompt, self._own, max_tokens=self.max_model_len, tools=tools)
 
         try:
@@ -124,6 +131,14 @@ def template_message(message: Message) -> dict[str, Any]:
     if isinstance(message, AssistantMessage) and message.tool_calls:
         plain["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     return plain
+
+
+def check_arguments(messages: Sequence[Message]) -> None:
+    """Arguments of calls are JSON inside a text, which the count of the body has not seen."""
+    room = MAX_VALUES
+    for message in messages:
+        for call in (isinstance(message, AssistantMessage) and message.tool_calls) or ():
+            room -= check_size(call.function.arguments.encode(), room)
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:

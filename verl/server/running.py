@@ -17,6 +17,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -43,10 +44,17 @@ class RunningServer:
     """A server that answers until `stop`."""
 
     def __init__(
-        self, service: Service, server: uvicorn.Server, listener: socket.socket, token: str
+        self,
+        service: Service,
+        server: uvicorn.Server,
+        listener: socket.socket,
+        token: str,
+        *,
+        token_source: str | None,
     ):
         self.service = service
         self.token = token
+        self._token_source = token_source
         self._server = server
         self._listener = listener
         self._has_ended = threading.Event()
@@ -66,6 +74,15 @@ class RunningServer:
         """Of the chat page, with the token behind `#`, which browsers keep to themselves. It is as
         secret as the token."""
         return f"{self.url}/#token={quote(self.token, safe='')}"
+
+    def where(self) -> dict[str, str]:
+        """What to print at the start. A token that was made here is shown this once; one that was
+        given stays where it came from, and out of whatever records the output."""
+        where = {"API": f"{self.url}/v1"}
+        if self._token_source is None:
+            return {**where, "token": self.token, "chat in the browser": self.page_url}
+        token = f"the one in {self._token_source}"
+        return {**where, "token": token, "chat in the browser": f"{self.url}/"}
 
     def start(self) -> None:
         self._thread.start()
@@ -114,7 +131,9 @@ def serve(
 ) -> RunningServer:
     """Serve a model from engines that hold it. Without a token in the options or in
     `VERL_SERVER_TOKEN` one is made; `RunningServer.token` tells it."""
-    token = options.token or server_token() or secrets.token_urlsafe(32)
+    source = "the options" if options.token else "VERL_SERVER_TOKEN" if server_token() else None
+    options = replace(options, token=options.token or server_token() or secrets.token_urlsafe(32))
+    token = str(options.token)
     service = Service(rollouts, tokenizer, options)
     config = uvicorn.Config(
         build_app(service, token),
@@ -129,14 +148,16 @@ def serve(
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         backlog=BACKLOG,
     )
-    server = RunningServer(service, uvicorn.Server(config), listening_socket(options), token)
+    listener = listening_socket(options)
+    server = RunningServer(service, uvicorn.Server(config), listener, token, token_source=source)
     server.start()
     return server
 
 
 def listening_socket(options: ServerOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, asyncio sends small answers at once (TCP_NODELAY) on what it accepts.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((options.host, options.port))

@@ -6,8 +6,8 @@ OpenAI's fields there are `top_k`, `min_p`, `repetition_penalty`, `stop_token_id
 `return_token_ids`, as other servers of open models have them.
 
 Values are those of JSON Schema, where 5.0 is a whole number and 0 is not false. Pydantic parses the
-bytes of a body (no NaN, no halves of characters, no endless nesting); lists and objects are counted
-before, because a million small lists are slow to refuse.
+bytes of a body (no NaN, no halves of characters, no endless nesting); lists, values and keys are
+counted before, because a million of them are slow to refuse.
 """
 
 from dataclasses import dataclass
@@ -317,26 +317,71 @@ class ChatRequest(SamplingRequest):
 
 
 MAX_CONTAINERS = 1 << 16
+MAX_VALUES = 1 << 18
+MAX_KEYS = 1 << 10
+"""Most lists and objects of a body, most values of all of them, and most keys of one object."""
+
+SMALL_BODY_BYTES = 1 << 14
+"""Too small to hold much: neither counted nor parsed beside the event loop."""
 
 Form = TypeVar("Form", bound=SamplingRequest)
 
 
-def parsed(form: type[Form], body: bytes) -> Form:
-    if num_containers(body) > MAX_CONTAINERS:
-        message = f"the body has more than {MAX_CONTAINERS} lists and objects"
-        raise ApiError(400, message, code="too_many_parts")
+def parsed(form: type[Form], body: bytes, *, max_values: int = MAX_VALUES) -> Form:
+    check_size(body, max_values)
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
         raise invalid(error) from None
 
 
-def num_containers(body: bytes) -> int:
-    """Lists and objects in a JSON text, exactly if there are many; in others texts count too."""
-    most = body.count(b"[") + body.count(b"{")
-    if most <= MAX_CONTAINERS:
-        return most
+def check_size(text: bytes, max_values: int) -> int:
+    """Refuse a JSON text that would take long to parse; its number of values, or a bit more.
+
+    Every unknown key costs an error, and every value memory, before a schema can object to one.
+    """
+    is_small = len(text) <= SMALL_BODY_BYTES
+    if not is_small:
+        text = outside_texts(text, max_texts=2 * max_values)
+    num_containers, num_keys = text.count(b"[") + text.count(b"{"), text.count(b":")
+    num_values = max(text.count(b",") + num_containers, num_keys)
+    if num_containers > MAX_CONTAINERS:
+        raise too_many(f"{num_containers} lists and objects; it may have {MAX_CONTAINERS}")
+    if num_values > max_values:
+        raise too_many(f"{num_values} values; it may have {max_values}")
+    if not is_small and num_keys > MAX_KEYS and (most := most_keys(text)) > MAX_KEYS:
+        raise too_many(f"an object with {most} keys; it may have {MAX_KEYS}")
+    return num_values
+
+
+def too_many(what: str) -> ApiError:
+    return ApiError(400, f"the body has {what}", code="too_many_parts")
+
+
+def outside_texts(text: bytes, max_texts: int) -> bytes:
+    """The punctuation of a JSON text: nothing of what stands between quotes, no numbers."""
     # With escaped quotes out of the way, every second piece between quotes is inside a text.
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outside = b"".join(bare.split(b'"')[::2])
-    return outside.count(b"[") + outside.count(b"{")
+    bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if (num_texts := bare.count(b'"') // 2) > max_texts:
+        raise too_many(f"{num_texts} texts; it may have {max_texts}")
+    return b"".join(bare.split(b'"')[::2]).translate(None, delete=NO_PUNCTUATION)
+
+
+NO_PUNCTUATION = bytes(set(range(256)) - set(b"[]{}:,"))
+
+
+def most_keys(punctuation: bytes) -> int:
+    """Keys of the object that has the most, doubles included."""
+    most, counts = 0, [0]
+    for letter in punctuation.replace(b",", b"").replace(b"[", b"{").replace(b"]", b"}"):
+        if letter == COLON:
+            counts[-1] += 1
+        elif letter == OPENING:
+            counts.append(0)
+        else:
+            most = max(most, counts.pop())
+            counts = counts or [0]
+    return max(most, *counts)
+
+
+COLON, OPENING = b":{"

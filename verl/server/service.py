@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,14 @@ from verl.server.errors import ApiError, busy
 from verl.server.metrics import ServerMetrics
 from verl.server.options import ServerOptions
 from verl.server.runs import Run
-from verl.server.schemas import SamplingRequest
+from verl.server.schemas import (
+    MAX_CONTAINERS,
+    MAX_VALUES,
+    SMALL_BODY_BYTES,
+    Form,
+    SamplingRequest,
+    parsed,
+)
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
@@ -61,10 +69,20 @@ class Service:
         self.metrics = ServerMetrics(self.fleet)
         self.admission = Admission(options.max_running, options.max_waiting, self.metrics)
         self.created = int(time.time())
+        self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parser")
 
     def close(self) -> None:
         self.fleet.close()
         self.encoder.close()
+        self._parser.shutdown(wait=False, cancel_futures=True)
+
+    async def parsed(self, form: type[Form], body: bytes) -> Form:
+        """The request in a body; one that is not small is parsed while others are answered."""
+        if len(body) <= SMALL_BODY_BYTES:
+            return parsed(form, body)
+        longest = self.options.max_model_len + MAX_CONTAINERS
+        parse = partial(parsed, form, body, max_values=max(MAX_VALUES, longest))
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse)
 
     def check(self, request: SamplingRequest) -> None:
         """Refuse what only this server, with this model, cannot do."""
@@ -93,6 +111,7 @@ class Service:
             top_k=min(request.top_k, self.encoder.vocabulary),
             min_p=request.min_p,
             repetition_penalty=request.repetition_penalty,
+            log_probs="raw",
             max_tokens=min(job.max_tokens or max_new_tokens, max_new_tokens),
             stop=request.stops,
             stop_token_ids=tuple(request.stop_token_ids or ()),

@@ -59,8 +59,14 @@ def use_modelscope() -> bool:
 
 
 def dist_init_method() -> str | None:
-    """`DIST_INIT_METHOD=tcp://host:port`: where process groups meet; unset means `env://`."""
+    """`DIST_INIT_METHOD=tcp://host:port|file://path`: where process groups meet; unset means at
+    `MASTER_ADDR`."""
     return variable("DIST_INIT_METHOD") or None
+
+
+def has_agent_store() -> bool:
+    """`TORCHELASTIC_USE_AGENT_STORE=True`: torchrun holds the store in which its ranks meet."""
+    return variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def rank() -> int:
@@ -78,6 +84,11 @@ def world_size() -> int:
 def is_ray_worker() -> bool:
     """`WG_BACKEND=ray`: this process is a rank of a worker group on Ray."""
     return variable("WG_BACKEND") == "ray"
+
+
+def is_torchrun() -> bool:
+    """`TORCHELASTIC_RUN_ID`: this process is a rank that `torchrun` started."""
+    return is_set("TORCHELASTIC_RUN_ID")
 
 
 def is_inside_colocated_worker() -> bool:
@@ -118,8 +129,11 @@ def file_logger_path() -> str | None:
 
 
 def file_logger_root() -> str:
-    """`VERL_FILE_LOGGER_ROOT`, default `.`: `<root>/<project>/<experiment>.jsonl`."""
-    return variable("VERL_FILE_LOGGER_ROOT") or "."
+    """`VERL_FILE_LOGGER_ROOT`, default `logs`: `<root>/<project>/<experiment>.jsonl`.
+
+    Not the working folder: a project's folder there would hide the package of the same name.
+    """
+    return variable("VERL_FILE_LOGGER_ROOT") or "logs"
 
 
 def tensorboard_dir() -> str | None:
@@ -148,8 +162,12 @@ def ray_address() -> str | None:
 
 
 def variables_of_verl() -> dict[str, str]:
-    """All `VERL_*` variables, for a process elsewhere that is to behave as this one."""
-    return {name: value for name, value in os.environ.items() if name.startswith("VERL_")}
+    """All `VERL_*` variables but secrets, for a process elsewhere that is to behave as this one."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("VERL_") and not _is_secret(name)
+    }
 
 
 def scrubbed_environment() -> dict[str, str]:
@@ -162,8 +180,12 @@ def scrubbed_environment() -> dict[str, str]:
 
 
 def _is_private(name: str) -> bool:
-    is_secret = name.endswith(_SECRET_ENDINGS) or "SECRET" in name or "PASSWORD" in name
-    return is_secret or name in _OWN_VARIABLES or name.startswith(("RAY_", "TORCHELASTIC_"))
+    is_own = name in _OWN_VARIABLES or name.startswith(("RAY_", "TORCHELASTIC_"))
+    return is_own or _is_secret(name)
+
+
+def _is_secret(name: str) -> bool:
+    return name.endswith(_SECRET_ENDINGS) or "SECRET" in name or "PASSWORD" in name
 
 
 def volcengine_capacity_expiration() -> int | None:

@@ -26,6 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.utils.environment import temp_env_var as temp_env_var
+from verl.utils.processes import forks_end_here
 
 Member = TypeVar("Member", bound="DynamicEnum")
 
@@ -265,7 +266,9 @@ def call_in_child(call: Callable[[], R], seconds: float, name: str) -> R:
 def _answer(call: Callable[[], Any], sender: Any) -> None:
     os.setsid()  # a group of its own, so that processes it starts die with it
     try:
-        sender.send((True, call()))
+        with forks_end_here():
+            outcome = call()
+        sender.send((True, outcome))
     except BaseException as error:
         sender.send((False, traceback.format_exc()))
         sender.send(error)

@@ -46,7 +46,7 @@ def test_the_score_is_where_vllm_and_sglang_put_it(server):
 @pytest.mark.parametrize("key", ["", "wrong"])
 def test_without_the_key_there_is_no_answer(server, key):
     host = server.address.partition("/")[0]
-    status, found = post(f"{host}/{key}", "classify", {"input": "a"})
+    status, found = post(f"{host}/{key}", "classify", b"never read, so it may be no JSON")
     assert status == 403
     assert "data" not in found
 

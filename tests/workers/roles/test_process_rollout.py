@@ -16,6 +16,8 @@ from verl.workers.rollout.base import EngineLostError, GenerationRequest, Sampli
 from verl.workers.rollout.publish import publisher_of
 from verl.workers.weight_sync import WeightsNotReadyError
 
+PHASES = ("wake_up", "transfer", "load", "check")
+
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
@@ -69,6 +71,9 @@ def test_it_answers_as_the_engine_on_the_trained_weights_does_after_every_update
         assert found["rollout/canary_max_diff"] < 1e-4
         assert "rollout/canary_max_diff" not in expected, "it shares the storage"
         assert found["actor/pg_loss"] == expected["actor/pg_loss"]
+        phases = [found.get(f"timing_s/update_weights/{phase}", -1.0) for phase in PHASES]
+        assert min(phases) >= 0.0
+        assert 0.0 < sum(phases) <= found["timing_s/update_weights"]
 
 
 @pytest.mark.slow

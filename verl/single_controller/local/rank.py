@@ -23,10 +23,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from verl.single_controller.base.failures import Failure, Guard
-from verl.single_controller.base.process_probe import announce
 from verl.single_controller.local.in_process import call_method
 from verl.single_controller.local.payload import CONSTRUCT, Payload, Reply, Request, Setup
 from verl.utils.environment import replace_variables
+from verl.utils.processes import announce
 
 PR_SET_PDEATHSIG = 1
 

@@ -23,10 +23,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.single_controller.base import process_probe
 from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall
 from verl.single_controller.base.failures import Failure, first_line, summary_of
-from verl.single_controller.base.process_probe import ProcessAddress
+from verl.utils import processes as process_probe
+from verl.utils.processes import ProcessAddress
 from verl.utils.ray_utils import parallel_put
 
 LARGE_TYPES = (DataProto, TensorDictBase, Tensor, np.ndarray)

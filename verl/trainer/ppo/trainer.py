@@ -70,7 +70,8 @@ class PPOTrainer(TrainingRun):
             if self.config.algorithm.adv_estimator == "remax":
                 batch = self._with_greedy_baselines(batch, step)
         if rollout.free_cache_engine:
-            self.async_rollout_manager.sleep()
+            with step.report.timed("sleep"):
+                self.async_rollout_manager.sleep()
         return batch
 
     def _report_rollout(self, taken: Taken, step: StepContext) -> None:

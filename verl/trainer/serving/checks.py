@@ -6,8 +6,9 @@ from pathlib import Path
 from verl.config.effects import absent_faults, changed, is_at_or_below
 from verl.config.faults import Fault
 from verl.config.generation import READ_BY_ENGINES
+from verl.config.packages import engine_package_faults
 from verl.config.ppo import PPOConfig
-from verl.config.validate_parts import engine_package_faults, model_faults
+from verl.config.validate_machine import model_faults
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -138,13 +138,12 @@ def ending_on_signals(asked_to_end: threading.Event) -> Iterator[None]:
 
 
 def say_where(server: RunningServer) -> None:
-    """The one time that the token is shown: on the terminal, in no log."""
-    options = server.service.options
+    """A token that was made here is shown this one time: on the terminal, in no log."""
+    options, where = server.service.options, server.where()
     lines = [
-        f"serving {options.model} at {server.url}/v1 (longest prompt plus response: "
+        f"serving {options.model} at {where.pop('API')} (longest prompt plus response: "
         f"{options.max_model_len} tokens)",
-        f"token: {server.token}",
-        f"chat in the browser: {server.page_url}",
+        *(f"{name}: {value}" for name, value in where.items()),
     ]
     if not options.is_loopback:
         lines.append("this address may be reachable from other machines, and nothing is encrypted")

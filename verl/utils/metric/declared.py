@@ -247,6 +247,19 @@ SECTIONS = (
     ),
     _section(
         "Time, speed, memory",
+        (
+            "timing_s/update_weights",
+            "s",
+            MAX,
+            "Seconds in which the rollout engines got the new weights, the drift check included.",
+        ),
+        (
+            "timing_s/update_weights/<phase>",
+            "s",
+            MAX,
+            "Of these: `wake_up` (memory taken again), `transfer` (bytes and fingerprints), `load` "
+            "(the engine's own work), `check` (drift check).",
+        ),
         ("timing_s/<stage>", "s", MAX, "Seconds of a stage of the step, or of its agent loops."),
         ("timing_per_token_ms/<stage>", "ms", MEAN, "Milliseconds of a stage per token."),
         ("perf/total_num_tokens", "tokens", SUM, "Tokens of the step, prompts included."),

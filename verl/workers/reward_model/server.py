@@ -67,13 +67,17 @@ class RewardModelServer:
         self._thread.join(IDLE_SECONDS)
         self._server.server_close()
 
-    def answer(self, path: str, request: Any) -> dict[str, Any]:
-        """The body of the answer to a request; `BadRequest` for one that has none."""
+    def endpoint_of(self, path: str) -> str:
+        """What follows the key; `BadRequest` where the key is wrong or nothing is there."""
         key, _, endpoint = path.removeprefix("/").partition("/")
         if not compare_digest(key.encode(), self._key.encode()):
             raise BadRequest(403, "the address ends in a key, which is missing or wrong here")
         if endpoint not in ("classify", "v1/embeddings"):
             raise BadRequest(404, f"there is no {endpoint!r}; ask classify or v1/embeddings")
+        return endpoint
+
+    def answer(self, endpoint: str, request: Any) -> dict[str, Any]:
+        """The body of the answer to a request; `BadRequest` for one that has none."""
         texts = texts_of(request)
         if self.score_texts is None or self.is_asleep:
             raise BadRequest(503, "the reward model is not ready")
@@ -101,11 +105,14 @@ def texts_of(request: Any) -> list[str]:
 class _Handler(BaseHTTPRequestHandler):
     owner: RewardModelServer
     timeout = IDLE_SECONDS
+    disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
         try:
-            status, body = 200, self.owner.answer(self.path, self._request())
+            endpoint = self.owner.endpoint_of(self.path)  # before the body is read
+            status, body = 200, self.owner.answer(endpoint, self._request())
         except BadRequest as fault:
+            self.close_connection = True
             status, body = fault.status, {"error": str(fault)}
         except Exception as error:
             status, body = 500, {"error": f"{type(error).__name__}: {error}"}
@@ -119,7 +126,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _request(self) -> Any:
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            self.close_connection = True
             raise BadRequest(413, f"Content-Length must be a number of at most {MAX_BODY_BYTES}")
         try:
             return json.loads(self.rfile.read(int(length)))

@@ -8,6 +8,7 @@ in the same process, by polls from elsewhere, or with a whole batch at once.
 
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,11 @@ from verl.config.ppo import ActorRolloutRefConfig
 from verl.models.exact import make_exact
 from verl.models.lora import has_lora
 from verl.protocol import DataProto
-from verl.utils.device import get_device_id, get_visible_devices_keyword
+from verl.utils.device import (
+    exempt_from_collection,
+    get_device_id,
+    get_visible_devices_keyword,
+)
 from verl.utils.environment import variable
 from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import hf_tokenizer
@@ -46,7 +51,7 @@ from verl.workers.rollout.factory import (
 from verl.workers.rollout.polling import Poller, poller_of
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
-from verl.workers.rollout.publish import CheckSettings, Compared, DriftCheck
+from verl.workers.rollout.publish import CheckSettings, Compared, DriftCheck, update_timing
 from verl.workers.rollout.sequences import (
     SEED_COLUMN,
     pad_floats,
@@ -89,7 +94,7 @@ class Generator:
         """Whether this rank calls the engine; of one in this process every rank calls its shard."""
 
         self._check: DriftCheck | None = None
-        self._drift: dict[str, float] = {}
+        self._update_metrics: dict[str, float] = {}
 
     def start(self, engine: BaseEngine, *, sequence_group: dist.ProcessGroup | None) -> None:
         """Generate beside `engine`: on its weights where a rank holds them whole, else on a copy of
@@ -119,11 +124,18 @@ class Generator:
     def sync(self, engine: BaseEngine) -> dict[str, float]:
         """Bring the rollout engine to the trained weights; nothing to do where it has them.
 
-        The metrics of it: how far a rollout engine with code of its own is off. All ranks call it.
+        The metrics of it: how far a rollout engine with code of its own is off, and seconds. All
+        ranks call it.
         """
-        if self.weights is not None and self.weights.update(engine) and self._check is not None:
-            self._drift = self._check.after_update()
-        return dict(self._drift)
+        start = time.perf_counter()
+        if self.weights is not None and self.weights.update(engine):
+            updated, metrics = time.perf_counter(), {}
+            seconds = dict(self.weights.seconds)
+            if self._check is not None:
+                metrics = self._check.after_update()
+                seconds["check"] = time.perf_counter() - updated
+            self._update_metrics = metrics | update_timing(time.perf_counter() - start, seconds)
+        return dict(self._update_metrics)
 
     def check_settings(self, engine: BaseEngine) -> CheckSettings:
         """What a rollout engine is compared by with the policy."""
@@ -182,7 +194,7 @@ class Generator:
         return EngineFacts(
             name=rollout.name,
             version="",
-            log_probs="tempered",
+            log_probs="processed",
             can_sleep=False,
             max_model_len=rollout.prompt_length + rollout.response_length,
         )
@@ -263,6 +275,7 @@ class Generator:
             )
             process = EngineProcess(rollout_engines[config.rollout.name].build(order))
             process.start()
+            exempt_from_collection()  # memory is given back before each update
             self._serve(process)
         return ProcessWeights(process, tensors)
 

@@ -16,11 +16,13 @@ that is lost is restarted there.
 
 import json
 import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,6 +67,9 @@ Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
 
 class EngineWeights(ABC):
     """The weights of an engine as one of its ranks sees them; it may lead the engine or not."""
+
+    seconds: Mapping[str, float] = MappingProxyType({})
+    """What the phases of the last update took, where there are any."""
 
     @property
     @abstractmethod
@@ -244,9 +249,14 @@ class ProcessWeights(EngineWeights):
         weights = iter(weights)
         try:
             if self.process is not None:
+                start = time.perf_counter()
                 self._prepare(self.process)
+                awake = time.perf_counter()
                 self.process.update_weights(weights, version)
                 self._is_invalid = False
+                load = self.process.load_seconds
+                transfer = time.perf_counter() - awake - load
+                self.seconds = {"wake_up": awake - start, "transfer": transfer, "load": load}
         finally:
             exhaust(weights)
 

@@ -18,8 +18,9 @@ mean that they are in use.
 
 import logging
 import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,8 +95,13 @@ class SentWeights(Publisher):
                 "weights are sent to engines that run no requests; publish after they have ended"
             )
         if self._is_apart:
+            start = time.perf_counter()
             self.send()
-            return {} if self._check is None else self._check.after_update()
+            sent, metrics = time.perf_counter(), {}
+            if self._check is not None:
+                metrics = self._check.after_update()
+            phases = {"transfer": sent - start, "check": time.perf_counter() - sent}
+            return metrics | update_timing(sum(phases.values()), phases)
         reports: list[dict[str, float]] = self._actor.update_weights()
         names = {name for report in reports for name in report}
         return {name: max(r[name] for r in reports if name in r) for name in sorted(names)}
@@ -162,6 +168,12 @@ class SentWeights(Publisher):
             ],
             self._actor.check_settings()[0],
         )
+
+
+def update_timing(seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of what an update took."""
+    named = {f"timing_s/update_weights/{phase}": taken for phase, taken in phases.items()}
+    return {"timing_s/update_weights": seconds, **named}
 
 
 def publisher_of(config: ActorRolloutRefConfig, actor: Any, rollout: Any) -> Publisher:

@@ -71,7 +71,7 @@ class TcpListener:
     def _next_peer(self, deadline: float, timeout_seconds: float) -> socket.socket:
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            return self._socket.accept()[0]
+            return sends_at_once(self._socket.accept()[0])
         except TimeoutError as error:
             raise ChannelError(
                 f"no sender with the right token came to port {self.port} in {timeout_seconds:g} s"
@@ -221,13 +221,19 @@ def connect(host: str, port: int, token: str) -> Stream:
         connection = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
     except OSError as error:
         raise ChannelError(f"{peer} cannot be reached: {error}") from error
-    stream = Stream(connection, peer)
+    stream = Stream(sends_at_once(connection), peer)
     try:
         stream.prove_and_check(key_of(token), first=True)
     except ChannelError:
         stream.close()
         raise
     return stream
+
+
+def sends_at_once(connection: socket.socket) -> socket.socket:
+    """Small frames, such as confirmations, do not wait for the answer to the frame before."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
 
 def key_of(token: str) -> bytes:

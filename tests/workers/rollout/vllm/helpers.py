@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tests.tiny_models import plain_twin, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.config.rollout import RolloutConfig
+from verl.utils.device import get_device_name
 from verl.utils.environment import vllm_python
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, TokenOutput
 from verl.workers.rollout.factory import engine_spec
@@ -55,8 +56,8 @@ def rollout_config(**changes: Any) -> RolloutConfig:
 
 def vllm_process(folder: Path, *, has_weights: bool = False, **changes: Any) -> EngineProcess:
     """Not started yet. Buckets are small, so that tensors span several of them."""
-    config = rollout_config(**changes)
-    spec = engine_spec(config, str(folder), device="cpu", has_weights=has_weights)
+    config = rollout_config(**{"dtype": "float32", **changes})
+    spec = engine_spec(config, str(folder), device=get_device_name(), has_weights=has_weights)
     return EngineProcess(replace(spec, bucket_bytes=16 << 10))
 
 

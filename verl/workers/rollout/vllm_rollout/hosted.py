@@ -14,6 +14,11 @@ def build(options: Mapping[str, Any]) -> HostedEngine:
     if not options["compiles"]:
         # Even eager vLLM compiles a helper of its sampler, which takes longer than it ever saves.
         set_variable("TORCHDYNAMO_DISABLE", "1")
-    from verl.workers.rollout.vllm_rollout.engine import VLLMEngine  # noqa: PLC0415 - imports vLLM
+    from verl.workers.rollout.vllm_rollout.compatibility import (  # noqa: PLC0415 - imports vLLM
+        refuse_other_versions,
+    )
+
+    refuse_other_versions(options["versions"])
+    from verl.workers.rollout.vllm_rollout.engine import VLLMEngine  # noqa: PLC0415 - as above
 
     return VLLMEngine(options)

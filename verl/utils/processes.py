@@ -1,0 +1,176 @@
+"""Processes: what another one is doing, who ends with whom, and forks that must not come back.
+
+A worker `announce`s itself once: its pid, its host, and a file into which the interpreter writes
+its stack when SIGUSR1 arrives (this works in the middle of a C call and without the GIL). The file
+has no name; whoever asks reads it through `/proc/<pid>/fd`, so nothing is left behind.
+
+A process that calls `adopt_orphans` becomes the parent of all that its descendants leave behind,
+daemons with a session of their own included, so `end_descendants` finds every one of them.
+
+Linux only; elsewhere the probes say that they cannot tell, and descendants are not found.
+"""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+END_SECONDS = 5.0
+LOOK_SECONDS = 0.002
+
+_dump_file: IO[str] | None = None  # kept open for the life of the process
+
+
+@dataclass(frozen=True)
+class ProcessAddress:
+    pid: int
+    host: str
+    dump_descriptor: int | None = None
+
+
+def announce(*, all_threads: bool = False) -> ProcessAddress:
+    """Called in the worker: from now on its stack can be asked for."""
+    global _dump_file
+    if sys.platform != "linux":
+        return ProcessAddress(os.getpid(), socket.gethostname())
+    if _dump_file is None:
+        _dump_file = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, file=_dump_file, all_threads=all_threads)
+    return ProcessAddress(os.getpid(), socket.gethostname(), _dump_file.fileno())
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process exists but was stopped by a signal (SIGSTOP, SIGTSTP)."""
+    return _state(pid) == "T"
+
+
+def stack_of(address: ProcessAddress, timeout_seconds: float = 2.0) -> str:
+    """The Python stack of a process on this machine, or a sentence why there is none."""
+    state = _state(address.pid)
+    if state == "T":
+        return "stopped by a signal (SIGSTOP or SIGTSTP); `kill -CONT` would continue it"
+    if state in ("", "Z", "X") or address.dump_descriptor is None:
+        return "its stack is not available"
+    file = Path(f"/proc/{address.pid}/fd/{address.dump_descriptor}")
+    try:
+        written = file.stat().st_size
+        os.kill(address.pid, signal.SIGUSR1)
+        _wait_until_written(file, written, timeout_seconds)
+        with file.open() as dump:
+            dump.seek(written)
+            return dump.read().strip() or f"no stack within {timeout_seconds:g} s (state {state})"
+    except OSError as error:
+        return f"its stack is not available ({error})"
+
+
+def _wait_until_written(file: Path, size: int, timeout_seconds: float) -> None:
+    """Wait until the file has grown beyond `size` and has stopped growing."""
+    give_up = time.monotonic() + timeout_seconds
+    previous = size
+    while time.monotonic() < give_up:
+        time.sleep(0.05)
+        current = file.stat().st_size
+        if current > size and current == previous:
+            return
+        previous = current
+
+
+def _state(pid: int) -> str:
+    """The letter of /proc/<pid>/stat, or "" where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
+# ---- who ends with whom --------------------------------------------------------------------------
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this signal when the thread that started this process ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants() -> None:
+    """Kill and collect every process below this one, which has adopted its orphans.
+
+    It is over when the kernel says that no child is left. A process that cannot be killed (another
+    user's, or inside the kernel) is left after `END_SECONDS`.
+    """
+    give_up = time.monotonic() + END_SECONDS
+    while has_children() and time.monotonic() < give_up:
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_SECONDS)
+
+
+def has_children() -> bool:
+    """Collects those that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids of all that are below `root` now; zombies too."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        with suppress(OSError):  # it ended as we looked
+            if entry.isdigit():
+                parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]
+                children.setdefault(int(parent), []).append(int(entry))
+    found, waiting = [], [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+@contextmanager
+def forks_end_here() -> Iterator[None]:
+    """A fork that the code inside makes, and that comes back through our frames, ends here.
+
+    It is a copy of a process of ours in the middle of a call: it must not answer that call, nor run
+    the exit handlers of what it is a copy of.
+    """
+    owner, code = os.getpid(), 1
+    try:
+        yield
+        code = 0
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        raise
+    except BaseException:
+        if os.getpid() != owner:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != owner:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # closed
+                    stream.flush()
+            os._exit(code & 0xFF)
