@@ -4,6 +4,7 @@ Ray's own injection (`RAY_testing_rpc_failure`) drops requests and replies, so t
 again what may have been carried out. It is read when a cluster starts; so a cluster of its own.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -38,13 +39,20 @@ for rank, seen in enumerate(group.seen()):
 group.shutdown()
 print("CALLS", num_calls)
 """
-FAILURES = {
-    "actor tasks": "CoreWorkerService.grpc_client.PushTask=-1:2:2",
-    "leases and placement": "NodeManagerService.grpc_client.RequestWorkerLease=-1:10:10,"
-    "NodeManagerService.grpc_client.PrepareBundleResources=-1:10:10,"
-    "NodeManagerService.grpc_client.CommitBundleResources=-1:10:10",
-    "all": "*=-1:5:5",
-}
+TASKS = ("CoreWorkerService.grpc_client.PushTask",)
+PLACEMENT = (
+    "NodeManagerService.grpc_client.RequestWorkerLease",
+    "NodeManagerService.grpc_client.PrepareBundleResources",
+    "NodeManagerService.grpc_client.CommitBundleResources",
+    "ray::rpc::ActorInfoGcsService.grpc_client.CreateActor",
+)
+FAILURES = {"actor tasks": (TASKS, 2), "placement": (PLACEMENT, 10), "all": (("*",), 2)}
+"""Which RPCs lose their request, and as often their reply, with that many percent."""
+
+
+def injected(names, percent):
+    once = {"num_failures": -1, "req_failure_prob": percent, "resp_failure_prob": percent}
+    return json.dumps(dict.fromkeys(names, once))
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -52,7 +60,7 @@ def test_each_call_runs_once_when_rpcs_fail_on_ray(name):
     num_calls = 2000
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(num_calls)],
-        env={**os.environ, "RAY_testing_rpc_failure": FAILURES[name]},
+        env={**os.environ, "RAY_testing_rpc_failure": injected(*FAILURES[name])},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.toy import ACTOR, ROLLOUT, toy_run, weights
+from verl.agent_loop.buffer import TooFewGroups
 from verl.models.loading import load_causal_lm
 
 SMALL = ["data.max_response_length=4", f"{ROLLOUT}.n=3"]
@@ -178,7 +179,7 @@ def test_dynamic_sampling_gives_up_at_its_limit(toy, tmp_path):
         f"custom_reward_function.path={tmp_path / 'dull.py'}",
         "algorithm.filter_groups.max_num_gen_batches=2",
     ]
-    with pytest.raises(ValueError, match="2 generation batches gave 0 of 4 prompts"):
+    with pytest.raises(TooFewGroups, match="2 generation batches gave 0 of 4 prompts"):
         toy_run(toy, tmp_path, *SMALL, *estimator("grpo", *FILTER), *dull)
 
 
