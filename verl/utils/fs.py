@@ -125,7 +125,9 @@ def _copy_once(
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.parent / lock_name, timeout=LOCK_TIMEOUT_SECONDS):
         if target.exists() and not always_recopy:
+            logger.info("cache: %s is used", target)
             return
+        logger.info("cache: %s is made", target)
         partial = target.parent / f".{uuid.uuid4().hex}.partial"
         try:
             fetch(partial)

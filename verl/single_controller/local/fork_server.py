@@ -35,6 +35,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
 import numpy as np
@@ -187,12 +188,14 @@ _servers: dict[tuple[Any, ...], ForkServer] = {}
 _lock = threading.Lock()
 
 
-@atexit.register
 def _end_servers() -> None:
     for key, server in _servers.items():
         if key[0] == os.getpid():
             server.end()
     _servers.clear()
+
+
+Finalize(None, _end_servers, exitpriority=0)  # after the ranks, which have a higher priority
 
 
 def _flags() -> list[str]:
