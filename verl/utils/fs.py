@@ -22,7 +22,10 @@ from filelock import FileLock
 
 from verl.utils import hdfs_io
 from verl.utils.environment import cache_folder, use_modelscope
+from verl.utils.hdfs_io import copy, makedirs
 from verl.utils.import_utils import require
+
+__all__ = ["copy", "makedirs"]
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +171,9 @@ def _copy_once(
         record = target.parent / RECORD
         source_now = None if source is None else fingerprint(source)
         if not always_recopy and _is_as_recorded(target, record, source_now):
+            logger.info("cache: %s is used", target)
             return
+        logger.info("cache: %s is made", target)
         partial = target.parent / f".{uuid.uuid4().hex}.partial"
         try:
             fetch(partial)

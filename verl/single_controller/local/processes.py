@@ -19,13 +19,13 @@ import queue
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import spawn
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall, wait_for_results
@@ -67,9 +67,10 @@ class ProcessBackend(Backend):
         self._ranks: list[RankProcess] = []
         self.workers = self._ranks
         meeting = os.memfd_create("verl-rendezvous")
-        self._finalizer = weakref.finalize(
-            self, end_processes, self._ranks, self.is_closed, meeting, os.getpid()
-        )
+        # A process that `multiprocessing` started runs these when it ends, before it joins its
+        # children, and runs nothing of `atexit` or `weakref.finalize`.
+        arguments = (self._ranks, self.is_closed, meeting, os.getpid())
+        self._finalizer = Finalize(self, end_processes, arguments, exitpriority=1)
         try:
             for rank, own in enumerate(variables):
                 own = {**meeting_variables(meeting), **own}

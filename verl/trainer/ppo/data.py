@@ -22,7 +22,9 @@ from verl.utils.dataset.rl_dataset import (
     AbstractCurriculumSampler,
     AbstractSampler,
     EpochSampler,
+    GradingFault,
     RandomOrder,
+    RLHFDataset,
     SequentialOrder,
     Stateful,
     get_dataset_class,
@@ -86,7 +88,7 @@ class PromptLoader:
         if not self._has_batch():
             self._next_epoch()
         while self._has_batch():
-            yield self._take()
+            yield self.collate_fn([self.dataset[row] for row in self._next_rows()])
         self._next_epoch()
 
     def next_batch(self) -> Rows:
@@ -94,7 +96,7 @@ class PromptLoader:
             self._next_epoch()
         if self.max_epochs is not None and self.epoch >= self.max_epochs:
             raise EndOfData(f"all {self.max_epochs} epochs of the data are used")
-        return self._take()
+        return self.collate_fn([self.dataset[row] for row in self._next_rows()])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -130,7 +132,7 @@ class PromptLoader:
         left = self.epoch_rows - self.position
         return left >= self.batch_size if self.drop_last else left > 0
 
-    def _take(self) -> Rows:
+    def _next_rows(self) -> list[int]:
         if self._order is None:
             self._order = self._wound_forward()
         wanted = min(self.batch_size, self.epoch_rows - self.position)
@@ -141,7 +143,8 @@ class PromptLoader:
                 f"{self.epoch}, but its length is {self.epoch_rows}; both must agree"
             )
         self.position += len(chosen)
-        return self.collate_fn([self.dataset[row] for row in chosen])
+        logger.debug("batch of rows %s of epoch %d", chosen, self.epoch)
+        return chosen
 
     def _wound_forward(self) -> Iterator[int]:
         """The order of this epoch from the current position on."""
@@ -169,12 +172,19 @@ def create_rl_dataset(
     processor: Any,
     is_train: bool = True,
     max_samples: int = -1,
+    *,
+    grading_fault: GradingFault | None = None,
 ) -> Dataset[Any]:
-    """`data.custom_cls`, or the built-in dataset; with `data.datagen` it grows in training."""
+    """`data.custom_cls`, or the built-in dataset; with `data.datagen` it grows in training.
+
+    The built-in ones leave out rows that cannot be graded.
+    """
     cls: Any = get_dataset_class(data_config)
     if is_train and data_config.custom_cls.path is None and data_config.datagen.path is not None:
         cls = DynamicGenDataset
-    limit = {"max_samples": max_samples} if max_samples >= 0 else {}
+    limit: dict[str, Any] = {"max_samples": max_samples} if max_samples >= 0 else {}
+    if cls in (RLHFDataset, DynamicGenDataset):
+        limit["grading_fault"] = grading_fault
     return cls(
         data_files=data_paths,
         tokenizer=tokenizer,
