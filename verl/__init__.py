@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.utils.environment import external_modules, logging_level
 from verl.utils.import_utils import import_external_libs, lazy_attribute
+from verl.utils.old_paths import install as install_old_paths
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -23,5 +24,6 @@ def __getattr__(name: str) -> Any:
     return lazy_attribute(__name__, _LAZY, name)
 
 
+install_old_paths()
 logging.getLogger(__name__).setLevel(logging_level())
 import_external_libs(external_modules())

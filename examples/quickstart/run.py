@@ -8,15 +8,18 @@ before it runs; what it writes goes to a log file, which is shown when it fails.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ ACCURACY = "val-core/multiplication/reward/mean@1"
 WORKED_OUT = "val-aux/multiplication/worked_out/mean@1"
 DEADLINE_SECONDS = 3600
 USUAL_FOLDER = Path("runs/quickstart")
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,7 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)},
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
             try:
                 follow(process, metrics, steps, start)
@@ -169,6 +174,14 @@ class Run:
             "seconds": self.seconds,
             "commands": self.commands,
         }
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel (of Linux) kill this process when the one that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before we asked
+            os._exit(1)
 
 
 def cpu_seconds() -> float:
@@ -239,6 +252,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     arguments = vars(parser.parse_args())
     folder = arguments.pop("out")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     remove_earlier_run(folder)
     start = time.monotonic()
     run = Run(folder, Recipe(**arguments))

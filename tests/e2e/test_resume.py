@@ -1,11 +1,13 @@
 """A run that was killed and resumed ends as if nothing had happened, bit for bit."""
 
 import json
+import os
 import signal
 
 import pytest
 
 from tests.e2e.victim import PPO, STAGES, STEPS, run_child
+from verl.utils.checkpoint.layout import LOCK, holding
 
 TIMES = ("timing_s/", "timing_per_token_ms/", "perf/")
 
@@ -90,10 +92,41 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(toy, tmp_path,
     assert_same(outcome(tmp_path), uninterrupted)
 
 
-def test_a_run_asked_to_stop_finishes_its_step_saves_and_ends_well(toy, tmp_path, uninterrupted):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_asked_to_stop_finishes_its_step_saves_and_ends_well(
+    toy, tmp_path, uninterrupted, number
+):
     rarely = "trainer.save_freq=100"
-    assert run_child(toy, tmp_path, rarely, die=("rollout", 3, signal.SIGTERM)) == 0
+    assert run_child(toy, tmp_path, rarely, die=("rollout", 3, number)) == 0
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "3"
     assert "COMMITTED step=3" in (tmp_path / "output.txt").read_text()
     assert run_child(toy, tmp_path) == 0
     assert_same(outcome(tmp_path), uninterrupted)
+
+
+def test_the_second_ctrl_c_ends_a_run_at_once(toy, tmp_path):
+    twice = (signal.SIGINT, signal.SIGINT)
+    assert run_child(toy, tmp_path, die=("rollout", 3, *twice)) == 128 + signal.SIGINT
+    said = (tmp_path / "output.txt").read_text()
+    assert "SIGINT: finishing the step, saving, then ending; again ends at once\n" in said
+    assert "Traceback" not in said
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_for_the_run_and_not_for_its_ranks(toy, tmp_path):
+    two = ("trainer.n_gpus_per_node=2", "trainer.controller=local", "trainer.save_freq=100")
+    assert run_child(toy, tmp_path, *two, die=("rollout", 3, signal.SIGINT)) == 0
+    assert "COMMITTED step=3" in (tmp_path / "output.txt").read_text()
+
+
+@pytest.mark.parametrize("shared", ["default_local_dir", "rollout_data_dir", "metrics"])
+def test_a_second_run_in_the_folders_of_the_first_is_refused(toy, tmp_path, shared):
+    is_tracker = shared == "metrics"
+    lock = tmp_path / ".metrics.jsonl.lock" if is_tracker else tmp_path / shared / LOCK
+    changes = [] if is_tracker else [f"trainer.{shared}={tmp_path / shared}"]
+    with holding({shared: lock}):
+        assert run_child(toy, tmp_path, *changes) != 0
+    said = (tmp_path / "output.txt").read_text()
+    assert f"is in use by another run: process {os.getpid()} on" in said
+    assert "Loading weights" not in said

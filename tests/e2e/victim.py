@@ -28,8 +28,8 @@ CHANGES = (
 PPO = ("algorithm.adv_estimator=gae",)
 STAGES = ("draw_prompts", "rollout", "score", "annotate", "assign_credit", "update", "finish_step")
 
-Cue = tuple[str, int] | tuple[str, int, int]
-"""Stage, step, and the signal if it is not SIGKILL."""
+Cue = tuple[Any, ...]
+"""Stage, step, and the signals if it is not SIGKILL. Like a terminal's, SIGINT is for the group."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.e2e.victim"])
@@ -48,6 +48,7 @@ def run_child(toy: Path, output: Path, *changes: str, die: Cue | None = None) ->
 
 
 def _train(toy: Path, output: Path, changes: tuple[str, ...], die: Cue | None) -> None:
+    os.setpgid(0, 0)
     torch.set_num_threads(1)
     output_file = (output / "output.txt").open("a")
     os.dup2(output_file.fileno(), 1)
@@ -56,7 +57,7 @@ def _train(toy: Path, output: Path, changes: tuple[str, ...], die: Cue | None) -
     toy_run(toy, output, *CHANGES, *changes, trainer_class=trainer_class)
 
 
-def dying_trainer(stage: str, step: int, number: int = signal.SIGKILL) -> type[PPOTrainer]:
+def dying_trainer(stage: str, step: int, *numbers: int) -> type[PPOTrainer]:
     """A trainer that gets a signal when `stage` of `step` has done its work, or amid a save."""
 
     class Dying(PPOTrainer):
@@ -68,8 +69,8 @@ def dying_trainer(stage: str, step: int, number: int = signal.SIGKILL) -> type[P
 
     def killed_after(self: Any, *arguments: Any) -> Any:
         result = getattr(PPOTrainer, stage)(self, *arguments)
-        if self.global_steps == step:
-            os.kill(os.getpid(), number)
+        for number in (numbers or (signal.SIGKILL,)) if self.global_steps == step else ():
+            os.kill(0 if number == signal.SIGINT else os.getpid(), number)
         return result
 
     if stage != "save":

@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +115,20 @@ def test_a_folder_that_is_no_earlier_run_is_not_deleted(tmp_path):
     assert done.returncode == 1
     assert "is not an earlier run" in done.stderr
     assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_quickstart_that_is_ended_takes_its_command_along(tmp_path, number):
+    command = [sys.executable, str(FOLDER / "run.py"), "--out", str(tmp_path / "run")]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as started:
+        children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+        while not children.read_text():
+            assert started.poll() is None
+        child = os.pidfd_open(int(children.read_text().split()[0]))
+        started.send_signal(number)
+        started.wait(60)
+    assert select.select([child], [], [], 60)[0], "its command still runs"
+    os.close(child)
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "é"]}}\n</tool_call>'
 @given(st.integers(1, 20))
 def test_calls_are_found_however_the_text_is_cut_up(size):
     text = f"before {CALL} between {CALL} after"
-    reader = ToolCallReader()
+    reader = ToolCallReader(["f"])
     found = [part for n in range(0, len(text), size) for part in reader.add(text[n : n + size])]
     found.append(reader.finish())
     calls = [part for part in found if isinstance(part, FoundCall)]
@@ -86,10 +86,10 @@ def test_a_block_that_is_no_call_stays_text():
         '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
         f'<tool_call>{{"name": "f", "arguments": {{"x": {"[" * 100_000} }}}}</tool_call>',
     ):
-        assert ToolCallReader().add(block) == [block]
+        assert ToolCallReader(["f"]).add(block) == [block]
 
 
 def test_a_block_that_is_never_closed_stays_text():
-    reader = ToolCallReader()
+    reader = ToolCallReader(["f"])
     assert reader.add('a <tool_call>{"name"') == ["a "]
     assert reader.finish() == '<tool_call>{"name"'

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,7 +22,11 @@ from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, Work
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.failures import WorkerDied
 from verl.single_controller.controllers import controllers
-from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
+from verl.single_controller.local import (
+    LocalWorkerGroup,
+    create_colocated_worker_cls,
+    fork_server,
+)
 from verl.single_controller.local.in_process import RankEnvironment
 from verl.single_controller.local.payload import Payload
 
@@ -108,6 +114,12 @@ def test_an_interrupted_call_leaves_no_trace(alone):
         alone.with_deadline(0.05).sleep_on({0}, 5)
     time.sleep(0.1)
     assert alone.add(1) == [1]
+
+
+class Draws(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def draw(self):
+        return float(torch.rand(())), float(np.random.rand()), random.random()
 
 
 class Runner(Worker):
@@ -441,3 +453,32 @@ def test_a_stopped_rank_does_not_block_the_driver_that_sends_to_it(calculators):
     finally:
         os.kill(pids[0], signal.SIGCONT)
     assert len(future.get(timeout_seconds=30)) == 4_000_000
+
+
+def use_spawned_rank():
+    group = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Calculator), in_process=False)
+    assert group.add(1) == [1]  # and nobody shuts it down
+
+
+def test_a_child_of_multiprocessing_ends_although_its_ranks_wait_for_calls(monkeypatch):
+    monkeypatch.setattr(fork_server, "is_available", lambda: False)  # as where there is a GPU
+    child = multiprocessing.get_context("fork").Process(target=use_spawned_rank)
+    child.start()
+    child.join(120)
+    try:
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+
+
+def test_what_a_rank_draws_follows_from_the_seed_and_its_number():
+    def draws():
+        group = LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Draws))
+        group.seed_rank(5)
+        drawn = group.draw()
+        group.shutdown()
+        return drawn
+
+    first, again = draws(), draws()
+    assert first == again
+    assert not set(first[0]) & set(first[1])

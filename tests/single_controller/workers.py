@@ -19,6 +19,7 @@ from verl.single_controller.base.decorator import (
     register,
 )
 from verl.utils import line
+from verl.utils.distributed import initialize_global_process_group
 from verl.utils.tensordict_utils import get_tensordict
 
 
@@ -180,8 +181,7 @@ class Calculator(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def all_reduce(self, number):
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
+        initialize_global_process_group()
         total = torch.tensor([float(number + self.rank)])
         dist.all_reduce(total)
         return total.item()

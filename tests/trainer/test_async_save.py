@@ -1,6 +1,7 @@
 """Training goes on while a checkpoint is written, and nothing of it is lost."""
 
 import errno
+import json
 import os
 import signal
 import threading
@@ -108,15 +109,21 @@ def test_a_disk_that_refuses_is_counted_at_the_next_step_and_the_next_save_succe
     ]
 
 
-def test_a_last_save_that_fails_is_the_end_of_the_run(toy, tmp_path):
+@pytest.mark.parametrize("is_async", ["false", "true"])
+def test_a_last_save_that_fails_is_the_end_of_the_run_and_its_step_is_reported(
+    toy, tmp_path, is_async
+):
     class Run(OnStubbornDisk):
         def during_step(self):
             self.disk.is_full = self.global_steps == 4
             self.disk.may_write.set()
 
+    changes = [*ASYNC, f"{ACTOR}.checkpoint.async_save={is_async}"]
     with pytest.raises(CheckpointSaveError, match=r"step 4 was not saved: .*ENOSPC"):
-        toy_run(toy, tmp_path, *ASYNC, trainer_class=Run)
+        toy_run(toy, tmp_path, *changes, trainer_class=Run)
     assert intact_step_at(tmp_path / "checkpoints" / "global_step_2").step == 2
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
 
 
 def test_a_run_that_fails_still_commits_what_it_was_saving(toy, tmp_path, capsys):

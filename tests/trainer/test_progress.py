@@ -6,7 +6,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from verl.trainer.common import EXIT_AT_ONCE, RunProgress, Termination
+from verl.trainer.common import RunProgress, Termination
 
 
 def shown(*, is_terminal: bool) -> str:
@@ -28,16 +28,26 @@ def test_anything_else_shows_nothing():
     assert shown(is_terminal=False) == ""
 
 
-def test_the_first_request_to_stop_is_noted_and_the_second_one_obeyed_at_once():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_request_to_stop_is_noted_and_the_second_one_obeyed_at_once(number, capfd):
+    before = signal.getsignal(number)
     with Termination() as termination:
         assert not termination.is_requested
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert termination.is_requested
         with pytest.raises(SystemExit) as end:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert end.value.code == EXIT_AT_ONCE == 143
-    assert signal.getsignal(signal.SIGTERM) is before
+            os.kill(os.getpid(), number)
+        assert end.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    assert capfd.readouterr().err.count("finishing the step, saving, then ending") == 1
+
+
+def test_what_torchrun_passes_on_is_no_second_request(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with Termination() as termination:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert termination.is_requested
 
 
 def test_other_threads_may_train_without_listening():

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from tests.toy import ACTOR, KeepsTrainer, toy_run
+from tests.utils.sockets import LOOPBACK, listening_sockets, new_addresses
 from verl.single_controller.base.failures import WorkerDied
 from verl.trainer.ppo.placing import POOL
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -42,14 +43,16 @@ def assert_same_run(found, expected):
 
 
 class KeepsResponses(PPOTrainer):
-    """Lets a test see what was sampled."""
+    """Lets a test see what was sampled, and where the run listens amid a step."""
 
     def update(self, batch, step):
+        self.sockets = listening_sockets(os.getpid())
         self.seen = [*getattr(self, "seen", []), batch.batch["responses"].tolist()]
         return super().update(batch, step)
 
 
 def test_two_ranks_train_as_one_does(toy, tmp_path):
+    before = listening_sockets(os.getpid())
     expected, alone = toy_run(toy, tmp_path / "one", *EVERYTHING, trainer_class=KeepsResponses)
     found, pair = toy_run(
         toy, tmp_path / "two", *EVERYTHING, *TWO_LOCAL, trainer_class=KeepsResponses
@@ -58,6 +61,9 @@ def test_two_ranks_train_as_one_does(toy, tmp_path):
     assert pair.actor_rollout_wg.world_size == pair.critic_wg.world_size == 2
     assert len(pair.async_rollout_manager.rollout_replicas) == 2
     assert pair.seen == alone.seen
+    assert new_addresses(alone.sockets, before) == set()
+    # Those of gloo: two ranks reach each other through them, and meet in a file.
+    assert new_addresses(pair.sockets, before) == {LOOPBACK}
     assert_same_run(found, expected)
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.toy import ACTOR, toy_run, weights
+from tests.toy import ACTOR, REWARD, make_toy, toy_run, weights
 from verl.protocol import DataProto
-from verl.trainer.common import keyed_seed, seed_everything
+from verl.trainer.common import keyed_seed
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.tripwires import TooManyBadSteps
 from verl.utils.checkpoint.layout import CheckpointMismatchError
+from verl.utils.device import seed_everything
 
 PPO = [
     "algorithm.adv_estimator=gae",
@@ -203,3 +204,21 @@ def test_a_state_of_another_format_is_refused():
     assert RunState.from_dict(state).global_steps == 1
     with pytest.raises(ValueError, match="has format 2"):
         RunState.from_dict({**state, "format": 2})
+
+
+@pytest.mark.parametrize("changed", ["code", "weights"])
+def test_a_reward_file_or_a_model_that_was_changed_in_place_is_another_run(tmp_path, changed):
+    toy = make_toy(tmp_path)
+    changes = ["trainer.save_freq=1", "trainer.total_training_steps=1"]
+    toy_run(toy, tmp_path, *changes)
+    if changed == "code":
+        (toy / "reward.py").write_text(REWARD.replace("/ 8", "/ 4"))
+    else:
+        with open(toy / "model" / "model.safetensors", "r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\x3d")
+    changes[1] = "trainer.total_training_steps=2"
+    with pytest.raises(CheckpointMismatchError, match=f"{changed}: .* was .* and is "):
+        toy_run(toy, tmp_path, *changes)
+    metrics, _ = toy_run(toy, tmp_path, *changes, f"trainer.resume_may_change=[{changed}]")
+    assert [step["step"] for step in metrics] == [2]

@@ -56,6 +56,16 @@ def test_scores_stand_on_the_last_tokens_and_reports_become_columns():
     assert scored.metrics["reward/num_errors"] == 0
 
 
+@pytest.mark.parametrize("value", [1e39, float("nan")])
+def test_a_score_that_came_with_the_response_and_is_not_finite_is_a_fault(value):
+    data = batch("aabb")
+    data.batch["rm_scores"] = torch.tensor([[0.0, 1.0], [0.0, value], [0.0, 0.0], [0.0, 1.0]])
+    scored = score_batch(data, Grades())
+    assert scored.batch.non_tensor_batch["uid"].tolist() == ["b", "b"]
+    assert scored.metrics["reward/num_errors"] == 1
+    assert "the score that came with the response is" in scored.dropped["a"]
+
+
 def test_a_group_with_a_fault_is_graded_again_as_a_whole(caplog):
     grader = Grades([*scores(1, 0), *scores(1), FAULT], scores(0, 1))
     with caplog.at_level(logging.WARNING):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny_models import plain_twin
 from tests.trainer.sft_cases import SUMS, trainer, weights, write_model
 from verl.trainer.sft.batches import lay_out, load_rows, rows_of_step
-from verl.utils.checkpoint.layout import CheckpointMismatchError
+from verl.utils.checkpoint.layout import CheckpointMismatchError, CheckpointSaveError
 from verl.utils.device import NEW_OBJECTS
 
 
@@ -118,6 +118,19 @@ def test_a_run_reports_what_sft_runs_report(model_folder, tmp_path, monkeypatch)
     # lr 1e-2 in thousandths: warm-up 0, 5; then a cosine from 10 over two steps
     rates = [line["data"]["train/lr(1e-3)"] for line in lines]
     assert rates == pytest.approx([0.0, 5.0, 10.0, 5.0])
+
+
+def test_a_last_save_that_fails_ends_the_run_after_its_step_is_reported(
+    model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    changes = {"trainer.logger": ["file"], "trainer.total_training_steps": 2}
+    sft = trainer(model_folder, tmp_path, **changes)
+    sft.checkpoints.store.root = tmp_path / "metrics.jsonl" / "not a folder"
+    with pytest.raises(CheckpointSaveError, match="step 2 was not saved"):
+        sft.fit()
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == [1, 2]
 
 
 @pytest.mark.parametrize(

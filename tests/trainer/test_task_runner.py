@@ -1,9 +1,22 @@
 """What a run needs before it can be built is refused by name when it is not there."""
 
-import pytest
+import asyncio
 
-from tests.toy import toy_run
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.config.composing import CONFIG_DIR
+from tests.toy import toy_overrides, toy_run
+from verl.agent_loop.base import DictConfigWrap
+from verl.agent_loop.single_turn import SingleTurnAgentLoop
+from verl.config.faults import ConfigError
+from verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler
+from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.trainer.task_runner import NoTokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
 
 
 def test_a_folder_without_a_tokenizer_is_named_with_its_keys(toy, tmp_path):
@@ -11,3 +24,50 @@ def test_a_folder_without_a_tokenizer_is_named_with_its_keys(toy, tmp_path):
     empty.mkdir()
     with pytest.raises(NoTokenizer, match=r"empty.*actor_rollout_ref\.model\.path.*existing"):
         toy_run(toy, tmp_path, f"actor_rollout_ref.model.tokenizer_path={empty}")
+
+
+def test_values_that_no_model_has_are_refused_before_a_rank_loads_one(toy, tmp_path):
+    with pytest.raises(ConfigError, match=r"override_config\.zzz: LlamaConfig has no such value"):
+        toy_run(toy, tmp_path, "actor_rollout_ref.model.override_config.zzz=1")
+
+
+@pytest.fixture(scope="module")
+def composed(toy):
+    """What Hydra gives a program of somebody's own: interpolations are not resolved."""
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        return compose("ppo_trainer", overrides=[f"++{one}" for one in toy_overrides(toy, toy)])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(composed):
+    return hf_tokenizer(composed.actor_rollout_ref.model.path)
+
+
+def test_a_composed_configuration_makes_data_and_rewards(composed, tokenizer):
+    dataset = create_rl_dataset(composed.data.train_files, composed.data, tokenizer, None)
+    order = list(create_rl_sampler(composed.data, dataset))
+    assert sorted(order) == list(range(24))
+    assert set(collate_fn([dataset[row] for row in order[:3]])) >= {"raw_prompt", "data_source"}
+    assert get_custom_reward_fn(composed)("sevens", "77", "7") == 0.25
+    for name in ("naive", "prime", "dapo"):
+        config = OmegaConf.merge(composed, {"reward_manager": {"name": name}})
+        assert callable(load_reward_manager(config, tokenizer, num_examine=0))
+
+
+def test_a_composed_configuration_makes_workers(composed):
+    assert ActorRolloutRefWorker(composed.actor_rollout_ref, "actor").config.rollout.n == 4
+    assert CriticWorker(composed.critic).config.ppo_mini_batch_size == 4
+
+
+@pytest.mark.parametrize("name", ["dataset_config", "data_config"])
+@pytest.mark.parametrize("wrap", [DictConfigWrap, lambda section: section])
+def test_agent_loops_take_sections_wrapped_and_bare(name, wrap, composed, tokenizer):
+    async def make():
+        section = {name: wrap(composed.data)}
+        return SingleTurnAgentLoop(
+            wrap(composed), None, tokenizer, None, dataset_cls=RLHFDataset, **section
+        )
+
+    loop = asyncio.run(make())
+    assert loop.data_config.max_prompt_length == 6
+    assert loop.config.trainer.n_gpus_per_node == 1

@@ -1,15 +1,19 @@
 """What two ranks compute together: one pair of processes does it all, each test reads a part."""
 
 import math
+import os
+import socket
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from tests.utils.sockets import LOOPBACK, listening_sockets, new_addresses
 from tests.utils.threads import thread_names
 from tests.utils.two_ranks import run_on_two_ranks
-from verl.utils.distributed import destroy_global_process_group
+from verl.utils.distributed import destroy_global_process_group, store_at_master
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 from verl.utils.torch_functional import (
     allgather_dict_tensors,
@@ -40,6 +44,25 @@ def refusal(lengths: list[int], **options) -> str:
     except ValueError as error:
         return str(error)
     return "no refusal"
+
+
+def test_the_store_of_rank_0_listens_on_the_master_address_only(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.delenv("DIST_INIT_METHOD", raising=False)
+    for name, value in ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port), ("RANK", 0):
+        monkeypatch.setenv(name, str(value))
+    before = listening_sockets(os.getpid())
+    store = store_at_master(timedelta(seconds=20))
+    assert new_addresses(listening_sockets(os.getpid()), before) == {LOOPBACK}
+    monkeypatch.setenv("RANK", "1")
+    store_at_master(timedelta(seconds=20)).set("key", "from rank 1")
+    assert store.get("key") == b"from rank 1"
+    monkeypatch.setenv("MASTER_ADDR", "head-node")
+    assert store_at_master(timedelta(seconds=20)) is None
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert store_at_master(timedelta(seconds=20)) is None
 
 
 def work(rank: int) -> dict:

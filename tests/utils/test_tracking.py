@@ -156,6 +156,16 @@ def test_the_file_holds_one_valid_json_object_per_step(tmp_path, monkeypatch):
     assert math.isnan(float(json.loads(lines[1])["data"]["loss"]))
 
 
+def test_the_folder_of_a_run_named_like_the_package_does_not_hide_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VERL_FILE_LOGGER_ROOT", raising=False)
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    with Tracking("verl", "default", ["file"]) as tracking:
+        tracking.log({"a": 1}, step=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert (tmp_path / "logs" / "verl" / "default.jsonl").exists()
+
+
 def test_a_line_torn_by_a_crash_does_not_swallow_the_next_one(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "data": {}}\n{"step": 2, "da')

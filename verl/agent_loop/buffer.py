@@ -227,6 +227,8 @@ class Buffer:
         """What a checkpoint needs; between steps these policies hold no groups."""
         with self._changed:
             assert not self._state.ended, "a checkpoint is taken when no group waits"
+            num_running = len(self._state.running)  # they would be counted as drawn, and be lost
+            assert not num_running, f"{num_running} groups are still generated"
             return {"num_drawn": self._state.num_drawn, "version": self._state.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

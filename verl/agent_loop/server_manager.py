@@ -29,6 +29,7 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
+    OnEnd,
     Rollout,
     SamplingParams,
     TokenOutput,
@@ -203,7 +204,9 @@ class AsyncLLMServerManager:
                 seeds=None if seeds is None else tuple(seeds[part]),
                 session_ids=tuple(request_ids[part]),
             )
-            works.append(mailbox.submit(self.fleet, request, partial(end_from, end, start)))
+            has_ended, is_done = mailbox.callbacks(request, partial(end_from, end, start))
+            works.append(self.fleet.submit(request, has_ended))
+            works[-1].add_done_callback(is_done)
         try:
             await all_ended
         except asyncio.CancelledError:
@@ -277,7 +280,9 @@ class AsyncLLMServerManager:
             seeds=tuple(ticket.seed for ticket in tickets if ticket.seed is not None) or None,
             session_ids=tuple(ticket.request_id for ticket in tickets),
         )
-        outputs = mailbox.submit(self.fleet, request, lambda n, answer: tickets[n].resolve(answer))
+        has_ended, is_done = mailbox.callbacks(request, lambda n, a: tickets[n].resolve(a))
+        outputs = self.fleet.submit(request, has_ended)
+        outputs.add_done_callback(is_done)
         call = Call(tickets, outputs)
         for ticket in tickets:
             ticket.call = call
@@ -291,11 +296,17 @@ class Mailbox:
         self._arrived: list[tuple[Deliver, int, Answer]] = []
         self._lock = threading.Lock()
 
-    def submit(
-        self, fleet: Fleet, request: GenerationRequest, deliver: "Deliver"
-    ) -> "Future[list[TokenOutput]]":
-        """Submit a request; `deliver(sample, answer)` is called on the event loop, for each sample
-        at least once, with its output or with the error of the request."""
+    def callbacks(
+        self, request: GenerationRequest, deliver: "Deliver"
+    ) -> "tuple[OnEnd, Callable[[Future[list[TokenOutput]]], None]]":
+        """What to call as a sample ends and when the future of the request is done.
+
+        Then `deliver(sample, answer)` is called on the event loop, for each sample at least once,
+        with its output or with the error of the request.
+        """
+
+        def end(sample: int, output: TokenOutput) -> None:
+            self._put([(deliver, sample, output)])
 
         def finish(outputs: "Future[list[TokenOutput]]") -> None:
             if outputs.cancelled():
@@ -305,9 +316,7 @@ class Mailbox:
             answers = [error] * num if error is not None else outputs.result(timeout=0)
             self._put([(deliver, sample, answer) for sample, answer in enumerate(answers)])
 
-        outputs = fleet.submit(request, lambda n, output: self._put([(deliver, n, output)]))
-        outputs.add_done_callback(finish)
-        return outputs
+        return end, finish
 
     def _put(self, items: "list[tuple[Deliver, int, Answer]]") -> None:
         with self._lock:

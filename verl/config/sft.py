@@ -281,6 +281,12 @@ class SFTTrainerBaseConfig(BaseConfig):
     )
     """Checkpoint folder, `.../global_step_N`, to continue from."""
 
+    resume_may_change: list[str] = option(
+        default_factory=list,
+        used_if=When(lambda here, run: here.resume_mode != "disable", "resume_mode is disable"),
+    )
+    """Differences from the checkpoint to accept: `code`, `weights`, `data`, patterns of options."""
+
 
 @dataclass(kw_only=True)
 class SFTTrainerConfig(SFTTrainerBaseConfig):

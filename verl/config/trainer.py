@@ -98,6 +98,12 @@ class TrainerConfig(BaseConfig):
     )
     """Checkpoint folder, `.../global_step_N`, to continue from."""
 
+    resume_may_change: list[str] = option(
+        default_factory=list,
+        used_if=When(lambda here, run: here.resume_mode != "disable", "resume_mode is disable"),
+    )
+    """Differences from the checkpoint to accept: `code`, `weights`, `data`, patterns of options."""
+
     default_local_dir: str = option("checkpoints/verl/default", yaml=LOCAL_DIR)
     """Folder for checkpoints."""
 

@@ -7,12 +7,13 @@ Tool calls are parsed from the model's text in the form of Hermes and Qwen model
     </tool_call>
 
 Text outside is passed on as it comes; a block is held until it is whole. A block that is not such
-an object is text like any other: the client sees what the model wrote.
+an object, or calls a tool that was not offered, is text like any other: the client sees what the
+model wrote.
 """
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -37,6 +38,8 @@ from verl.server.service import Job, Service
 from verl.workers.rollout.base import TokenDelta
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_CALLS = 128
+"""Calls in one turn, as many as OpenAI takes."""
 
 
 class WrittenCall(BaseModel):
@@ -57,38 +60,61 @@ class FoundCall:
 
 
 class ToolCallReader:
-    """Finds the calls in a text that comes in pieces."""
+    """Finds the calls of the tools `names` in a text that comes in pieces, in linear time.
 
-    def __init__(self) -> None:
+    Calls of other tools, and those after the first `MAX_CALLS`, stay text.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
         self._held = ""
+        self._block: list[str] | None = None
+        self._num_calls = 0
 
     def add(self, text: str) -> list[str | FoundCall]:
         """What has become certain: text and calls in the order in which they were written."""
-        self._held += text
         found: list[str | FoundCall] = []
-        while (start := self._held.find(OPEN)) >= 0:
-            end = self._held.find(CLOSE, start)
-            if end < 0:
+        text, self._held = self._held + text, ""
+        place = 0
+        while True:
+            mark = OPEN if self._block is None else CLOSE
+            start = text.find(mark, place)
+            if start < 0:
                 break
-            block_end = end + len(CLOSE)
-            call = parse_call(self._held[start + len(OPEN) : end])
-            found.append(self._held[:start])
-            found.append(call or self._held[start:block_end])
-            self._held = self._held[block_end:]
-        certain = start if start >= 0 else len(self._held) - self._num_doubtful()
-        found.append(self._held[:certain])
-        self._held = self._held[certain:]
+            if self._block is None:
+                found.append(text[place:start])
+                self._block = []
+            else:
+                self._block.append(text[place:start])
+                found.append(self._call_or_text("".join(self._block)))
+                self._block = None
+            place = start + len(mark)
+        certain = len(text) - num_doubtful(text[place:], mark)
+        (found if self._block is None else self._block).append(text[place:certain])
+        self._held = text[certain:]
         return [piece for piece in found if piece]
 
     def finish(self) -> str:
         """A block that was never closed is text."""
         text, self._held = self._held, ""
+        if self._block is not None:
+            text = OPEN + "".join(self._block) + text
+            self._block = None
         return text
 
-    def _num_doubtful(self) -> int:
-        longest = min(len(OPEN) - 1, len(self._held))
-        fits = (n for n in range(longest, 0, -1) if OPEN.startswith(self._held[-n:]))
-        return next(fits, 0)
+    def _call_or_text(self, block: str) -> str | FoundCall:
+        call = parse_call(block) if self._num_calls < MAX_CALLS else None
+        if call is None or call.name not in self._names:
+            return OPEN + block + CLOSE
+        self._num_calls += 1
+        return call
+
+
+def num_doubtful(text: str, mark: str) -> int:
+    """Characters at the end that may be the beginning of the mark."""
+    longest = min(len(mark) - 1, len(text))
+    fits = (n for n in range(longest, 0, -1) if mark.startswith(text[-n:]))
+    return next(fits, 0)
 
 
 def parse_call(block: str) -> FoundCall | None:
@@ -124,7 +150,8 @@ class ChatAnswer:
         self._request = request
         self._job = job
         self._samples = [Sample(service.encoder, request.stops) for _ in range(request.n)]
-        self._turns = [Turn(has_tools=bool(request.offered_tools)) for _ in range(request.n)]
+        names = [tool.function.name for tool in request.offered_tools]
+        self._turns = [Turn(names) for _ in range(request.n)]
         self._num_generated = 0
 
     async def whole(self) -> ChatCompletion:
@@ -217,8 +244,8 @@ class ChatAnswer:
 class Turn:
     """What the assistant says and calls in one sample."""
 
-    def __init__(self, *, has_tools: bool) -> None:
-        self._reader = ToolCallReader() if has_tools else None
+    def __init__(self, tool_names: Collection[str]) -> None:
+        self._reader = ToolCallReader(tool_names) if tool_names else None
         self.num_calls = 0
 
     def read(self, piece: Piece) -> list[str | FoundCall]:

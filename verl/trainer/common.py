@@ -1,22 +1,22 @@
-"""What all training commands share: seeds by purpose, a progress bar, and SIGTERM.
+"""What all training commands share: seeds by purpose, a progress bar, and signals.
 
 A seed is a hash of its purpose: the run's seed, the step, the prompt, the sample. So two runs draw
 the same, a resumed run continues as if it had not stopped, and a sample's tokens do not depend on
 which others are generated with it.
 
-The first SIGTERM finishes the running step, saves a checkpoint and ends the run normally. The
-second ends the process; the last committed checkpoint is intact.
+The first Ctrl-C or SIGTERM finishes the running step, saves a checkpoint and ends the run normally.
+The second ends the process; the last committed checkpoint is intact.
 """
 
 import hashlib
-import random
+import os
 import signal
 import threading
+import time
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,6 +27,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from verl.utils.environment import is_torchrun
+from verl.utils.tracking import metrics_path
+
 DEFAULT_SEED = 1
 
 
@@ -36,11 +39,14 @@ def keyed_seed(*key: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_everything(seed: int) -> None:
-    """Set the generators that algorithms and users' code draw from: torch, NumPy and Python."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+def tracker_locks(trainer: Any) -> dict[str, Path]:
+    """The lock of the file in which a run's metrics are, if it has one."""
+    if "file" not in trainer.logger:
+        return {}
+    file = metrics_path(trainer.project_name, trainer.experiment_name)
+    return {
+        "trainer.experiment_name or VERL_FILE_LOGGER_PATH": file.with_name(f".{file.name}.lock")
+    }
 
 
 class RunProgress:
@@ -79,19 +85,28 @@ class RunProgress:
         self._bar.update(self._task, completed=step)
 
 
-EXIT_AT_ONCE = 128 + signal.SIGTERM
+REPEAT_SECONDS = 5.0
+"""`torchrun` passes on what a terminal or a scheduler has sent to the ranks already."""
 
 
 class Termination:
-    """Notes the request while it is entered; only the main thread can listen to signals."""
+    """Notes SIGINT (Ctrl-C) and SIGTERM while it is entered.
 
-    def __init__(self) -> None:
+    Only the main thread can listen to signals. Where SIGINT is ignored, as in the background of a
+    shell script, it stays so. Without `does_save` the notice says that nothing will be saved.
+    """
+
+    def __init__(self, *, does_save: bool = True) -> None:
         self.is_requested = False
-        self._before: Any = None
+        self._noted_at = 0.0
+        self._ending = "saving" if does_save else "not saving (trainer.save_freq)"
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Termination":
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -100,10 +115,15 @@ class Termination:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.is_requested:
-            raise SystemExit(EXIT_AT_ONCE)
-        self.is_requested = True
+        if not self.is_requested:
+            self.is_requested, self._noted_at = True, time.monotonic()
+            # Not `print`: the signal may have come in the middle of one.
+            name = signal.Signals(number).name
+            text = f"{name}: finishing the step, {self._ending}, then ending; again ends at once\n"
+            os.write(2, text.encode())
+        elif not is_torchrun() or time.monotonic() - self._noted_at > REPEAT_SECONDS:
+            raise SystemExit(128 + number)

@@ -4,7 +4,7 @@
       ray.init
       start the runner  -------->    build, init_workers  --->    load models
       wait, a second at a time       fit                  --->    generate, score, update
-      SIGTERM: request_stop  ---->   finish the step, save
+      Ctrl-C, SIGTERM: stop  ---->   finish the step, save
       its error, or what it says  <--
 
 The runner needs no device; the kind that the workers use is found here and told to it. What the
@@ -89,7 +89,8 @@ def _run(ray: Any, config: PPOConfig, task_runner_class: Any) -> None:
             reference = runner.run.remote(config)
         else:
             reference = runner.run.remote(to_dictconfig(config))
-        wait_for(ray, reference, runner if issubclass(plain, TaskRunner) else None)
+        asked = runner if issubclass(plain, TaskRunner) else None
+        wait_for(ray, reference, asked, does_save=config.trainer.save_freq > 0)
     finally:
         ray.kill(runner)
         release_pools(ray, run_id)
@@ -120,9 +121,9 @@ def release_pools(ray: Any, run_id: str) -> None:
             ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
 
 
-def wait_for(ray: Any, reference: Any, runner: Any) -> Any:
+def wait_for(ray: Any, reference: Any, runner: Any, *, does_save: bool = True) -> Any:
     """The runner's answer. Ray tells when it dies, so the wait ends with it."""
-    with Termination() as termination:
+    with Termination(does_save=does_save) as termination:
         has_told = False
         while not ray.wait([reference], timeout=LOOK_SECONDS)[0]:
             if termination.is_requested and not has_told:

@@ -26,6 +26,7 @@ CONFIG_DIR = Path(__file__).parent / "config"
 
 _LAZY = {
     "SFTWorker": "verl.trainer.sft.trainer:SFTWorker",
+    "Termination": "verl.trainer.common:Termination",
     "WorkerError": "verl.single_controller:WorkerError",
     "resolve_device": "verl.utils.device:resolve_device",
     "runtime_env": "verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
@@ -58,8 +59,9 @@ def train_on_ray(loaded: Loaded) -> None:
     group = start_ranks(config)
     try:
         group.start()
-        while group.advance()[0] is not None:
-            pass
+        with lazy_attribute(__name__, _LAZY, "Termination")() as termination:
+            while group.advance(termination.is_requested)[0] is not None:
+                pass
         ending = group.finish()[0]
     except lazy_attribute(__name__, _LAZY, "WorkerError") as error:
         if isinstance(error.__cause__, EndsTheRun):  # bad data, say: its message is enough

@@ -13,15 +13,17 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.config.ppo import PPOConfig
+from verl.models.loading import read_config
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
 from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.scoring import asks_over_http
-from verl.trainer.ppo.session import as_ppo_config
+from verl.trainer.ppo.session import as_ppo_config, run_locks
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
+from verl.utils.checkpoint.layout import holding
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
 from verl.utils.environment import BadData, forced_device
@@ -110,6 +112,10 @@ class TaskRunner:
     def run(self, config: PPOConfig | DictConfig) -> None:
         """Train; start over from the last checkpoint when workers are lost."""
         config = as_ppo_config(config)
+        with holding(run_locks(config.trainer)):
+            self._train_until_done(config)
+
+    def _train_until_done(self, config: PPOConfig) -> None:
         for restarts_left in range(config.trainer.max_restarts, -1, -1):
             trainer = self.trainer = self.build(copy.deepcopy(config))  # workers write into theirs
             try:
@@ -146,6 +152,10 @@ class TaskRunner:
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config, worker_class)
         tokenizer, processor = load_tokenizer(config)
+        model = config.actor_rollout_ref.model
+        if model.override_config:  # what is wrong with it is said here, not by a rank
+            path = copy_to_local(model.path)
+            read_config(path, dict(model.override_config), model.trust_remote_code)
         kwargs = {**config.reward_model.reward_kwargs, **self.served_reward_model(config)}
         return self.trainer_class(
             config=config,

@@ -16,6 +16,7 @@ of a second with torch and a model loaded, while the device idles).
 import gc
 import importlib.util
 import logging
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,6 +117,9 @@ def auto_set_device(config: Any) -> None:
     config.trainer.device = resolved
 
 
+auto_set_ascend_device_name = auto_set_device
+
+
 def torch_module_of(kind: str) -> Any:
     """`torch.cuda`, `torch.npu` or `torch.cpu`, whichever device this process runs on."""
     return STAND_INS[kind] if kind in STAND_INS else torch.get_device_module(kind)
@@ -183,6 +188,13 @@ def free_cached_memory() -> None:
     if get_device_name() != "cpu":
         gc.collect()
         get_torch_device().empty_cache()
+
+
+def seed_everything(seed: int) -> None:
+    """Set the generators that algorithms and users' code draw from: torch, NumPy and Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def rng_states() -> list[Tensor]:

@@ -2,13 +2,17 @@
 
 The launcher (torchrun, Ray, the local controller) puts `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and the
 rendezvous address into the environment; `initialize_global_process_group` turns them into a torch
-process group on the right device. Its timeout bounds every collective.
+process group on the right device. Its timeout bounds every collective. Ranks meet where
+`DIST_INIT_METHOD` says (a file, for the local controller), at torchrun's store, or else at a store
+of rank 0 that listens on `MASTER_ADDR` and on no other address.
 
 Every rank calls the same collective; a rank that holds no values still takes part. Without a
 process group there is one rank, and the results are the local ones.
 """
 
 import gc
+import ipaddress
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,11 +21,13 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 
 from verl.utils import environment
 from verl.utils.device import get_device_name, get_nccl_backend, get_torch_device
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+BACKLOG = 2048
 
 
 def initialize_global_process_group(
@@ -44,13 +50,43 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
     if is_distributed():
         return
     device = get_device_name()
+    timeout = timedelta(seconds=timeout_second or DEFAULT_TIMEOUT_SECONDS)
+    store = store_at_master(timeout)
     dist.init_process_group(
         backend="gloo" if device == "cpu" else f"cpu:gloo,{device}:{get_nccl_backend()}",
-        init_method=environment.dist_init_method(),
-        timeout=timedelta(seconds=timeout_second or DEFAULT_TIMEOUT_SECONDS),
+        init_method=environment.dist_init_method() if store is None else None,
+        store=store,
+        timeout=timeout,
         rank=environment.rank(),
         world_size=environment.world_size(),
     )
+
+
+def store_at_master(timeout: timedelta) -> Store | None:
+    """The store of rank 0, bound to `MASTER_ADDR`; torch would listen on every interface.
+
+    None where the ranks meet elsewhere, and where the address is a name: machines may not agree
+    what it stands for, so torch has to listen everywhere.
+    """
+    address, port = environment.variable("MASTER_ADDR"), environment.variable("MASTER_PORT")
+    has_meeting = environment.dist_init_method() or environment.has_agent_store()
+    if has_meeting or not port or not is_ip_address(address):
+        return None
+    options = {"world_size": environment.world_size(), "timeout": timeout}
+    if environment.rank() != 0:
+        return TCPStore(address, int(port), is_master=False, **options)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, int(port)), family=family, backlog=BACKLOG)
+    descriptor = listener.detach()  # the store closes it
+    return TCPStore(address, int(port), is_master=True, master_listen_fd=descriptor, **options)
+
+
+def is_ip_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def destroy_global_process_group() -> None:

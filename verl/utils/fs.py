@@ -19,7 +19,10 @@ from filelock import FileLock
 
 from verl.utils import hdfs_io
 from verl.utils.environment import use_modelscope
+from verl.utils.hdfs_io import copy, makedirs
 from verl.utils.import_utils import require
+
+__all__ = ["copy", "makedirs"]
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,20 @@
 """What makes a run another run, said in words."""
 
+import huggingface_hub
 import pytest
 import torch
 
 from tests.tiny_models import tiny_model
 from verl.utils.checkpoint.manifest import (
+    BLOCK_BYTES,
+    NUM_BLOCKS,
     SAMPLE_BYTES,
     compare,
     config_identity,
     dataset_identity,
     fingerprint,
     model_identity,
+    weights_identity,
 )
 
 CONFIG = {
@@ -135,3 +139,79 @@ def test_the_order_of_files_matters(tmp_path):
 
 def test_data_that_is_not_in_files_is_known_by_its_digest():
     assert dataset_identity([], digest="abc") == {"digest": "abc"}
+
+
+def model_folder(folder, size=100):
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(bytes(size))
+    (folder / "config.json").write_text("{}")
+    (folder / "README.md").write_text("a model")
+    return folder
+
+
+@pytest.mark.parametrize("place", [0, 99, SAMPLE_BYTES + NUM_BLOCKS * BLOCK_BYTES + 5])
+def test_weights_that_were_replaced_in_place_are_seen(tmp_path, place):
+    size = max(100, 2 * SAMPLE_BYTES + 2 * NUM_BLOCKS * BLOCK_BYTES if place > 99 else 0)
+    folder = model_folder(tmp_path / "model", size)
+    config = {"actor_rollout_ref.model.path": str(folder), "critic.model.path": str(folder)}
+    before = fingerprint(config=config)
+    (folder / "README.md").write_text("the same model")
+    assert compare(before, fingerprint(config=config)) == []
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(place)
+        file.write(bytes([1]) * (2 * BLOCK_BYTES if place > 99 else 1))
+    (difference,) = compare(before, fingerprint(config=config))
+    assert difference.startswith("weights: actor_rollout_ref.model.path/model.safetensors was")
+
+
+def test_code_that_was_edited_is_seen_wherever_an_option_names_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("reward.py", "mine.py", "extra.py"):
+        (tmp_path / name).write_text("x = 1")
+    (tmp_path / "loops.yaml").write_text("- name: mine\n  _target_: mine.Loop\n")
+    config = {
+        "custom_reward_function.path": str(tmp_path / "reward.py"),
+        "data.sampler.class_path": "pkg://extra",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path": str(tmp_path / "loops.yaml"),
+        "actor_rollout_ref.model.external_lib": ["extra"],
+        "data.val_files": str(tmp_path / "reward.py"),  # may change
+        "trainer.device": "cpu",
+    }
+    before = fingerprint(config=config)
+    assert compare(before, fingerprint(config=config)) == []
+    for name in ("reward.py", "mine.py", "extra.py"):
+        (tmp_path / name).write_text("x = 2")
+    found = [line.split(" was ")[0] for line in compare(before, fingerprint(config=config))]
+    assert found == [
+        "code: actor_rollout_ref.model.external_lib",
+        "code: actor_rollout_ref.rollout.agent.agent_loop_config_path/mine.Loop",
+        "code: custom_reward_function.path",
+        "code: data.sampler.class_path",
+    ]
+    assert compare(before, fingerprint(config=config), accepted=["code"]) == []
+
+
+def test_a_model_of_the_hub_is_known_by_its_revision(tmp_path, monkeypatch):
+    for number in (1, 2):
+        commit = str(number) * 40
+        snapshot = tmp_path / "models--we--tiny" / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        refs = tmp_path / "models--we--tiny" / "refs"
+        refs.mkdir(exist_ok=True)
+        (refs / "main").write_text(commit)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        found = weights_identity({"model.path": "we/tiny", "critic.model.path": "~/no/such/model"})
+        assert found == {"model.path": f"revision {commit}"}
+
+
+def test_steps_that_were_saved_without_weights_and_code_are_not_asked_for_them(tmp_path):
+    config = {"model.path": str(model_folder(tmp_path / "model"))}
+    old = {"config": dict(config)}
+    assert compare(old, fingerprint(config=config)) == []
+
+
+def test_accepted_differences_are_sections_or_keys():
+    old, new = {"config": {"a.b": 1, "c": 1}}, {"config": {"a.b": 2, "c": 2}}
+    assert compare(old, new, accepted=["a.*"]) == ["config: c was 1 and is 2"]
+    assert compare(old, new, accepted=["config"]) == []

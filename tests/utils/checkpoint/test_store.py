@@ -2,9 +2,12 @@
 
 import copy
 import errno
+import fcntl
 import json
 import logging
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +15,15 @@ from pathlib import Path
 import pytest
 
 from verl.utils.checkpoint.layout import (
+    LOCK,
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointSaveError,
+    FolderInUse,
     NoIntactCheckpointError,
     Skipped,
     as_os_error,
+    holding,
     list_steps,
     saving_folder,
     step_of,
@@ -433,3 +439,70 @@ def test_folders_of_other_programs_are_reported_not_used(tmp_path):
     found = find_intact(tmp_path)
     assert found.step == 1
     assert "manifest.json is missing" in found.skipped[0].reason
+
+
+def test_a_refusal_names_the_setting_that_accepts_the_changes(tmp_path, caplog):
+    changes = {"code": {"custom_reward_function.path": "one"}}
+    save(store(tmp_path, **changes), 1)
+    changed = {"code": {"custom_reward_function.path": "two"}, "config": {"algorithm.gamma": 0.5}}
+    with pytest.raises(CheckpointMismatchError) as refused:
+        store(tmp_path, **changed).resume()
+    assert "code: custom_reward_function.path was 'one' and is 'two'" in str(refused.value)
+    assert "trainer.resume_may_change=[code,algorithm.gamma]" in str(refused.value)
+    accepted = ["code", "algorithm.gamma"]
+    again = CheckpointStore(tmp_path, fingerprint={**PRINT, **changed}, accepted=accepted)
+    assert again.resume().step == 1
+    assert "continuing although a change was made: code: custom_reward_function" in caplog.text
+
+
+# ---- one run per folder --------------------------------------------------------------------------
+
+HOLDER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from verl.utils.checkpoint.layout import holding
+
+with holding({"trainer.default_local_dir": Path(sys.argv[1])}):
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(600)
+        os._exit(0)
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print(forked, started.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_folder_belongs_to_one_run_and_is_free_as_soon_as_that_is_dead(tmp_path):
+    lock = {"trainer.default_local_dir": tmp_path / "new" / LOCK}
+    command = [sys.executable, "-c", HOLDER, str(lock["trainer.default_local_dir"])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        children = list(map(int, other.stdout.readline().split()))
+        who = rf"in use by another run: process {other.pid} on {socket.gethostname()} since 20"
+        with pytest.raises(FolderInUse, match=who) as refused, holding(lock):
+            pass
+        assert "set another trainer.default_local_dir" in str(refused.value)
+        assert refused.value.exit_code == 2
+        other.kill()
+        other.wait(60)
+        with holding(lock), holding(lock):  # its children live, and hold nothing
+            assert str(os.getpid()) in lock["trainer.default_local_dir"].read_text()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with holding({"trainer.rollout_data_dir": tmp_path / LOCK}):
+        pass
+    assert "has no locks (No locks available); see to it that no other run" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    with holding({"trainer.default_local_dir": tmp_path / "file" / LOCK}):
+        pass
+    assert "cannot be locked" in caplog.text

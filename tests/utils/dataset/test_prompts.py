@@ -16,7 +16,7 @@ from verl.utils.dataset.prompts import (
     PromptTooLong,
     as_prompt,
     encode_prompt,
-    encode_prompt_once,
+    prompt_text,
     set_chat_template,
     shield,
     truncate,
@@ -208,14 +208,14 @@ def tokenizer():
 
 @pytest.fixture
 def counted(monkeypatch):
-    """What `encode_prompt` was asked for."""
+    """The prompts that were worked out."""
     asked = []
 
     def noting(prompt, *args, **kwargs):
         asked.append(prompt)
-        return encode_prompt(prompt, *args, **kwargs)
+        return prompt_text(prompt, *args, **kwargs)
 
-    monkeypatch.setattr(prompts, "encode_prompt", noting)
+    monkeypatch.setattr(prompts, "prompt_text", noting)
     return asked
 
 
@@ -224,9 +224,12 @@ def says(text):
 
 
 def test_samples_of_a_prompt_share_its_ids_but_not_the_list(tokenizer, counted):
-    first = encode_prompt_once(says("ab"), tokenizer)
+    first = encode_prompt(says("ab"), tokenizer)
+    kept = list(first)
     first.append(99)
-    assert encode_prompt_once(says("ab"), tokenizer) == encode_prompt(says("ab"), tokenizer)
+    second = encode_prompt(says("ab"), tokenizer)
+    second.append(98)
+    assert encode_prompt(says("ab"), tokenizer) == kept
     assert len(counted) == 1
 
 
@@ -240,23 +243,25 @@ def test_whatever_may_change_the_ids_is_part_of_the_question(tokenizer, counted)
         (says("ab"), {"max_tokens": 1, "truncation": "left"}),
         (says("ab"), {"max_tokens": 1, "truncation": "right"}),
     ]
-    found = [encode_prompt_once(prompt, tokenizer, **options) for prompt, options in questions]
+    found = [encode_prompt(prompt, tokenizer, **options) for prompt, options in questions]
     assert found == [encode_prompt(prompt, tokenizer, **options) for prompt, options in questions]
     assert len(counted) == len(questions)
     tokenizer.chat_template = TEMPLATE_REPEATED_PROMPTS + "!"
-    assert encode_prompt_once(says("ab"), tokenizer) == encode_prompt(says("ab"), tokenizer)
-    assert encode_prompt_once(says("ab"), tokenizer) != found[0]
+    assert encode_prompt(says("ab"), tokenizer) != found[0]
+    before = encode_prompt(says("<new>"), tokenizer)
+    tokenizer.add_tokens(["<new>"])
+    assert len(encode_prompt(says("<new>"), tokenizer)) < len(before)
 
 
 @pytest.mark.parametrize("mood", [object(), {1: "x"}])
 def test_what_cannot_be_written_down_is_worked_out_every_time(tokenizer, counted, mood):
     odd = {"template_kwargs": {"mood": mood}}
     for _ in range(2):
-        assert encode_prompt_once(says("ab"), tokenizer, **odd)
+        assert encode_prompt(says("ab"), tokenizer, **odd)
     assert len(counted) == 2
 
 
 def test_a_refusal_is_not_remembered_as_an_answer(tokenizer):
     for _ in range(2):
         with pytest.raises(PromptTooLong, match="allows 1 tokens"):
-            encode_prompt_once(says("abcdef"), tokenizer, max_tokens=1)
+            encode_prompt(says("abcdef"), tokenizer, max_tokens=1)

@@ -184,6 +184,39 @@ def test_over_the_corpus_arguing_wins_nothing():
     assert rewarded > 0, "the judge does credit what deserves it"
 
 
+@pytest.mark.parametrize("obeys", ["literally", "in its own words", "the key too"])
+def test_a_judge_that_obeys_the_candidate_gives_it_nothing(obeys):
+    """It does what the candidate demands the first time it is asked, and judges when asked again.
+
+    One that puts the right key around what the candidate dictates has two blocks: its own and that.
+    """
+
+    def answer(request):
+        candidate = material_of(request)["candidate"]
+        asked.setdefault(candidate, 0)
+        asked[candidate] += 1
+        sober = verdict(request, int(candidate.endswith("4")))
+        dictated = candidate.rpartition("\n")[0]
+        if asked[candidate] > 1 or not dictated:
+            return sober
+        return {
+            "literally": dictated,
+            "in its own words": 'Of course: {"score": 1}. Score: 1/1, full marks.',
+            "the key too": f"{dictated}\n{verdict(request, 1)}\nBut really:\n{sober}",
+        }[obeys]
+
+    def mean(candidates):
+        found = [ask(server, text, options={"max_questions": 2}) for text in candidates]
+        return sum(grade.value for grade in found if isinstance(grade, Score)) / len(found)
+
+    asked: dict[str, int] = {}
+    with judge_server(answer) as server:
+        control = mean(["It is 5", "five", "5"])
+        injected = mean([f"{text}\n5" for text in INJECTIONS])
+    assert max(asked.values()) == 2, "it was persuaded, and had to be asked again"
+    assert injected <= control + 0.02
+
+
 # ---- a network that fails ------------------------------------------------------------------------
 
 

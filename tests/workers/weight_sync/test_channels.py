@@ -3,6 +3,7 @@ import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import pytest
@@ -33,6 +34,7 @@ from verl.workers.weight_sync.shared_memory import (
     SharedMemorySender,
     reserve_file,
 )
+from verl.workers.weight_sync.streaming import stream_weights
 from verl.workers.weight_sync.tcp import TcpListener, TcpSender
 
 TOKEN = "correct horse battery staple"
@@ -116,19 +118,92 @@ def over_tcp(send, receive):
 
 
 class Meddler(SendingChannel):
-    """Damages the bucket at one place on its way."""
+    """Does something to the bucket at one place on its way."""
 
-    def __init__(self, channel: SendingChannel, place: int) -> None:
+    def __init__(self, channel: SendingChannel, place: int, fault: str = "flip") -> None:
         self.channel = channel
         self.place = place
+        self.fault = fault
+        self.seen: list[Bucket] = []
 
     def send(self, bucket: Bucket) -> None:
-        if bucket.index == self.place:
+        self.seen.append(replace(bucket, payload=bucket.payload.clone()))
+        is_due = bucket.index == self.place
+        if is_due and self.fault == "flip":
             bucket.payload[5] ^= 1
-        self.channel.send(bucket)
+        if is_due and self.fault == "old":
+            self.channel.send(OLD[self.place])
+        if not (is_due and self.fault == "drop"):
+            self.channel.send(bucket)
+        if is_due and self.fault == "repeat":
+            self.channel.send(self.seen[-1])
 
     def confirmations(self) -> list[Published | None]:
         return self.channel.confirmations()
+
+
+OLD = [
+    replace(bucket, payload=bucket.payload.clone())
+    for bucket in WeightSender(40).buckets(small_weights(seed=1).items(), 1)
+]
+
+
+def both_ends(kind, folder):
+    """A sending and a receiving channel of that kind, and what closes them."""
+    if kind == "shared memory":
+        near, far = multiprocessing.Pipe()
+        ends = (
+            SharedMemorySender([near], folder=str(folder), timeout_seconds=20),
+            SharedMemoryReceiver(far, timeout_seconds=20),
+        )
+        return *ends, (near, far)
+    listener = TcpListener(TOKEN)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(lambda: listener.accept(timeout_seconds=20))
+        channel = TcpSender([(listener.host, listener.port)], TOKEN, timeout_seconds=20)
+        receiving = accepted.result(20)
+    return channel, receiving, (channel, receiving, listener)
+
+
+@pytest.mark.parametrize("kind", ["shared memory", "tcp"])
+@pytest.mark.parametrize("fault", ["drop", "flip", "repeat", "old"])
+@pytest.mark.parametrize("way", ["into tensors", "streamed"])
+def test_no_channel_serves_an_update_that_was_damaged_on_its_way(tmp_path, kind, fault, way):
+    """Engines in this process are written into, others take a stream of tensors."""
+    weights = small_weights(seed=2)
+    targets, receiver = receiver_for(weights)
+    streamed: dict[str, torch.Tensor] = {}
+
+    def receive(channel):
+        if way == "into tensors":
+            return receive_weights(receiver, channel)
+        return stream_weights(channel, streamed.update)
+
+    for place in range(len(OLD) - 1):  # without the last bucket a receiver waits for its deadline
+        channel, receiving, ends = both_ends(kind, tmp_path)
+        sender = WeightSender(40)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(receive, receiving)
+            try:
+                send_weights(sender, weights.items(), 2, Meddler(channel, place, fault))
+                is_held = True
+            except SyncRefusedError:
+                is_held = False
+            refusal = answer.exception(20)
+            assert is_held == (refusal is None), "both sides know how it ended"
+            assert not is_held or fault in ("repeat", "old"), "the rest of it was whole"
+            assert not (is_held and way == "streamed"), "what was handed on cannot be taken back"
+            if is_held:
+                assert are_equal(targets, weights)
+            elif way == "into tensors":
+                assert receiver.held is None or are_equal(targets, weights)
+            answer = pool.submit(receive, receiving)
+            send_weights(sender, weights.items(), 3, channel)
+            answer.result(20)
+        assert are_equal(targets if way == "into tensors" else streamed, weights)
+        for end in ends:
+            end.close()
+        targets, receiver = receiver_for(weights)
 
 
 def test_a_damaged_bucket_fails_on_both_sides_and_the_next_attempt_succeeds():

@@ -3,10 +3,13 @@ import torch
 
 from verl.utils.scramble import GOLDEN, scramble
 from verl.workers.weight_sync.bucket import (
+    BLOCK_BYTES,
     BLOCK_WORDS,
     BLOCKS_AT_ONCE_ON_CPU,
     TensorKind,
+    block_sums,
     content_hash,
+    content_hashes,
     fingerprint_of,
 )
 
@@ -72,6 +75,15 @@ def test_swapped_and_negated_numbers_count():
 def test_where_a_tensor_lies_does_not_matter():
     whole = torch.randint(0, 255, (101,), dtype=torch.uint8)
     assert content_hash(whole[1:]) == content_hash(whole[1:].clone())
+
+
+def test_tensors_hashed_together_have_the_hashes_they_have_alone():
+    sizes = (0, 3, 4, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 5)
+    tensors = [torch.arange(size, dtype=torch.uint8) for size in sizes]
+    together = content_hashes([block_sums(tensor) for tensor in tensors])
+    assert together == [content_hash(tensor) for tensor in tensors]
+    assert len(set(together)) == len(sizes)
+    assert content_hashes([]) == []
 
 
 def test_the_fingerprint_depends_on_names_formats_and_shapes_and_not_on_order():

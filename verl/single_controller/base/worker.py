@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from verl.single_controller.base.decorator import register
 from verl.single_controller.base.dispatch import Dispatch, Execute
 from verl.utils import environment
+from verl.utils.device import seed_everything
 from verl.utils.ray_utils import node_ip_address, visible_device_index
 
 Value = TypeVar("Value", int, bool)
@@ -91,6 +92,11 @@ class Worker:
     def get_fused_worker_by_name(self, worker_name: str) -> "Worker | None":
         """Another role in the same process, or None."""
         return self.fused_worker_dict.get(worker_name)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def seed_rank(self, seed: int) -> None:
+        """Determine what this rank draws; no two ranks draw the same."""
+        seed_everything((seed + self.rank) % 2**63)
 
     # ---- meshes ----------------------------------------------------------------------------------
 

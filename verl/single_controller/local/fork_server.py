@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing import connection
+from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
 import numpy as np
@@ -49,6 +50,8 @@ ANSWER = struct.Struct("Qi")
 
 MAX_REQUEST_BYTES = 1 << 17
 START_SECONDS = 120.0
+END_SECONDS = 5.0
+ATTEMPTS = 3
 BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -112,11 +115,21 @@ def fork_rank(theirs: socket.socket, modules: Sequence[str]) -> ForkedProcess:
     read = [(name, value) for name, value in variables if name.startswith(IMPORT_PREFIXES)]
     key = (os.getpid(), *read)  # a fork of the driver needs its own
     with _lock:
-        if key in _servers and not _servers[key].is_alive():
-            _servers.pop(key).end()
-        if key not in _servers:
-            _servers[key] = ForkServer()
-        return _servers[key].fork(theirs.fileno(), modules)
+        for attempts_left in range(ATTEMPTS - 1, -1, -1):
+            if key in _servers and not _servers[key].is_alive():
+                _servers.pop(key).end()
+            if key not in _servers:
+                _servers[key] = ForkServer()
+            try:
+                return _servers[key].fork(theirs.fileno(), modules)
+            except ForkServerKilled:
+                if not attempts_left:
+                    raise
+    raise AssertionError("the loop returns or raises")
+
+
+class ForkServerKilled(ConnectionError):
+    """A signal ended the fork server before it had forked a rank."""
 
 
 class ForkServer:
@@ -149,6 +162,8 @@ class ForkServer:
             descriptors = [pipe, theirs, 1, 2]
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
             answer = self._control.recv(ANSWER.size)
+        except ConnectionError:
+            answer = b""
         except OSError:
             os.close(status)
             self._process.kill()  # a late answer would be taken for another one's
@@ -157,6 +172,10 @@ class ForkServer:
             os.close(theirs)
         if not answer:
             os.close(status)
+            code = self._process.wait(timeout=END_SECONDS)
+            if code < 0:
+                name = signal.Signals(-code).name
+                raise ForkServerKilled(f"the fork server of the ranks was killed by {name}")
             raise RuntimeError(
                 f"the fork server of the ranks ended while it imported {list(modules)}; "
                 "what it wrote is in this program's error output"
@@ -168,22 +187,24 @@ class ForkServer:
     def end(self) -> None:
         self._control.close()
         try:
-            self._process.wait(timeout=5.0)
+            self._process.wait(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(timeout=5.0)
+            self._process.wait(timeout=END_SECONDS)
 
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
 _lock = threading.Lock()
 
 
-@atexit.register
 def _end_servers() -> None:
     for key, server in _servers.items():
         if key[0] == os.getpid():
             server.end()
     _servers.clear()
+
+
+Finalize(None, _end_servers, exitpriority=0)  # after the ranks, which have a higher priority
 
 
 def _flags() -> list[str]:

@@ -1,8 +1,10 @@
 """Ranks as child processes, as the driver sees them.
 
-The processes start together, each with its own `RANK` and a common `MASTER_ADDR`/`MASTER_PORT`, and
-the back-end is ready when every worker object has been constructed. An argument that several ranks
-get is packed once. Each rank has two threads in the driver, and neither is ever waited for:
+The processes start together, each with its own `RANK` and a common meeting point, and the back-end
+is ready when every worker object has been constructed. They meet in a file without a name that the
+driver holds open, which no other user can open, and listen on the loopback interface only. An
+argument that several ranks get is packed once. Each rank has two threads in the driver, and neither
+is ever waited for:
 
     caller's thread          sender thread                     receiver thread
       submit: queue, return    waits for futures among the       reads replies, completes futures
@@ -19,13 +21,13 @@ import signal
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import spawn
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall, wait_for_results
@@ -52,6 +54,7 @@ STOP_SECONDS = 5.0
 """How long workers may take to end on their own at shutdown before they are killed."""
 
 
+LOOPBACK_INTERFACE = "lo"
 IDLE_SECONDS = 3600.0
 DEATH_POLL_SECONDS = 1.0
 EXIT_SECONDS = 2.0
@@ -73,11 +76,14 @@ class ProcessBackend(Backend):
         self._changed = threading.Condition()
         self._ranks: list[RankProcess] = []
         self.workers = self._ranks
-        self._finalizer = weakref.finalize(
-            self, end_processes, self._ranks, self.is_closed, os.getpid()
-        )
+        meeting = os.memfd_create("verl-rendezvous")
+        # A process that `multiprocessing` started runs these when it ends, before it joins its
+        # children, and runs nothing of `atexit` or `weakref.finalize`.
+        arguments = (self._ranks, self.is_closed, meeting, os.getpid())
+        self._finalizer = Finalize(self, end_processes, arguments, exitpriority=1)
         try:
             for rank, own in enumerate(variables):
+                own = {**meeting_variables(meeting), **own}
                 self._ranks.append(RankProcess(rank, own, spec.modules))
             rank_calls = [RankCall(rank, (payload,), {}) for rank in range(len(variables))]
             references = self.submit(construct, CONSTRUCT, rank_calls)
@@ -140,7 +146,19 @@ def _packed_now(value: Any, call: Call) -> Any:
     return Payload.of(value, f"an argument of {call.method}, a {type(value).__name__},")
 
 
-def end_processes(ranks: "list[RankProcess]", is_closed: threading.Event, driver_pid: int) -> None:
+def meeting_variables(meeting: int) -> dict[str, str]:
+    """Where ranks of one host meet, and the interface for their sockets where none was chosen."""
+    interfaces = {
+        name: LOOPBACK_INTERFACE
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if not environment.is_set(name)
+    }
+    return {"DIST_INIT_METHOD": f"file:///proc/{os.getpid()}/fd/{meeting}", **interfaces}
+
+
+def end_processes(
+    ranks: "list[RankProcess]", is_closed: threading.Event, meeting: int, driver_pid: int
+) -> None:
     """Ask all to end, then kill those that have not; also runs at interpreter exit."""
     if os.getpid() != driver_pid:  # a fork of the driver must not end its workers
         return
@@ -154,6 +172,7 @@ def end_processes(ranks: "list[RankProcess]", is_closed: threading.Event, driver
         rank.kill()
     for rank in ranks:
         rank.process.join(1.0)
+    os.close(meeting)
 
 
 class Outgoing(NamedTuple):

@@ -98,6 +98,7 @@ class RunCheckpoints:
                 config=config_identity(to_dict(config)), data=identity_of(dataset)
             ),
             num_to_keep=1 if trainer.remove_previous_ckpt_in_save else steps_to_keep(limits),
+            accepted=trainer.resume_may_change,
         )
         self.committed_step: int | None = None  # of this run; None before its first
         self._background = Background("checkpoint-commit")

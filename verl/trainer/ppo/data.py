@@ -86,7 +86,7 @@ class PromptLoader:
         if not self._has_batch():
             self._next_epoch()
         while self._has_batch():
-            yield self._take()
+            yield self.collate_fn([self.dataset[row] for row in self._next_rows()])
         self._next_epoch()
 
     def next_batch(self) -> Rows:
@@ -94,7 +94,7 @@ class PromptLoader:
             self._next_epoch()
         if self.max_epochs is not None and self.epoch >= self.max_epochs:
             raise EndOfData(f"all {self.max_epochs} epochs of the data are used")
-        return self._take()
+        return self.collate_fn([self.dataset[row] for row in self._next_rows()])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -130,7 +130,7 @@ class PromptLoader:
         left = self.epoch_rows - self.position
         return left >= self.batch_size if self.drop_last else left > 0
 
-    def _take(self) -> Rows:
+    def _next_rows(self) -> list[int]:
         if self._order is None:
             self._order = self._wound_forward()
         wanted = min(self.batch_size, self.epoch_rows - self.position)
@@ -141,7 +141,7 @@ class PromptLoader:
                 f"{self.epoch}, but its length is {self.epoch_rows}; both must agree"
             )
         self.position += len(chosen)
-        return self.collate_fn([self.dataset[row] for row in chosen])
+        return chosen
 
     def _wound_forward(self) -> Iterator[int]:
         """The order of this epoch from the current position on."""

@@ -30,6 +30,7 @@ from verl.trainer.ppo.validation_metrics import (
 )
 from verl.utils.device import peak_memory
 from verl.utils.metric import reduce_metrics
+from verl.utils.recipe_helpers import compute_response_info
 
 __all__ = [
     "bootstrap_metric",
@@ -45,6 +46,8 @@ __all__ = [
 
 # Stages whose time is also given per token: generation over the tokens it made, others over all.
 _STAGES_PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+
+_compute_response_info = compute_response_info
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:

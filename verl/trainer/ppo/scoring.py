@@ -17,6 +17,7 @@ both, ask a dead rank once more and drop all groups of the step.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 from verl.config.ppo import PPOConfig
 from verl.config.reward import FSDPRewardModelConfig
 from verl.protocol import DataProto
-from verl.protocol.trajectory import Abstain, Grade, Group, Score, Trajectory
+from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
 from verl.trainer.ppo.reward import WholeBatchReward, get_custom_reward_fn, takes_whole_batch
 from verl.workers.reward_manager.abstract import graded_rewards, precomputed_rewards
 from verl.workers.reward_manager.adapters import (
@@ -104,7 +105,7 @@ def graded(
 
 
 def precomputed_grades(batch: DataProto) -> list[Grade] | None:
-    """The grades of a batch that carries `rm_scores`."""
+    """The grades of a batch that carries `rm_scores`; one that is not finite is a fault."""
     result = precomputed_rewards(batch)
     if result is None:
         return None
@@ -112,6 +113,8 @@ def precomputed_grades(batch: DataProto) -> list[Grade] | None:
     token_values = rewards.cpu().numpy()
     return [
         Score(value, {name: values[row] for name, values in extras.items()}, token_values[row])
+        if math.isfinite(value)
+        else InfraError(f"the score that came with the response is {value}", is_final=True)
         for row, value in enumerate(rewards.sum(-1).tolist())
     ]
 

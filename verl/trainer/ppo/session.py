@@ -21,12 +21,13 @@ from verl.algos.kl import get_kl_controller
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
+from verl.config.trainer import TrainerConfig
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import RunProgress, Termination, keyed_seed, seed_everything
+from verl.trainer.common import RunProgress, Termination, keyed_seed, tracker_locks
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (
@@ -53,9 +54,15 @@ from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, nee
 from verl.trainer.ppo.validation import validate
 from verl.trainer.ppo.workers import RunWorkers, controller_of, runs_own_loops
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
-from verl.utils.checkpoint.layout import CheckpointSaveError, CheckpointUploadError
+from verl.utils.checkpoint.layout import (
+    LOCK,
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointUploadError,
+    holding,
+)
 from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
-from verl.utils.device import collecting_seldom, resolve_device
+from verl.utils.device import collecting_seldom, resolve_device, seed_everything
 from verl.utils.metric import reduce_metrics
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
@@ -167,9 +174,10 @@ class TrainingRun(RunWorkers, RecipeMembers):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Trackers, a progress bar and an ear for SIGTERM, for as long as the run goes on."""
+        """Trackers, a progress bar and an ear for signals, for as long as the run goes on."""
         trainer = self.config.trainer
         with (
+            holding(run_locks(trainer)),
             Tracking(
                 trainer.project_name,
                 trainer.experiment_name,
@@ -177,7 +185,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 config=to_dict(self.config),
             ) as self.tracking,
             RunProgress(self.total_training_steps or 0) as self.progress,
-            Termination() as self.termination,
+            Termination(does_save=trainer.save_freq > 0) as self.termination,
             self.checkpoint_manager.finishing(),
             collecting_seldom(),
         ):
@@ -266,13 +274,16 @@ class TrainingRun(RunWorkers, RecipeMembers):
         if batch is not None:
             self._notify_data(batch)
         self._check_last_save(self.checkpoint_manager.check)
+        refusal = None
         if self._should_save(is_last):  # what the lines above have counted and learned is saved too
             with report.timed("save_checkpoint"):
-                self._save_if_possible(is_last)
+                refusal = self._save_if_possible()
         place = {"training/global_step": step.step, "training/epoch": self.train_dataloader.epoch}
         found = {} if batch is None else self._batch_metrics(batch, report)
         self.tracking.log({**report.metrics, **validation, **place, **found, **warnings}, step.step)
         self.progress.show(step.step)
+        if refusal is not None and is_last:  # nothing will be saved after it
+            raise refusal
 
     def _batch_metrics(self, batch: DataProto, report: Report) -> Metrics:
         return batch_metrics(
@@ -362,15 +373,16 @@ class TrainingRun(RunWorkers, RecipeMembers):
         )
         return trainer.save_freq > 0 and (is_due or expires)
 
-    def _save_if_possible(self, is_last: bool) -> None:
-        """A disk that refuses does not end the run: the earlier checkpoints are as they were."""
+    def _save_if_possible(self) -> CheckpointError | None:
+        """What the disk refuses is counted and returned: the earlier checkpoints are as they were,
+        and the run can go on."""
         try:
             self._check_last_save(self.checkpoint_manager.finish)
             self._save_checkpoint()
         except (CheckpointSaveError, CheckpointUploadError) as error:
-            if is_last:
-                raise
             self.tripwires.count("checkpoint_not_saved", str(error))
+            return error
+        return None
 
     def _check_last_save(self, look: Callable[[], None]) -> None:
         """What a save in the background ran into is counted like what this thread runs into."""
@@ -413,6 +425,17 @@ def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:
     if isinstance(config, PPOConfig):
         return config
     return load_config(config, PPOConfig, keeps_unknown=True).checked()
+
+
+def run_locks(trainer: TrainerConfig) -> dict[str, Path]:
+    """What a run locks, so that no other writes its files: a lock per option to change instead."""
+    folders = {
+        "trainer.default_local_dir": trainer.default_local_dir if trainer.save_freq > 0 else None,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+        "trainer.validation_data_dir": trainer.validation_data_dir,
+    }
+    locks = {option: Path(folder) / LOCK for option, folder in folders.items() if folder}
+    return locks | tracker_locks(trainer)
 
 
 def as_prompts(rows: dict[str, Any]) -> DataProto:

@@ -120,7 +120,7 @@ RULES = (
     Rule(
         "reward_errors",
         _above("reward/num_errors", 0),
-        "the reward function failed on some responses; their prompts were set aside",
+        "the reward function failed on some responses; their prompts were graded again or dropped",
     ),
     Rule(
         "truncated_responses",

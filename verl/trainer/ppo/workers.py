@@ -11,6 +11,7 @@ from verl.config.ppo import PPOConfig
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller, controllers
 from verl.single_controller.local import LocalResourcePoolManager
+from verl.trainer.common import keyed_seed
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.placing import Placer, RolesByPool
 from verl.trainer.ppo.scoring import refuse_unsuited_reward_model
@@ -32,6 +33,7 @@ class RunWorkers:
     train_dataset: Any
     total_training_steps: int | None
     device_name: str
+    seed: int
     use_critic: bool
     use_reference_policy: bool
     use_rm: bool
@@ -66,6 +68,7 @@ class RunWorkers:
         self.resource_pool_manager.create_resource_pool()
         groups = self.placer.start(self._roles_by_pool())
         for group in groups.values():
+            group.seed_rank(keyed_seed(self.seed, "ranks"))
             group.init_model()
         roles = {"actor": groups[str(self._policy_role())]}
         self.actor_rollout_wg = roles["actor"]

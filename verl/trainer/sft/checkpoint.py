@@ -19,6 +19,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.convert import to_dict
+from verl.config.sft import SFTTrainerBaseConfig
+from verl.trainer.common import tracker_locks
 from verl.trainer.sft.batches import Ranks
 from verl.trainer.sft.settings import AnySFTConfig, SFTSettings
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
@@ -26,7 +28,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     AdapterCheckpointManager,
     checkpoint_manager,
 )
-from verl.utils.checkpoint.layout import step_folder
+from verl.utils.checkpoint.layout import LOCK, step_folder
 from verl.utils.checkpoint.manifest import (
     config_identity,
     dataset_identity,
@@ -71,6 +73,7 @@ class SFTCheckpoints:
                 config=config_identity(to_dict(config)),
             ),
             num_to_keep=self.config.max_ckpt_to_keep,
+            accepted=self.config.resume_may_change,
         )
 
     def weights(self, step: int) -> Path:
@@ -104,6 +107,12 @@ class SFTCheckpoints:
         self.manager.save_checkpoint(str(folder))
         if is_last and isinstance(self.manager, AdapterCheckpointManager):
             self.manager.save_merged(folder)
+
+
+def run_locks(trainer: SFTTrainerBaseConfig) -> dict[str, Path]:
+    """What a run locks, so that no other writes its files: a lock per option to change instead."""
+    lock = Path(trainer.default_local_dir) / LOCK
+    return {"trainer.default_local_dir": lock} | tracker_locks(trainer)
 
 
 def local_files(settings: SFTSettings) -> list[Path]:

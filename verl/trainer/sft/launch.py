@@ -11,6 +11,7 @@ as unused at the end of a run. The plan for `trainer.dry_run` is read from the o
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,7 +26,8 @@ from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.roles import world_size as configured_world_size
 from verl.config.sft import EACH_EPOCH, SFTConfig, SFTEngineConfig
 from verl.config.validate import validate
-from verl.utils.environment import EndsTheRun, rank, world_size
+from verl.utils.checkpoint.layout import holding
+from verl.utils.environment import EndsTheRun, choose_openmp, rank, world_size
 from verl.utils.import_utils import is_available, lazy_attribute
 
 AnySFTConfig = SFTConfig | SFTEngineConfig
@@ -36,6 +38,7 @@ SILENT_RANK_SECONDS = 1800.0
 
 _LAZY = {
     "SFTTrainer": "verl.trainer.sft.trainer:SFTTrainer",
+    "run_locks": "verl.trainer.sft.checkpoint:run_locks",
     "join": "verl.utils.distributed:initialize_global_process_group",
     "leave": "verl.utils.distributed:destroy_global_process_group",
 }
@@ -65,12 +68,20 @@ def run(loaded: Loaded, train: Train) -> None:
     if config.trainer.dry_run:
         sys.stdout.write(f"{plan(config)}\n")
         return
+    say(choose_openmp())
     train(loaded)
 
 
 def train_here(loaded: Loaded) -> None:
     """Train in this process, as one of the ranks that `torchrun` started if it did."""
-    config = loaded.config
+    with ExitStack() as stack:
+        if rank() == 0:  # before anything is loaded
+            locks = lazy_attribute(__name__, _LAZY, "run_locks")(loaded.config.trainer)
+            stack.enter_context(holding(locks))
+        _train_here(loaded.config)
+
+
+def _train_here(config: AnySFTConfig) -> None:
     has_peers = world_size() > 1
     if has_peers:
         say([replication_notice(world_size())])

@@ -28,18 +28,19 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, cast
 
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.config.convert import to_dict
 from verl.config.load import load_config
-from verl.config.sft import SFTEngineConfig
+from verl.config.sft import SFTConfig, SFTEngineConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.trainer.common import RunProgress, Termination, seed_everything
+from verl.trainer.common import RunProgress, Termination
 from verl.trainer.sft.batches import Ranks, Row, RowReader, load_rows, reads_in_order, rows_of_step
-from verl.trainer.sft.checkpoint import SFTCheckpoints
+from verl.trainer.sft.checkpoint import SFTCheckpoints, run_locks
 from verl.trainer.sft.launch import SILENT_RANK_SECONDS, ending
 from verl.trainer.sft.settings import (
     AnySFTConfig,
@@ -50,9 +51,9 @@ from verl.trainer.sft.settings import (
     settings_of,
     steps_between,
 )
-from verl.utils.checkpoint.layout import CheckpointSaveError
+from verl.utils.checkpoint.layout import CheckpointSaveError, holding
 from verl.utils.dataset.tables import DataError
-from verl.utils.device import collecting_seldom
+from verl.utils.device import collecting_seldom, seed_everything
 from verl.utils.distributed import (
     destroy_global_process_group,
     initialize_global_process_group_ray,
@@ -91,16 +92,29 @@ class StepCounts:
 class SFTTrainer:
     """Fine-tunes one model on one dataset; `fit` is the whole run.
 
-    Under several ranks the process group must exist already.
+    Under several ranks the process group must exist already, and the ranks are its: meshes, which
+    programs of older scripts pass, say nothing more.
     """
 
-    def __init__(self, config: AnySFTConfig) -> None:
+    def __init__(
+        self,
+        config: AnySFTConfig | DictConfig,
+        device_mesh: Any = None,
+        ulysses_device_mesh: Any = None,
+        tokenizer: Any = None,
+        train_dataset: Dataset[Row] | None = None,
+        val_dataset: Dataset[Row] | None = None,
+    ) -> None:
+        if isinstance(config, DictConfig):
+            config = cast(SFTConfig, load_config(config, SFTConfig, keeps_unknown=True).checked())
         self.config = config
         self.settings = settings = settings_of(config)
         self.ranks = Ranks.here()
         seed_everything(settings.trainer.seed)
-        self.tokenizer = build_tokenizer(settings)
-        self.train_dataset, self.val_dataset = build_datasets(settings, self.tokenizer)
+        self.tokenizer = tokenizer or build_tokenizer(settings)
+        if train_dataset is None:
+            train_dataset, val_dataset = build_datasets(settings, self.tokenizer)
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.num_rows = len(cast(Sized, self.train_dataset))
         self.steps_per_epoch = steps_per_epoch(settings, self.num_rows)
         self.total_steps = total_steps(settings, self.steps_per_epoch)
@@ -115,16 +129,18 @@ class SFTTrainer:
         self.summary = RunSummary(total_steps=self.total_steps)
 
     def fit(self) -> None:
-        """Train to the last step. SIGTERM ends the run after the current one, with a checkpoint."""
+        """Train to the last step. Ctrl-C and SIGTERM end the run after the current one, saved."""
         with Termination() as termination:
             for _ in self.steps(termination):
                 pass
 
     def steps(self, termination: Termination | None = None) -> Iterator[int]:
         """Make one step after the other, giving each one's number; validate and save when due."""
-        first, self.num_tokens = self.checkpoints.resume()
-        self.summary.first_step = self.summary.last_step = first
         with ExitStack() as stack:
+            if self.ranks.is_first:
+                stack.enter_context(holding(run_locks(self.settings.trainer)))
+            first, self.num_tokens = self.checkpoints.resume()
+            self.summary.first_step = self.summary.last_step = first
             tracking, progress = self._reporting(stack)
             stack.enter_context(collecting_seldom())
             stack.callback(self.profiler.stop)
@@ -136,13 +152,16 @@ class SFTTrainer:
                 is_last = step == self.total_steps or self.ranks.agree(is_asked)
                 if self.val_dataset is not None and self._is_due("test_freq", step, is_last):
                     metrics["val/loss"] = self.mean_loss(self.val_dataset)
+                refusal = None
                 if self._is_due("save_freq", step, is_last):
-                    self._save(step, is_last)
+                    refusal = self._save_if_possible(step, is_last)
                 self.summary.add(step, metrics)
                 if tracking is not None:
                     tracking.log(metrics, step)
                 if progress is not None:
                     progress.show(step)
+                if refusal is not None and is_last:  # nothing will be saved after it
+                    raise refusal
                 yield step
                 if is_last:
                     return
@@ -228,15 +247,16 @@ class SFTTrainer:
         frequency = steps_between(self.settings.trainer[option], self.steps_per_epoch)
         return is_last or (frequency > 0 and step % frequency == 0)
 
-    def _save(self, step: int, is_last: bool) -> None:
-        """A disk that refuses does not end the run: the earlier checkpoints are as they were."""
+    def _save_if_possible(self, step: int, is_last: bool) -> CheckpointSaveError | None:
+        """What the disk refuses is logged and returned: the earlier checkpoints are as they were,
+        and the run can go on."""
         try:
             self.checkpoints.save(step, num_tokens=self.num_tokens, is_last=is_last)
         except CheckpointSaveError as error:
-            if is_last:
-                raise
             logger.warning("%s", error)
             self.ranks.meet()
+            return error
+        return None
 
     def _profile(self, step: int) -> None:
         first, last = self.settings.profile_interval
@@ -343,12 +363,14 @@ class SFTWorker(Worker):
         if self.world_size > 1:
             initialize_global_process_group_ray(SILENT_RANK_SECONDS)
         self.trainer = SFTTrainer(self.config)
-        self._steps = self.trainer.steps()
+        self._termination = Termination()
+        self._steps = self.trainer.steps(self._termination)
         return self.trainer.total_steps
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def advance(self) -> int | None:
-        """Make a step and give its number; None after the last."""
+    def advance(self, is_last: bool = False) -> int | None:
+        """Make a step and give its number; None after the last, or after one that shall be."""
+        self._termination.is_requested = is_last
         return next(self._steps, None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -21,7 +21,7 @@ from verl.config.trainer import CheckpointConfig
 from verl.utils.checkpoint.hf_model import ProcessingClass
 from verl.utils.checkpoint.layout import STEP_FORMAT, TRACKER, remove_step
 from verl.utils.checkpoint.store import find_intact
-from verl.utils.device import DEVICES, get_device_name, rng_states, set_rng_states
+from verl.utils.device import DEVICES, get_device_name, rng_states, seed_everything, set_rng_states
 from verl.utils.environment import (
     sagemaker_capacity_expiration,
     volcengine_capacity_expiration,
@@ -196,6 +196,4 @@ def reseed_from(state: dict[str, Any], *rank_and_world_size: int) -> None:
     digest = hashlib.sha256(state["cpu"].numpy().tobytes())
     digest.update(repr(rank_and_world_size).encode())
     seed = int.from_bytes(digest.digest()[:4], "big")
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_everything(seed)

@@ -5,6 +5,7 @@
     .global_step_N.saving-HOST-PID/        a save in progress, or what a killed one left
     .global_step_N.displaced/              a step while a second save of it takes its name
     .global_step_N.deleting/               a step that is being removed
+    .run.lock                              held by the run that writes here
 
 Only these names are ever moved or removed; whatever else lies in the root is the user's.
 
@@ -13,21 +14,26 @@ the change survive a power failure. Every error carries the path it is about.
 """
 
 import errno as errno_names
+import fcntl
 import logging
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
+
+from verl.utils.environment import EndsTheRun
 
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STEP_FORMAT = "global_step_{}"
+LOCK = ".run.lock"
 
 _HOST = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())
 _LEFTOVER = re.compile(
@@ -214,9 +220,12 @@ class CheckpointMismatchError(CheckpointError):
         self.path = path
         self.differences = differences
         lines = "".join(f"\n  {difference}" for difference in differences)
+        parts = [difference.split() for difference in differences]
+        changed = dict.fromkeys(key if part == "config:" else part[:-1] for part, key, *_ in parts)
         super().__init__(
-            f"{path} was saved by a different run:{lines}\nUndo these changes, or start a new run "
-            "with another trainer.default_local_dir"
+            f"{path} was saved by a different run:{lines}\nUndo these changes, start a new run "
+            "with another trainer.default_local_dir, or continue all the same with "
+            f"trainer.resume_may_change=[{','.join(changed)}]"
         )
 
 
@@ -278,3 +287,87 @@ def make_folders(path: Path) -> None:
     make_folders(path.parent)
     path.mkdir(exist_ok=True)
     sync_folder(path.parent)
+
+
+# ---- one run per folder --------------------------------------------------------------------------
+
+
+class FolderInUse(EndsTheRun, RuntimeError):
+    """Another run writes to a folder of this one."""
+
+    exit_code = 2
+
+
+_held: dict[Path, list[int]] = {}  # lock file -> descriptor, how often this process holds it
+
+
+@contextmanager
+def holding(locks: Mapping[str, Path]) -> Iterator[None]:
+    """Keep folders to this process; `locks` are files in them, by the option to change instead.
+
+    The kernel drops the locks when the process ends, however that happens, and no child inherits
+    them. Holding what this process holds already is nothing new. Where the file system has no
+    locks, or the folder cannot be written, a warning says so and the run goes on.
+    """
+    with ExitStack() as stack:
+        for option, lock in locks.items():
+            stack.enter_context(_holding(option, lock))
+        yield
+
+
+@contextmanager
+def _holding(option: str, path: Path) -> Iterator[None]:
+    path = path.expanduser().absolute()
+    if path not in _held:
+        _held[path] = [_lock(option, path), 0]
+    _held[path][1] += 1
+    try:
+        yield
+    finally:
+        if path in _held:  # not in a fork of the run
+            _held[path][1] -= 1
+            if not _held[path][1]:
+                os.close(_held.pop(path)[0])
+
+
+def _lock(option: str, path: Path) -> int:
+    try:
+        make_folders(path.parent)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        logger.warning("%s (%s) cannot be locked: %s", option, path.parent, error)
+        return os.open(os.devnull, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise FolderInUse(
+            f"{path.parent} ({option}) is in use by another run: {holder or 'it does not say who'}."
+            " Two runs would overwrite each other's files; end that run, wait for it, or set "
+            f"another {option}"
+        ) from error
+    except OSError as error:
+        logger.warning(
+            "%s (%s) cannot be locked, its file system has no locks (%s); see to it that no other "
+            "run writes there",
+            option,
+            path.parent,
+            error.strerror,
+        )
+        return descriptor
+    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    os.ftruncate(descriptor, 0)
+    os.pwrite(
+        descriptor, f"process {os.getpid()} on {socket.gethostname()} since {began}\n".encode(), 0
+    )
+    return descriptor
+
+
+def _leave_locks_to_parent() -> None:
+    for descriptor, _ in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)

@@ -8,14 +8,17 @@ Nothing from a step's folder is used before all of it has been verified, cheap c
 manifest, then names and sizes, then the headers of tensor files, and only then every byte.
 
 A fingerprint says which run a step belongs to, so that none continues from another's checkpoint: a
-flat dictionary per section, all JSON, of the model's parameters, the files of the dataset and the
-options. `compare` says in words what differs. Options that only steer how long a run goes on, what
-it reports, on how many devices it runs and how it uses memory may change; every other one may not.
+flat dictionary per section, all JSON, of the model's parameters, the files of the dataset, the
+options, and what lies behind the options: weights and the user's code. `compare` says in words what
+differs. Options that only steer how long a run goes on, what it reports, on how many devices it
+runs and how it uses memory may change; everything else may not, unless the user accepts it.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +28,8 @@ from io import FileIO
 from os import stat_result
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from huggingface_hub import try_to_load_from_cache
 
 from verl.utils.checkpoint.layout import CheckpointCorruptError, naming
 from verl.utils.checkpoint.safetensors_file import read_header
@@ -287,6 +292,18 @@ MAY_CHANGE = (
 )  # fmt: skip
 MAX_DIFFERENCES = 20
 SAMPLE_BYTES = 8 << 20
+NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 16
+"""What is hashed of a large file of weights beside its ends."""
+
+MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+MODEL_KEYS = (
+    "*model.path", "*model.partial_pretrain", "*tokenizer*", "*.lora_adapter_path",
+    "*.hf_config_path",
+)  # fmt: skip
+CODE_SUFFIXES = {".py", ".yaml", ".yml", ".json", ".jinja"}
+MODULE_KEYS = ("*.external_lib", "*.agent_loop_manager_class")
+NEW_SECTIONS = {"weights", "code"}
+"""Steps that were saved before these existed are not asked for them."""
 
 
 def fingerprint(
@@ -295,8 +312,13 @@ def fingerprint(
     data: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Put the parts that apply together; each from the function of its name below."""
+    """Put the parts that apply together; each from the function of its name below.
+
+    With `config` come the sections `weights` and `code`: the files that its options name.
+    """
     parts = {"model": model, "data": data, "config": config}
+    if config is not None:
+        parts |= {"weights": weights_identity(config), "code": code_identity(config)}
     return {name: dict(part) for name, part in parts.items() if part is not None}
 
 
@@ -335,17 +357,95 @@ def config_identity(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(_flatten(config, ""))
 
 
+def weights_identity(config: Mapping[str, Any]) -> dict[str, str]:
+    """The files of each model folder that an option of `config_identity` names, by option and file;
+    for a model of the Hugging Face hub its revision in the local cache."""
+    identity: dict[str, str] = {}
+    seen: set[str] = set()
+    for key, name in _named(config):
+        if name in seen or not _matches(key, MODEL_KEYS):  # one model may have several roles
+            continue
+        seen.add(name)
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            files = {file for pattern in MODEL_FILES for file in folder.glob(pattern)}
+            for file in sorted(file for file in files if file.is_file()):
+                identity[f"{key}/{file.name}"] = _file_identity(file, NUM_BLOCKS)
+        elif not folder.exists() and "://" not in name:
+            revision = _hub_revision(name)
+            identity |= {} if revision is None else {key: f"revision {revision}"}
+    return identity
+
+
+def code_identity(config: Mapping[str, Any]) -> dict[str, str]:
+    """Size and hash of each file of code or settings that an option of `config_identity` names, and
+    of the modules that are named in such a file."""
+    identity: dict[str, str] = {}
+    for key, name in _named(config):
+        file = Path(name.removeprefix("file://")).expanduser()
+        if name.startswith("pkg://"):
+            file = _module_file(name.removeprefix("pkg://"))
+        elif _matches(key, MODULE_KEYS):
+            file = _module_file(name) or _module_file(name.rpartition(".")[0])
+        if file is None or file.suffix not in CODE_SUFFIXES or not file.is_file():
+            continue
+        identity[key] = _file_identity(file)
+        if file.suffix in (".yaml", ".yml"):
+            text = file.read_text(errors="replace")
+            for target in re.findall(r"_target_:\s*[\"']?([\w.]+)", text):
+                module = _module_file(target.rpartition(".")[0])
+                if module is not None and not target.startswith("verl."):
+                    identity[f"{key}/{target}"] = _file_identity(module)
+    return identity
+
+
+def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each text in an option that may not change, also in lists."""
+    for key, value in config.items():
+        if not _matches(key, MAY_CHANGE):
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and 0 < len(text) < 4096 and "\n" not in text:
+                    yield key, text
+
+
+def _matches(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _module_file(name: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(name) if name else None
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def _hub_revision(name: str) -> str | None:
+    """The commit of a hub's model in the local cache; None if it is not there."""
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # not a name that a model can have
+        return None
+    return Path(file).parent.name if isinstance(file, str) else None
+
+
 def compare(
     old: Mapping[str, Mapping[str, Any]],
     new: Mapping[str, Mapping[str, Any]],
     *,
     may_change: Sequence[str] = MAY_CHANGE,
+    accepted: Sequence[str] = (),
 ) -> list[str]:
-    """A sentence per difference that forbids to continue; empty when it is the same run."""
+    """A sentence per difference that forbids to continue; empty when it is the same run.
+
+    `may_change` are patterns of options, `accepted` patterns of keys of all sections, or sections.
+    """
     old, new = json.loads(json.dumps(old)), json.loads(json.dumps(new))
     differences: list[str] = []
     for section in sorted(old.keys() | new.keys()):
-        allowed = may_change if section == "config" else ()
+        if _matches(section, accepted) or section in NEW_SECTIONS - old.keys():
+            continue
+        allowed = (*(may_change if section == "config" else ()), *accepted)
         found = list(_compare_section(section, old.get(section, {}), new.get(section, {}), allowed))
         differences += found[:MAX_DIFFERENCES]
         if len(found) > MAX_DIFFERENCES:
@@ -357,7 +457,7 @@ def _compare_section(
     section: str, old: Mapping[str, Any], new: Mapping[str, Any], may_change: Sequence[str]
 ) -> Iterator[str]:
     for key in sorted(old.keys() | new.keys()):
-        if any(fnmatchcase(key, pattern) for pattern in may_change):
+        if _matches(key, may_change):
             continue
         if key not in new:
             yield f"{section}: {key} was {old[key]!r} and is gone"
@@ -367,12 +467,16 @@ def _compare_section(
             yield f"{section}: {key} was {old[key]!r} and is {new[key]!r}"
 
 
-def _file_identity(path: Path) -> str:
+def _file_identity(path: Path, num_blocks: int = 0) -> str:
+    """A large file is hashed at its two ends and in blocks at equal distances between them."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         digest.update(file.read(SAMPLE_BYTES))
         if size > 2 * SAMPLE_BYTES:
+            for block in range(num_blocks):
+                file.seek(SAMPLE_BYTES + (size - 2 * SAMPLE_BYTES) * block // num_blocks)
+                digest.update(file.read(BLOCK_BYTES))
             file.seek(-SAMPLE_BYTES, 2)
         digest.update(file.read(SAMPLE_BYTES))
     return f"{path.name}, {size} bytes, sha256 {digest.hexdigest()[:32]}"

@@ -176,8 +176,9 @@ class CheckpointStore:
         fingerprint: dict[str, Any],
         num_to_keep: int | None = None,
         may_change: Sequence[str] = MAY_CHANGE,
+        accepted: Sequence[str] = (),
     ) -> None:
-        """`num_to_keep` counts steps; None keeps all. `may_change`: see `manifest.compare`."""
+        """`num_to_keep` counts steps; None keeps all. The last two: see `manifest.compare`."""
         if num_to_keep is not None and num_to_keep < 1:
             raise ValueError(
                 f"num_to_keep is {num_to_keep}; it must be at least 1, or None for all"
@@ -186,6 +187,7 @@ class CheckpointStore:
         self.fingerprint = fingerprint
         self.num_to_keep = num_to_keep
         self.may_change = may_change
+        self.accepted = accepted
         self._own_steps: list[int] = []  # oldest first
 
     def resume(self, path: str | Path | None = None) -> IntactStep | None:
@@ -193,11 +195,12 @@ class CheckpointStore:
         found = find_intact(self.root) if path is None else intact_step_at(path)
         if found is None:
             return None
-        differences = compare(
-            found.manifest.fingerprint, self.fingerprint, may_change=self.may_change
-        )
+        saved, now, may_change = found.manifest.fingerprint, self.fingerprint, self.may_change
+        differences = compare(saved, now, may_change=may_change, accepted=self.accepted)
         if differences:
             raise CheckpointMismatchError(found.path, differences)
+        for difference in compare(saved, now, may_change=may_change):
+            logger.warning("continuing although a change was made: %s", difference)
         if found.path.parent.resolve() == self.root.resolve():
             self._own_steps = [step for step in list_steps(self.root) if step <= found.step]
         return found

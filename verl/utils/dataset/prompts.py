@@ -13,6 +13,7 @@ the message back.
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,6 +35,10 @@ CHATML = (
 
 
 CHAT_TEMPLATES = {"chatml": CHATML}
+
+MAX_REMEMBERED = 1024
+_remembered: dict[tuple[Any, ...] | None, tuple[int, ...]] = {}
+_remembering = threading.Lock()
 
 
 class PromptTooLong(ValueError):
@@ -115,8 +120,18 @@ def encode_prompt(
     """Token ids of a prompt, at most `max_tokens` of them; `truncation` names what is cut away.
 
     A text far beyond the limit is cut (or refused) before it is tokenized, because tokenizers may
-    need much more time and memory for it than its length suggests.
+    need much more time and memory for it than its length suggests. What the last prompts gave is
+    remembered: samples of one prompt follow each other.
     """
+    options = {
+        "max_tokens": max_tokens,
+        "truncation": truncation,
+        "tools": tools,
+        "template_kwargs": template_kwargs,
+    }
+    key = _question(prompt, options, tokenizer)
+    if key in _remembered:
+        return list(_remembered[key])
     marks: Shield = NOTHING_SHIELDED
     if not isinstance(prompt, str):
         prompt, marks = shield(prompt, tokenizer)
@@ -126,7 +141,29 @@ def encode_prompt(
     # A template writes the special tokens itself; plain text still needs those that begin a text.
     is_plain = isinstance(prompt, str) and not holds_special_tokens(prompt, tokenizer)
     ids = marks.encode(text, tokenizer, add_special_tokens=is_plain)
-    return ids if max_tokens is None else truncate(ids, max_tokens, truncation)
+    if max_tokens is not None:
+        ids = truncate(ids, max_tokens, truncation)
+    if key is not None:
+        with _remembering:
+            _remembered[key] = tuple(ids)
+            if len(_remembered) > MAX_REMEMBERED:
+                del _remembered[next(iter(_remembered))]
+    return ids
+
+
+def _question(
+    prompt: Prompt, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Any, ...] | None:
+    """What decides the ids; None if JSON cannot tell two such questions apart."""
+    question = [prompt, options]
+    try:
+        text = json.dumps(question)
+    except (TypeError, ValueError):  # such as objects of a template's own
+        return None
+    if json.loads(text) != question:  # such as keys that are numbers
+        return None
+    # A tokenizer may get another template, and more tokens.
+    return text, tokenizer, str(tokenizer.chat_template), len(tokenizer)
 
 
 def truncate(ids: list[int], max_tokens: int, truncation: str) -> list[int]:
@@ -287,31 +324,3 @@ def replaced(value: Any, hide: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [replaced(inner, hide) for inner in value]
     return value
-
-
-MAX_REMEMBERED = 1024
-"""Samples of one prompt follow each other, so a few are enough."""
-
-
-def encode_prompt_once(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **options: Any
-) -> list[int]:
-    """`encode_prompt`, whose answer for the same question is remembered for a while."""
-    question = [prompt, options]
-    try:
-        text = json.dumps(question)
-    except (TypeError, ValueError):  # such as objects of a template's own
-        return encode_prompt(prompt, tokenizer, **options)
-    if json.loads(text) != question:  # such as keys that are numbers
-        return encode_prompt(prompt, tokenizer, **options)
-    return list(_encoded(text, tokenizer, str(tokenizer.chat_template)))
-
-
-@lru_cache(maxsize=MAX_REMEMBERED)
-def _encoded(
-    question: str,
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,  # a tokenizer may get another one
-) -> tuple[int, ...]:
-    prompt, options = json.loads(question)
-    return tuple(encode_prompt(prompt, tokenizer, **options))

@@ -20,12 +20,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from verl.config.convert import Conversion
+from verl.config.convert import Conversion, plain
 from verl.config.data import DataConfig
 from verl.config.faults import ConfigError
 from verl.utils.dataset.prompt_encoder import (
@@ -315,10 +315,9 @@ def as_data_config(config: DataConfig | DictConfig | Mapping[str, Any]) -> DataC
     """The typed section; keys that a program left out have their defaults."""
     if isinstance(config, DataConfig):
         return config
-    plain = OmegaConf.to_container(config) if isinstance(config, DictConfig) else dict(config)
-    assert isinstance(plain, dict)
+    values = {str(key): value for key, value in plain(config).items()}
     conversion = Conversion()
-    section = conversion.section(DataConfig, {str(key): value for key, value in plain.items()})
+    section = conversion.section(DataConfig, values)
     if conversion.faults:
         raise ConfigError(conversion.faults)
     return section

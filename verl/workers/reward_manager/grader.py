@@ -108,6 +108,21 @@ def checked(grade: Grade) -> Grade:
     return grade
 
 
+def has_failed(trajectory: Trajectory) -> bool:
+    """Whether grading ended in an infra error."""
+    return isinstance(trajectory.grade, InfraError)
+
+
+def drop_reason(grades: Sequence[Grade | None]) -> str | None:
+    """Why a group with these grades cannot be trained on; None if it can."""
+    errors = [grade for grade in grades if isinstance(grade, InfraError)]
+    abstained = [grade for grade in grades if isinstance(grade, Abstain)]
+    num_scores = sum(isinstance(grade, Score) for grade in grades)
+    if errors:
+        return errors[0].reason
+    return abstained[0].reason if abstained and num_scores < 2 else None
+
+
 class RewardError(RuntimeError):
     """Scoring a batch failed; the cause is the error in the reward function or its manager."""
 

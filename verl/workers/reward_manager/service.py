@@ -16,7 +16,8 @@ to it; it is never the loop that generates, whose steps would count as time of t
 
 A group in which grading fails is graded again as a whole, once. If that fails too it is dropped: a
 prompt is compared with all of its responses or not at all. A response on which the grader abstains
-leaves its group, which needs at least two others. An infra error never becomes a reward.
+leaves its group, which needs at least two others. An infra error never becomes a reward. When many
+calls fail, and with them some that succeeded before, `wait` pauses instead of dropping groups.
 """
 
 import asyncio
@@ -27,10 +28,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
+from verl.protocol.trajectory import Grade, Group, InfraError, Score, Trajectory
+from verl.utils.breaker import Breaker
 from verl.utils.processes import forks_end_here
 from verl.workers.reward_manager.grader import (
     Grader,
@@ -38,17 +40,21 @@ from verl.workers.reward_manager.grader import (
     checked,
     completed,
     contained,
+    drop_reason,
+    has_failed,
     infra_error_of,
 )
 
 logger = logging.getLogger(__name__)
 
 MAX_WATCH_SECONDS = 0.25
-MAX_WAIT_SECONDS = 86400.0
-"""Calls have deadlines; this one is for a queue behind a rate limit."""
+MAX_WAIT_SECONDS = 86400.0  # calls have deadlines; this one is for a queue behind a rate limit
 
 IDLE_SECONDS = 600.0
 """A worker thread without calls ends after that."""
+
+NUM_PROBED = 16  # graded trajectories, kept to find out whether grading works at all
+MAX_OUTAGES = 3  # in one wait; after that its groups are dropped
 
 Call = list[Trajectory]
 
@@ -77,6 +83,9 @@ class GradingService:
         self._timeouts_in_a_row = 0
         self._last_error: BaseException | None = None
         self._is_closed = False
+        self._breaker = Breaker(grader.name)
+        self._may_probe = grader.is_retryable and grader.scope == "trajectory"
+        self._known_good: deque[Trajectory] = deque(maxlen=NUM_PROBED)
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Start to grade trajectories that have ended, unless they have a grade already."""
@@ -106,8 +115,23 @@ class GradingService:
         return wait.future
 
     def wait(self, groups: Sequence[Group]) -> int:
-        """`settle`, waited for."""
-        return self.settle(groups).result(timeout=MAX_WAIT_SECONDS)
+        """`settle`, waited for; during an outage until that is over, or `Outage` is raised."""
+        num_errors = self.settle(groups).result(timeout=MAX_WAIT_SECONDS)
+        for _ in range(MAX_OUTAGES):
+            failed = [group for group in groups if any(map(has_failed, group.trajectories))]
+            may_be_out = failed and self._known_good and self._breaker.is_open
+            if not (may_be_out and self._breaker.pause(self._failing_share)):
+                break
+            for trajectory in (t for group in failed for t in group.trajectories):
+                trajectory.grade = None
+            num_errors += self.settle(failed).result(timeout=MAX_WAIT_SECONDS)
+        return num_errors
+
+    def _failing_share(self) -> float:
+        """Of some trajectories that had a score, graded once more: how many have none now."""
+        again = [replace(trajectory, grade=None) for trajectory in self._known_good]
+        num_errors = self.grade_once(again, is_reported=False).result(timeout=MAX_WAIT_SECONDS)
+        return num_errors / len(again)
 
     def cancel(self) -> None:
         """Forget all that has no grade yet; who waits for it gets a `CancelledError`."""
@@ -215,8 +239,8 @@ class GradingService:
             lane = _Lane()
             self._lanes.add(lane)
             if self.grader.is_blocking:
-                run = lambda lane=lane: self._run_on_thread(lane)  # noqa: E731
-                threading.Thread(target=run, daemon=True, name="grading").start()
+                thread = self._run_on_thread
+                threading.Thread(target=thread, args=(lane,), daemon=True, name="grading").start()
             else:
                 self._event_loop = GradingLoop.current()
                 lane.start_on(self._event_loop, self._run_on_loop)
@@ -247,7 +271,8 @@ class GradingService:
             if call is None:
                 return
             try:
-                grades = self._checked(call, await contained(self._graded(call)))
+                with forks_end_here():
+                    grades = self._checked(call, await contained(self._begun(call)))
             except asyncio.CancelledError as error:
                 if lane.is_abandoned:
                     raise
@@ -301,6 +326,10 @@ class GradingService:
                 self._timeouts_in_a_row = self._timeouts_in_a_row + 1 if is_timeout else 0
             for trajectory, grade in zip(call, grades, strict=True):
                 trajectory.grade = grade
+                if was_tried:
+                    self._breaker.note(grade.reason if isinstance(grade, InfraError) else None)
+                if isinstance(grade, Score) and self._may_probe:
+                    self._known_good.append(trajectory)
                 self._in_flight.pop(id(trajectory), None)
                 wait = self._waits.pop(id(trajectory), None)
                 if wait is not None:
@@ -324,17 +353,16 @@ class GradingService:
     def _grades(self, call: Call) -> list[Grade]:
         """Make a call on this thread; whatever the grader does, grades come back."""
         try:
-            return self._checked(call, completed(self._graded(call)))
+            with forks_end_here():
+                return self._checked(call, completed(self._begun(call)))
         except BaseException as error:  # SystemExit ends a call, not the run
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C, for only the main thread gets it
                 raise
             return self._failed(call, error)
 
-    async def _graded(self, call: Call) -> list[Grade]:
-        with forks_end_here():
-            if self.grader.scope == "trajectory":
-                return [await self.grader.grade(call[0])]
-            return await self.grader.grade_many(call)
+    def _begun(self, call: Call) -> Coroutine[Any, Any, Grade | list[Grade]]:
+        is_one = self.grader.scope == "trajectory"
+        return self.grader.grade(call[0]) if is_one else self.grader.grade_many(call)
 
     def _failed(self, call: Call, error: BaseException) -> list[Grade]:
         with self._lock:
@@ -342,7 +370,8 @@ class GradingService:
         seconds = self.grader.timeout_seconds
         return [infra_error_of(error, self.grader.name, seconds)] * len(call)
 
-    def _checked(self, call: Call, grades: list[Grade]) -> list[Grade]:
+    def _checked(self, call: Call, grades: Grade | list[Grade]) -> list[Grade]:
+        grades = grades if isinstance(grades, list) else [grades]
         if len(grades) != len(call):
             name, num = self.grader.name, len(grades)
             raise RewardError(f"{name} gave {num} grades for {len(call)} responses")
@@ -386,16 +415,6 @@ class GradingService:
         self._lanes.discard(lane)
         self._has_work.notify_all()
         lane.cancel()
-
-
-def drop_reason(grades: Sequence[Grade | None]) -> str | None:
-    """Why a group with these grades cannot be trained on; None if it can."""
-    errors = [grade for grade in grades if isinstance(grade, InfraError)]
-    abstained = [grade for grade in grades if isinstance(grade, Abstain)]
-    num_scores = sum(isinstance(grade, Score) for grade in grades)
-    if errors:
-        return errors[0].reason
-    return abstained[0].reason if abstained and num_scores < 2 else None
 
 
 @dataclass(eq=False)

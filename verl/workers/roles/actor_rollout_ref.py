@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.actor import FSDPActorConfig
+from verl.config.convert import omega_conf_to_dataclass
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
 from verl.models.lora import has_lora
@@ -147,6 +148,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         total_training_steps: int | None = None,
     ) -> None:
         super().__init__()
+        config = omega_conf_to_dataclass(config, ActorRolloutRefConfig)
         DistProfilerExtension.__init__(self, DistProfiler(self.rank, config.actor.profiler))
         self.config = config
         self.device = device or get_device_name()
@@ -286,21 +288,21 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         return DataProto.from_dict(tensors={"ref_log_prob": log_probs.cpu(), **row_column(data)})
 
     @register(dispatch_mode=dispatch_update(MESH))
-    @DistProfiler.annotate(role="actor_update")
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`.
 
         The rollout engine of this rank has the new weights when it returns.
         """
         config, start = self.config, time.perf_counter()
-        metrics = self.policy.update_policy(
-            model_rows(data),
-            rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
-            temperature=config.rollout.temperature,
-            old_policy_version=data.meta_info.get("old_policy_version"),
-            plan=update_plan(data),
-        )
-        metrics.update(self.update_weights())
+        with self.profiler.annotated("actor_update"):
+            metrics = self.policy.update_policy(
+                model_rows(data),
+                rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
+                temperature=config.rollout.temperature,
+                old_policy_version=data.meta_info.get("old_policy_version"),
+                plan=update_plan(data),
+            )
+            metrics.update(self.update_weights())
         seconds = time.perf_counter() - start
         passes = update_passes(config.actor.ppo_epochs, self.engine.module)
         metrics.update(utilisation("actor", self.flops, data, seconds, passes=passes))

@@ -194,7 +194,7 @@ class Generator:
         return EngineFacts(
             name=rollout.name,
             version="",
-            log_probs="tempered",
+            log_probs="processed",
             can_sleep=False,
             max_model_len=rollout.prompt_length + rollout.response_length,
         )

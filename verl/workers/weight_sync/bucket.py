@@ -18,7 +18,7 @@ may send weights at all is for the channel to decide.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
@@ -215,6 +215,10 @@ class ChannelError(WeightSyncError):
     """The way between the two sides failed: closed, too slow, or a peer without the token."""
 
 
+class NoRoomError(ChannelError):
+    """The sender has no shared memory for a bucket; the receiver knows nothing of it."""
+
+
 WORD_BYTES = 4
 BLOCK_WORDS = 2**16
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
@@ -230,18 +234,47 @@ def byte_view(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-@torch.no_grad()
 def content_hash(tensor: Tensor) -> int:
     """64 bits that depend on every byte of a contiguous tensor and on nothing else."""
+    return content_hashes([block_sums(tensor)])[0]
+
+
+class BlockSums(NamedTuple):
+    """What remains to be hashed of a tensor: its length and the sums of its blocks."""
+
+    num_bytes: int
+    blocks: Tensor
+    """(blocks,) int64, on the tensor's device."""
+
+
+@torch.no_grad()
+def block_sums(tensor: Tensor) -> BlockSums:
+    """Read every byte of a contiguous tensor. Nothing waits for the device."""
     content = byte_view(tensor)
     if content.storage_offset() % WORD_BYTES:  # words cannot be read across their alignment
         content = content.clone()
     num_whole = len(content) // BLOCK_BYTES
     whole, rest = content[: num_whole * BLOCK_BYTES], content[num_whole * BLOCK_BYTES :]
-    blocks = torch.cat([*_whole_blocks(whole), _last_block(rest)])  # (blocks,) int64
-    indices = torch.arange(1, len(blocks) + 1, device=blocks.device)
-    mixed = scramble(blocks + indices * GOLDEN).sum()
-    return int(scramble(mixed + len(content)).item()) & _UNSIGNED
+    return BlockSums(len(content), torch.cat([*_whole_blocks(whole), _last_block(rest)]))
+
+
+@torch.no_grad()
+def content_hashes(sums: Sequence[BlockSums]) -> list[int]:
+    """The hashes of many tensors at once: a device is waited for once, and gets few kernels."""
+    if not sums:
+        return []
+    device = sums[0].blocks.device
+    counts = [len(blocks) for _, blocks in sums]
+    blocks = torch.cat([blocks.to(device) for _, blocks in sums])  # (all blocks,) int64
+    indices = torch.cat([torch.arange(1, count + 1) for count in counts]).to(device)
+    owners = torch.arange(len(sums)).repeat_interleave(torch.tensor(counts)).to(device)
+    sizes = torch.tensor([num_bytes for num_bytes, _ in sums], device=device)  # (tensors,)
+    mixed = sizes.index_add_(0, owners, scramble(blocks + indices * GOLDEN))
+    return [value & _UNSIGNED for value in scramble(mixed).tolist()]
+
+
+def manifest_of(sums: Mapping[TensorKind, BlockSums]) -> Manifest:
+    return dict(zip(sums, content_hashes([*sums.values()]), strict=True))
 
 
 def combine(identified_hashes: Iterable[tuple[str, int]]) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.workers.weight_sync.bucket import (
+    BlockSums,
     Bucket,
     Manifest,
     Piece,
@@ -26,10 +27,11 @@ from verl.workers.weight_sync.bucket import (
     SyncRefusedError,
     TensorKind,
     WeightSyncError,
+    block_sums,
     byte_view,
-    content_hash,
     empty_payload,
     fingerprint_of,
+    manifest_of,
 )
 from verl.workers.weight_sync.receiver import WeightReceiver
 
@@ -50,7 +52,7 @@ class WeightSender:
         """The buckets of one update. Each is overwritten when the next one is asked for."""
         self._num_updates += 1
         filling = _Filling(self.bucket_bytes, version, self._num_updates)
-        manifest: Manifest = {}
+        sums: dict[TensorKind, BlockSums] = {}
         names: set[str] = set()
         for name, tensor in weights:
             if name in names:
@@ -58,11 +60,11 @@ class WeightSender:
             names.add(name)
             tensor = tensor.detach().contiguous()
             kind = TensorKind.of(name, tensor)
-            manifest[kind] = content_hash(tensor)
+            sums[kind] = block_sums(tensor)
             yield from filling.add(kind, byte_view(tensor))
-        if not manifest:
+        if not sums:
             raise ValueError(f"there are no weights to send as version {version}")
-        yield filling.close(manifest)
+        yield filling.close(manifest_of(sums))
 
 
 def published_by(bucket: Bucket) -> Published:

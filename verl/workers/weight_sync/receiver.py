@@ -27,9 +27,10 @@ from verl.workers.weight_sync.bucket import (
     TensorKind,
     WeightsNotReadyError,
     WrongWeightsError,
+    block_sums,
     byte_view,
-    content_hash,
     fingerprint_of,
+    manifest_of,
 )
 
 NAMES_SHOWN = 5
@@ -204,7 +205,9 @@ class WeightReceiver:
         return Published(version, fingerprint_of(held))
 
     def _hashes(self) -> Manifest:
-        return {self._kinds[name]: content_hash(target) for name, target in self._targets.items()}
+        return manifest_of(
+            {self._kinds[name]: block_sums(target) for name, target in self._targets.items()}
+        )
 
     def _progress(self) -> str:
         if self._update is None:

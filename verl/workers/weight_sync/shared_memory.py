@@ -22,7 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.workers.weight_sync.bucket import Bucket, ChannelError, Published, empty_payload
+from verl.workers.weight_sync.bucket import (
+    Bucket,
+    ChannelError,
+    NoRoomError,
+    Published,
+    empty_payload,
+)
 from verl.workers.weight_sync.channel import (
     ReceivingChannel,
     SendingChannel,
@@ -166,7 +172,7 @@ def reserve_file(folder: str, num_bytes: int) -> Path:
         Path(name).unlink()
         if error.errno != errno.ENOSPC:
             raise
-        raise ChannelError(
+        raise NoRoomError(
             f"{folder} has no room for a bucket of {num_bytes} bytes; give the container more "
             "shared memory (--shm-size), or lower "
             "rollout.checkpoint_engine.update_weights_bucket_megabytes"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from verl.workers.weight_sync.bucket import (
+    BlockSums,
     Bucket,
     ChannelError,
     FingerprintError,
@@ -29,9 +30,10 @@ from verl.workers.weight_sync.bucket import (
     TensorKind,
     WeightSyncError,
     WrongWeightsError,
+    block_sums,
     byte_view,
-    content_hash,
     fingerprint_of,
+    manifest_of,
 )
 from verl.workers.weight_sync.channel import ReceivingChannel
 from verl.workers.weight_sync.receiver import shown
@@ -68,7 +70,8 @@ class WeightStream:
         self._next_index = 0
         self._is_over = False
         self._begun: _Assembly | None = None
-        self._hashes: Manifest = {}
+        self._sums: dict[TensorKind, BlockSums] = {}
+        self._names: set[str] = set()
         self._published: Published | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -85,7 +88,7 @@ class WeightStream:
         """What came through; raises if the reader stopped before the end, or over a fault."""
         if self._published is None:
             raise WrongWeightsError(
-                f"the engine stopped taking weights after {len(self._hashes)} tensors of this "
+                f"the engine stopped taking weights after {len(self._sums)} tensors of this "
                 "update; it must take all of them"
             )
         return self._published
@@ -118,13 +121,14 @@ class WeightStream:
 
     def _add(self, bucket: Bucket, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         if self._begun is None:
-            if any(kind.name == piece.kind.name for kind in self._hashes):
+            if piece.kind.name in self._names:
                 raise WrongWeightsError(f"{bucket} has {piece.kind.name} a second time")
+            self._names.add(piece.kind.name)
             self._begun = _Assembly(bucket, piece.kind)
         self._begun.add(bucket, piece)
         if self._begun.is_whole:
             tensor, self._begun = self._begun.tensor, None
-            self._hashes[piece.kind] = content_hash(tensor)
+            self._sums[piece.kind] = block_sums(tensor)
             yield piece.kind.name, tensor
 
     def _verified(self, bucket: Bucket, manifest: Manifest) -> Published:
@@ -132,19 +136,20 @@ class WeightStream:
             raise WrongWeightsError(
                 f"{bucket} is the last, but {self._begun.kind.name} is not whole"
             )
-        absent = sorted(kind.name for kind in manifest.keys() ^ self._hashes.keys())
+        absent = sorted(kind.name for kind in manifest.keys() ^ self._sums.keys())
         if absent:
             raise WrongWeightsError(
                 f"{bucket} is the last, but {shown(absent)} did not come as announced; every "
                 "weight must be in every update"
             )
-        different = [kind.name for kind in manifest if manifest[kind] != self._hashes[kind]]
+        hashes = manifest_of(self._sums)
+        different = [kind.name for kind in manifest if manifest[kind] != hashes[kind]]
         if different:
             raise FingerprintError(
                 f"version {bucket.version} came whole, but {shown(different)} are not what was "
                 "sent; nothing is served: send the weights again"
             )
-        return Published(bucket.version, fingerprint_of(self._hashes))
+        return Published(bucket.version, fingerprint_of(hashes))
 
 
 class _Assembly:

@@ -108,7 +108,21 @@ class EngineCore:
         If that fails, all requests are dropped with the error and the engine is as new.
         """
         try:
-            self._advance()
+            self.wake_up()
+            self._follow_weights()
+            admitted = self.scheduler.admit()
+            samples = iter([sample for group in admitted for sample in group.unfinished])
+            sequences = [sequence for group in admitted for sequence in self._sequences(group)]
+            outputs: list[StepOutput] = []
+            # The first tokens of admitted groups; in several passes if groups come back long.
+            for portion in portions(sequences, self.limits.max_prefill_tokens):
+                of_portion = [next(samples) for sequence in portion for _ in sequence.slots]
+                outputs += self.batch.prefill(of_portion, portion, len(self.scheduler.groups))
+            self.num_prefilled_tokens += sum(sequence.num_new for sequence in sequences)
+            self._collect(outputs)
+            self._reserve_memory()
+            if self.scheduler.rows:
+                self._collect(self.batch.decode(self.scheduler.rows))
         except BaseException as error:
             self._drop_all(error)
             raise
@@ -156,27 +170,6 @@ class EngineCore:
         load_weights(self.runner.module, weights)
 
     # ---- one step ----------------------------------------------------------------------------
-
-    def _advance(self) -> None:
-        self.wake_up()
-        self._follow_weights()
-        admitted = self.scheduler.admit()
-        if admitted:
-            self._collect(self._prefill(admitted))
-        self._reserve_memory()
-        if self.scheduler.rows:
-            self._collect(self.batch.decode(self.scheduler.rows))
-
-    def _prefill(self, admitted: Sequence[Group]) -> list[StepOutput]:
-        """The first tokens of admitted groups; in several passes if groups come back long."""
-        samples = iter([sample for group in admitted for sample in group.unfinished])
-        sequences = [sequence for group in admitted for sequence in self._sequences(group)]
-        outputs: list[StepOutput] = []
-        for portion in portions(sequences, self.limits.max_prefill_tokens):
-            admitted_samples = [next(samples) for sequence in portion for _ in sequence.slots]
-            outputs += self.batch.prefill(admitted_samples, portion, len(self.scheduler.groups))
-        self.num_prefilled_tokens += sum(sequence.num_new for sequence in sequences)
-        return outputs
 
     def _reserve_memory(self) -> None:
         """Give all rows memory for the next steps; the youngest group is preempted if need be."""

@@ -88,9 +88,10 @@ class NativeEngine(Rollout):
                     running.append(self.core.add(request))
                 while not all(one.is_finished for one in running):
                     self._thread.run_commands()
-                    error = self._advance()
-                    if error is not None:
-                        raise error
+                    self._step()
+                    for one in running:
+                        if one.error is not None:
+                            raise one.error
             finally:
                 self.core.abort_groups([group for one in running for group in one.groups])
                 self._deliver()
@@ -157,24 +158,20 @@ class NativeEngine(Rollout):
     # ---- steps -----------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """On the engine's thread. True if there is more to do."""
-        if self.core.has_unfinished:
-            self._advance()
-        return self.core.has_unfinished
+        """One step, if there is anything to do. True if there is more.
 
-    def _advance(self) -> Exception | None:
-        """One step. The error that made it fail, which is also that of every future."""
-        failure = None
-        try:
-            self.core.step()
-        except BaseException as error:
+        An error that makes it fail becomes that of every request.
+        """
+        if self.core.has_unfinished:
+            try:
+                self.core.step()
+            except BaseException as error:
+                self._deliver()
+                self._fail_all(error)
+                if not isinstance(error, Exception):
+                    raise
             self._deliver()
-            self._fail_all(error)
-            if not isinstance(error, Exception):
-                raise
-            failure = error
-        self._deliver()
-        return failure
+        return self.core.has_unfinished
 
     def _deliver(self) -> None:
         """Tell of the samples that have ended, and resolve the futures of complete requests."""

@@ -16,6 +16,7 @@ import multiprocessing
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ from verl.workers.rollout.process.weights import CUDA_IPC, SHARED_MEMORY, TCP
 from verl.workers.rollout.process.wire import WireError
 from verl.workers.rollout.stepping import Submission
 from verl.workers.weight_sync import Published, WeightSender, WeightSyncError, send_weights
-from verl.workers.weight_sync.bucket import WeightsNotReadyError
+from verl.workers.weight_sync.bucket import ChannelError, NoRoomError, WeightsNotReadyError
 from verl.workers.weight_sync.cuda_ipc import CudaIpcSender
 from verl.workers.weight_sync.shared_memory import SharedMemorySender
 
@@ -247,6 +248,11 @@ class EngineProcess(StreamingRollout):
             channel = kind([ours], timeout_seconds=self.spec.sync_seconds)
             try:
                 sent = send_weights(self._sender, itertools.chain(first, rest), version, channel)
+            except NoRoomError:
+                ours.close()
+                with suppress(ChannelError):  # all that it knows is that the pipe was closed
+                    link.wait(received)
+                raise
             except WeightSyncError:
                 ours.close()
                 link.wait(received)  # raises what went wrong on the side that knows

@@ -15,7 +15,6 @@ kills this process group: the link alone does not tell, since a fork of the pare
 open. Started by `link`, in whatever environment the engine needs: this imports torch and no more.
 """
 
-import gc
 import json
 import os
 import shutil
@@ -151,8 +150,6 @@ class Host:
     def _build(self, call: Message) -> dict[str, Any]:
         self._engine = load_builder(call["build"])(call["options"])
         self._version = 0 if call["has_weights"] else None
-        gc.collect()
-        gc.freeze()  # the engine's code and model stay: each later collection would look at them
         return asdict(self.engine.facts())
 
     def _submit(self, call: Message) -> None:

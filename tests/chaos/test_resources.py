@@ -1,0 +1,165 @@
+"""A machine that gives out: a run without descriptors, memory or room ends and says why.
+
+The commands run in processes of their own, because limits cannot be raised again.
+"""
+
+import ast
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.shim import Control, environment, require_shim
+from tests.toy import ACTOR, ROLLOUT, toy_overrides, toy_run
+from tests.trainer.test_ranks import comparable
+
+REPOSITORY = Path(__file__).parents[2]
+WALL_CLOCK = {"time.time", "datetime.now", "datetime.utcnow", "datetime.today"}
+DATES = {
+    "server/service.py",  # `created` of a response
+    "utils/checkpoint/checkpoint_manager.py",  # when a rented instance ends
+}
+
+
+def test_no_deadline_is_kept_by_the_wall_clock():
+    """Whoever waits asks the clock that does not step; the other one only tells the date."""
+    package = REPOSITORY / "verl"
+    found = set()
+    for path in package.rglob("*.py"):
+        text = path.read_text()
+        is_possible = any(name in text for name in WALL_CLOCK)
+        for node in ast.walk(ast.parse(text)) if is_possible else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(tuple(WALL_CLOCK)):
+                found.add(str(path.relative_to(package)))
+    assert found <= DATES
+
+
+def command(toy, output, *changes, prefix=(), **options):
+    """Exit code and output of the training command."""
+    output.mkdir(exist_ok=True)
+    ended = subprocess.run(
+        [
+            *prefix,
+            *(sys.executable, "-m", "verl.trainer.main_ppo"),
+            *toy_overrides(toy, output),
+            *changes,
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, "VERL_FILE_LOGGER_PATH": str(output / "metrics.jsonl")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        **options,
+    )
+    return ended.returncode, ended.stdout
+
+
+def limited(kind, value):
+    return {"preexec_fn": lambda: resource.setrlimit(kind, (value, value))}
+
+
+MANY_PROCESSES = (
+    "trainer.n_gpus_per_node=2",
+    "trainer.controller=local",
+    f"{ROLLOUT}.name=native_process",
+    f"{ACTOR}.fsdp_config.sharding=full",
+    "reward_model.reward_manager=prime",
+)
+SMALL_SHARED_MEMORY = (
+    "unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" "$@"',
+)  # fmt: skip
+
+
+def can_mount():
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*SMALL_SHARED_MEMORY, "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        pytest.param("memory", marks=pytest.mark.slow),
+        pytest.param("descriptors", marks=pytest.mark.slow),
+        pytest.param("room in /dev/shm", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_without_resources_ends_with_an_exit_code_and_the_cause(own_toy, tmp_path, lacks):
+    if lacks == "memory":
+        options = limited(resource.RLIMIT_AS, 1_200_000_000)
+        code, said = command(own_toy, tmp_path / "run", **options)
+        causes = ("MemoryError", "Cannot allocate memory", "failed to map", "not enough memory")
+    elif lacks == "descriptors":
+        options = limited(resource.RLIMIT_NOFILE, 14)
+        code, said = command(own_toy, tmp_path / "run", *MANY_PROCESSES, **options)
+        causes = ("Too many open files",)
+    elif not can_mount():
+        pytest.skip("a small /dev/shm needs unshare and user namespaces")
+    else:
+        changes = MANY_PROCESSES[:-1]
+        code, said = command(own_toy, tmp_path / "run", *changes, prefix=SMALL_SHARED_MEMORY)
+        headline = next(line for line in said.splitlines() if "raised: " in line)
+        assert "/dev/shm has no room" in headline, "and not what another process made of it"
+        causes = ("--shm-size",)
+    assert code not in (0, None)
+    assert any(cause in said for cause in causes), said[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sixty_four_descriptors_are_enough_for_a_run_of_many_processes(own_toy, tmp_path):
+    options = limited(resource.RLIMIT_NOFILE, 64)
+    code, said = command(own_toy, tmp_path / "run", *MANY_PROCESSES, **options)
+    assert code == 0, said[-2000:]
+
+
+TOY = """
+import json, sys
+from pathlib import Path
+from tests.toy import toy_run
+
+metrics, _ = toy_run(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+print(json.dumps(metrics))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_clock_that_steps_changes_nothing(own_toy, tmp_path):
+    """An hour to and fro, fifty times a second, in all processes of the run."""
+    library, control = require_shim(tmp_path), Control(tmp_path / "control")
+    expected, _ = toy_run(own_toy, tmp_path / "straight")
+    output, is_over = tmp_path / "run", threading.Event()
+    output.mkdir()
+
+    def step():
+        number = 0
+        while not is_over.wait(0.02):
+            number += 1
+            control.set(clock_seconds=3600.0 * (number % 3 - 1))
+
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", TOY, str(own_toy), str(output), MANY_PROCESSES[-1]],
+            env={**os.environ, **environment(library, tmp_path, control=control)},
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    finally:
+        is_over.set()
+        stepping.join(timeout=10)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert comparable(found) == comparable(expected)
