@@ -13,7 +13,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -68,6 +68,9 @@ chaos: $(STAMP)  ## Run the tests of every fault and attack, and print all 47 ro
 
 mutants: $(STAMP)  ## Plant 200 small faults and list those that no test notices (one hour on two cores)
 	$(BIN)/python scripts/mutate.py $(MUTANTS)
+
+soak: $(STAMP)  ## Strike a run for half an hour (MINUTES=, HOURS=) and compare it with an undisturbed one
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(if $(HOURS),$$(( $(HOURS) * 60 )),$(or $(MINUTES),30))
 
 test-all: $(STAMP)  ## Run the slow tests too
 	$(BIN)/python -m pytest -m 'not gpu'

@@ -1,12 +1,14 @@
-"""How many answers a second the mathematics grader judges, and what the worst of them costs.
+"""How often the mathematics grader is wrong, how fast it is, and what the worst answers cost.
 
-    python benchmarks/graders.py
+    python benchmarks/graders.py              rates and costs, a minute
+    python benchmarks/graders.py --corpus     also the graders on the corpus of the tests, minutes
 
 One thread, CPU time. Each kind of answer is a list of pairs, right and wrong ones, graded over and
 over; the table shows the median over the runs. `in a response` includes finding the box at the end
 of 2,000 characters. math-verify, where installed, judges the same pairs in its worker process (wall
 time, for the work is in another process). The last rows are the slowest hostile texts of the tests.
-Everything goes to `benchmarks/results/graders.json`.
+On the corpus, a right answer that is not called right is missed (also where the grader abstains), a
+wrong one that is called right is forged. Everything goes to `benchmarks/results/graders.json`.
 """
 
 import argparse
@@ -25,10 +27,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.utils.reward_score.math_grader.corpus import read
 from tests.utils.reward_score.math_grader.hostile import expensive
 from verl.utils.import_utils import is_available
 from verl.utils.reward_score import math_verify, prime_math
-from verl.utils.reward_score.math_grader import grade
+from verl.utils.reward_score.math_grader import Correct, Verdict, Wrong, grade
+from verl.utils.reward_score.math_grader.numbers import exact_number
 
 RESULTS = Path(__file__).parent / "results" / "graders.json"
 Pairs = list[tuple[str, str]]
@@ -53,6 +57,7 @@ SYMBOLIC: Pairs = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--corpus", action="store_true")
     arguments = parser.parse_args()
     kinds = {
         "integers": (PLAIN, grade),
@@ -70,12 +75,14 @@ def main() -> None:
             rates[f"{name}, math-verify"] = math_verify_per_second(pairs)
     worst = worst_texts()
     show(rates, worst)
+    corpus = on_corpus() if arguments.corpus else None
     record = {
-        "command": f"python benchmarks/graders.py --runs {arguments.runs}",
+        "command": " ".join(["python", *sys.argv]),
         "python": platform.python_version(),
         "math-verify": version("math-verify") if is_available("math_verify") else None,
         "grades_per_second": rates,
         "worst_cpu_milliseconds": dict(worst[:10]),
+        "corpus": corpus,
     }
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")
 
@@ -116,6 +123,59 @@ def worst_texts() -> list[tuple[str, float]]:
             measured.append(min(runs))
         times[name] = max(measured)
     return sorted(times.items(), key=lambda item: -item[1])
+
+
+def library(answer: str, gold: str) -> Verdict:
+    return math_verify.second_opinion(f"\\boxed{{{answer}}}", gold)
+
+
+def fast_path_and_library(answer: str, gold: str) -> Verdict:
+    values = exact_number(answer), exact_number(gold)
+    if answer.strip() == gold.strip():
+        return Correct()
+    if None in values:
+        return library(answer, gold)
+    return Correct() if values[0] == values[1] else Wrong("the numbers differ")
+
+
+def on_corpus() -> dict[str, Any]:
+    """By grader: answers judged a second, shares missed and forged by part, and misses by kind."""
+    graders = {"exact grader": grade}
+    if is_available("math_verify"):
+        graders |= {
+            "exact grader, then math-verify": math_verify.grade_or_ask,
+            "math-verify": library,
+            "fast path, then math-verify": fast_path_and_library,
+        }
+    rows = read()
+    table = Table("grader", "part", "missed", "forged", "grades a second")
+    results: dict[str, Any] = {}
+    for name, judge in graders.items():
+        start = time.perf_counter()
+        is_called_right = [judge(row["answer"], row["gold"]) == Correct() for row in rows]
+        rate = len(rows) / (time.perf_counter() - start)
+        judged = list(zip(rows, is_called_right, strict=True))
+        results[name] = {"grades_per_second": rate, "misjudged": misjudged_by_kind(judged)}
+        for part in ("tuned", "held out"):
+            shares = [
+                [
+                    called
+                    for row, called in judged
+                    if (row["part"], row["verdict"]) == (part, verdict)
+                ]
+                for verdict in ("right", "wrong")
+            ]
+            missed = 1 - statistics.mean(shares[0])
+            forged = statistics.mean(shares[1])
+            results[name][part] = {"missed": missed, "forged": forged}
+            table.add_row(name, part, f"{missed:.2%}", f"{forged:.2%}", f"{rate:,.0f}")
+    Console().print(table)
+    return results
+
+
+def misjudged_by_kind(judged: list[tuple[dict[str, str], bool]]) -> dict[str, int]:
+    kinds = [row["kind"] for row, called in judged if called != (row["verdict"] == "right")]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
 def show(rates: dict[str, float], worst: list[tuple[str, float]]) -> None:

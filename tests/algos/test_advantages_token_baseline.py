@@ -16,6 +16,7 @@ from verl.algos.advantages import (
 
 # With pi = 1/2 the noise of a token is 1 - 1 + sum(pi^2) = sum(pi^2).
 HALF = math.log(0.5)
+FLOATS = ("token_level_rewards", "old_log_probs", "sum_pi_squared")
 
 
 def baseline_case(rewards, mask, noise):
@@ -44,6 +45,22 @@ def test_importance_weights_enter_squared():
         **case, rollout_is_weights=torch.tensor([[2.0], [1.0]])
     )
     torch.testing.assert_close(advantages, torch.tensor([[1 / 5], [-4 / 5]]))  # weights 4 : 1
+
+
+def test_each_importance_weight_stays_with_its_token():
+    case = baseline_case([[0.0, 1.0], [0.0, 0.0]], [[1, 1], [1, 1]], [[0.25, 0.25], [0.75, 0.25]])
+    case = {k: v.double() if k in FLOATS else v for k, v in case.items()}
+    case["old_log_probs"].fill_(HALF)
+    rho = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
+    # W of the first response: 4/4 and 4/4 + 1/4 = 5/4; of the second: 3/4 and 3/4 + 9/4 = 3.
+    # Baselines: 1 / (1 + 3/4) = 4/7 and (5/4) / (5/4 + 3) = 5/17.
+    expected = torch.tensor([[3 / 7, 12 / 17], [-4 / 7, -5 / 17]], dtype=torch.float64)
+    for function in (
+        compute_optimal_token_baseline_advantage,
+        compute_multi_turn_optimal_token_baseline_advantage,
+    ):
+        advantages, _ = function(**case, rollout_is_weights=rho, epsilon=0.0)
+        torch.testing.assert_close(advantages, expected, atol=1e-12, rtol=0)
 
 
 def test_a_certain_policy_is_averaged_without_weights():
@@ -134,8 +151,9 @@ def slow_advantages(case, handle_zero_tail):
             top = bottom = 0.0
             for j in peers:
                 if mask[j][t]:
-                    summed = sum(max(noise[j][s], 0) for s in range(t + 1) if mask[j][s])
-                    weight = summed * case.rollout_is_weights[j, t].item() ** 2 + 1e-8
+                    rho = case.rollout_is_weights[j].tolist()
+                    terms = (rho[s] ** 2 * max(noise[j][s], 0) for s in range(t + 1) if mask[j][s])
+                    weight = sum(terms) + 1e-8
                     top, bottom = top + weight * sum(rewards[j][t:]), bottom + weight
             is_tail = handle_zero_tail and len(running) == 1 and not all_equal
             expected[i][t] = sum(rewards[i][t:]) - (0.0 if is_tail else top / bottom)

@@ -255,13 +255,17 @@ ROWS = (
             f"{T}/chaos/test_ray_chaos.py::test_each_call_runs_once_when_rpcs_fail_on_ray",
             f"{T}/single_controller/test_groups.py::test_each_call_runs_once",
         ),
+        missing="10^5 calls; 10,000 are made for each kind of RPC",
     ),
     Row(
         "F19",
         "hours of random kills",
         "The run makes progress and ends bit for bit as an undisturbed one; nothing grows.",
-        (),
-        missing="hours of it",
+        (
+            f"{T}/chaos/test_soak.py::test_a_short_soak_ends_as_the_undisturbed_run",
+            f"{T}/chaos/test_soak.py::test_a_difference_in_weights_or_metrics_is_a_violation",
+        ),
+        missing="24 hours and 1,400 kills; `make soak HOURS=24` does that",
     ),
     Row(
         "D1",

@@ -78,7 +78,7 @@ def test_an_engine_may_be_lost_idle_serving_and_amid_an_update(own_toy, tmp_path
     assert is_running(last)
     trainer.stop_workers()
     assert total(found, "rollout/engine_restarts") == 3
-    assert total(found, "rollout/redispatched") == 16
+    assert total(found, "rollout/redispatched") >= 16, "all requests that were in flight"
     for step, uids, versions in trainer.trained:
         assert sorted(uids) == sorted(f"{step}-{row}" for row in range(4)), "none lost or doubled"
         assert set(uids.values()) == {4}

@@ -4,6 +4,7 @@ Ray's own injection (`RAY_testing_rpc_failure`) drops requests and replies, so t
 again what may have been carried out. It is read when a cluster starts; so a cluster of its own.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tests.chaos.counting import Counting
 from verl.single_controller import ClassWithInitArgs
 from verl.single_controller.ray import RayWorkerGroup, RayResourcePool
 
-ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 group = RayWorkerGroup(RayResourcePool([2]), ClassWithInitArgs(Counting))
 num_calls = int(sys.argv[1])
 pending = []
@@ -39,20 +40,30 @@ group.shutdown()
 print("CALLS", num_calls)
 """
 FAILURES = {
-    "actor tasks": "CoreWorkerService.grpc_client.PushTask=-1:2:2",
-    "leases and placement": "NodeManagerService.grpc_client.RequestWorkerLease=-1:10:10,"
-    "NodeManagerService.grpc_client.PrepareBundleResources=-1:10:10,"
-    "NodeManagerService.grpc_client.CommitBundleResources=-1:10:10",
-    "all": "*=-1:5:5",
+    "calls": ("CoreWorkerService.grpc_client.PushTask",),
+    "placement": (
+        "NodeManagerService.grpc_client.PrepareBundleResources",
+        "NodeManagerService.grpc_client.CommitBundleResources",
+        "NodeManagerService.grpc_client.RequestWorkerLease",
+        "ray::rpc::ActorInfoGcsService.grpc_client.CreateActor",
+    ),
+    "all": ("*",),
 }
+PERCENT = 5
+"""So often each of these RPCs loses its request, and as often its reply."""
+
+
+def injected(names):
+    once = {"num_failures": -1, "req_failure_prob": PERCENT, "resp_failure_prob": PERCENT}
+    return json.dumps(dict.fromkeys(names, once))
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_each_call_runs_once_when_rpcs_fail_on_ray(name):
-    num_calls = 2000
+    num_calls = 5000
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(num_calls)],
-        env={**os.environ, "RAY_testing_rpc_failure": FAILURES[name]},
+        env={**os.environ, "RAY_testing_rpc_failure": injected(FAILURES[name])},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

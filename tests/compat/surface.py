@@ -8,10 +8,11 @@ callable of which only these first parameters are promised.
 
 from tests.compat.surface_batch import BATCH_AND_CONTROLLER
 from tests.compat.surface_loop import LOOP
+from tests.compat.surface_recipes import RECIPES
 from tests.compat.surface_training import TRAINING
 from tests.compat.surface_utils import UTILITIES
 
-PRESENT = {**BATCH_AND_CONTROLLER, **LOOP, **TRAINING, **UTILITIES}
+PRESENT = {**BATCH_AND_CONTROLLER, **LOOP, **TRAINING, **UTILITIES, **RECIPES}
 
 LATER = {
     "verl.checkpoint_engine": "CheckpointEngineManager",
@@ -25,8 +26,12 @@ LATER = {
     "verl.tools.base_tool": "BaseTool OpenAIFunctionToolSchema",
     "verl.tools.schemas": "ToolResponse OpenAIFunctionToolCall",
     "verl.tools.utils.tool_registry": "initialize_tools_from_config get_tool_class ToolType",
-    "verl.utils.fsdp_utils": "",
-    "verl.utils.ulysses": "",
+    "verl.experimental.agent_loop.tool_agent_loop": "ToolAgentLoop",
+    "verl.experimental.agent_loop.tool_parser": "FunctionCall ToolParser",
+    "verl.models.transformers.qwen2_vl": "get_rope_index",
+    "verl.utils.dataset.vision_utils": "process_image process_video",
+    "verl.utils.megatron_utils": "",
+    "verl.utils.vllm.patch": "patch_vllm_moe_model_weight_loader",
     "verl.workers.engine_workers": "ActorRolloutRefWorker TrainingWorker",
     "verl.workers.fsdp_workers": ("ActorRolloutRefWorker.dump_memory_snapshot"),
     "verl.workers.megatron_workers": "ActorRolloutRefWorker",

@@ -170,6 +170,7 @@ BATCH_AND_CONTROLLER = {
         create_colocated_worker_cls_fused
     """,
     "verl.single_controller.ray.base": """
+        get_random_string(length)
         RayResourcePool(
             process_on_nodes=None, use_gpu=True, name_prefix=None, max_colocate_count=10,
             detached=False, accelerator_type=None

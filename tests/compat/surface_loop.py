@@ -26,6 +26,7 @@ LOOP = {
         AgentLoopMetrics
     """,
     "verl.experimental.agent_loop.agent_loop": """
+        _agent_loop_registry
         get_trajectory_info(step, index, validate)
         register(agent_name)
         AsyncLLMServerManager(config, server_handles, max_cache_size=10000)
@@ -134,6 +135,8 @@ LOOP = {
         compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos)
     """,
     "verl.utils.reward_score.math_dapo": """
+        last_boxed_only_string(_)
+        remove_boxed(_)
         compute_score(solution_str, ground_truth, strict_box_verify=False)
     """,
     "verl.utils.reward_score.math_reward": """

@@ -2,6 +2,7 @@
 
 TRAINING = {
     "verl.trainer.ppo.core_algos": """
+        register_adv(_)
         register_adv_est(_)
         get_adv_estimator_fn(_)
         ADV_ESTIMATOR_REGISTRY
@@ -100,6 +101,15 @@ TRAINING = {
         apply_bypass_mode(batch, _, policy_loss_config)
     """,
     "verl.trainer.ppo.ray_trainer": """
+        AdvantageEstimator
+        WorkerType
+        compute_data_metrics(batch, use_critic=True)
+        compute_throughout_metrics(batch, timing_raw, n_gpus)
+        compute_timing_metrics(batch, timing_raw)
+        marked_timer(name, timing_raw)
+        pad_dataproto_to_divisor(data, size_divisor)
+        reduce_metrics(metrics)
+        unpad_dataproto(data, pad_size)
         compute_advantage(
             data, adv_estimator, gamma=1.0, lam=1.0, num_repeat=1, norm_adv_by_std_in_grpo=True,
             config=None
@@ -159,6 +169,7 @@ TRAINING = {
         RayPPOTrainer._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
     """,
     "verl.trainer.ppo.metric_utils": """
+        _compute_response_info(batch)
         compute_data_metrics(batch, use_critic=True)
         compute_timing_metrics(batch, timing_raw)
         compute_throughout_metrics(batch, timing_raw, n_gpus)
@@ -308,6 +319,8 @@ TRAINING = {
         BaseEngine.disable_adapter()
     """,
     "verl.workers.fsdp_workers": """
+        create_device_mesh(world_size, fsdp_size)
+        get_sharding_strategy(device_mesh)
         AsyncActorRolloutRefWorker(config, role)
         ActorRolloutRefWorker(config, role)
         ActorRolloutRefWorker.generate_sequences(prompts)

@@ -33,6 +33,8 @@ UTILITIES = {
         convert_to_regular_types(_)
     """,
     "verl.utils.fs": """
+        copy(src, dst)
+        makedirs(name)
         copy_to_local(
             src, cache_dir=None, filelock=".file.lock", verbose=False, always_recopy=False,
             use_shm=False
@@ -47,6 +49,7 @@ UTILITIES = {
         copy
     """,
     "verl.utils.device": """
+        auto_set_ascend_device_name(config)
         get_device_name()
         get_nccl_backend()
         get_torch_device()

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+from verl.utils.old_paths import OLD_PATHS
+
 PROGRAM = """
 import importlib, json, sys
 for module in sys.argv[1:]:
@@ -49,3 +51,8 @@ def test_training_code_loads_no_cluster_and_no_foreign_engine():
     )
     assert "torch" in loaded
     assert not {"ray", "vllm", "sglang", "megatron", "wandb", "mlflow", "tensorboard"} & loaded
+
+
+def test_older_import_paths_load_nothing_that_is_optional():
+    """Their names are looked up when they are used; each has its home, without these packages."""
+    assert not {"ray", "vllm", "sglang", "megatron"} & loaded_by(*OLD_PATHS)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import validate_parts
+from verl.config import validate_machine
 from verl.config.faults import nearest_divisors, nearest_multiples, nearest_path
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.roles import ESTIMATORS, POLICY_LOSSES, ROLLOUTS
 from verl.config.schema import nested
 from verl.config.sft import SFTConfig, SFTEngineConfig
-from verl.config.validate import relation_faults, validate
+from verl.config.validate import advice, relation_faults, validate
 from verl.utils.config import update_dict_with_config, validate_config
 from verl.utils.environment import temp_env_var
 
@@ -407,7 +407,7 @@ def test_a_model_on_a_hub_is_not_looked_for_here():
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_that_is_not_installed_offers_the_built_in_one(engine):
-    if validate_parts.find_spec(engine) is not None:
+    if validate_machine.find_spec(engine) is not None:
         pytest.skip(f"{engine} is installed")
     texts = [text for text in machine_texts({f"{R}.name": engine}) if text.startswith(f"{R}.name")]
     assert len(texts) == 1
@@ -419,7 +419,7 @@ def test_an_engine_that_is_not_installed_offers_the_built_in_one(engine):
 
 
 def test_trackers_that_are_not_installed_are_named():
-    if validate_parts.find_spec("swanlab") is not None:
+    if validate_machine.find_spec("swanlab") is not None:
         pytest.skip("swanlab is installed")
     texts = machine_texts({"trainer.logger": ["console", "swanlab"]}, SFTConfig)
     assert any(text.startswith('trainer.logger has "swanlab"') for text in texts)
@@ -467,7 +467,7 @@ def machine(values):
 
 
 def test_a_device_that_is_not_here_is_named_unless_the_run_is_elsewhere(monkeypatch):
-    monkeypatch.setattr(validate_parts, "DEVICE_FILES", {"npu": ("/nonexistent",)})
+    monkeypatch.setattr(validate_machine, "DEVICE_FILES", {"npu": ("/nonexistent",)})
     npu = {"trainer.device": "npu", "trainer.n_gpus_per_node": 1}
     assert any(text.startswith('trainer.device is "npu"') for text in machine(npu))
     ray = machine({**npu, "trainer.controller": "ray"})
@@ -475,7 +475,7 @@ def test_a_device_that_is_not_here_is_named_unless_the_run_is_elsewhere(monkeypa
 
 
 def test_the_package_of_a_trace_back_end_must_be_here(monkeypatch):
-    monkeypatch.setattr(validate_parts, "find_spec", lambda name: None)
+    monkeypatch.setattr(validate_machine, "find_spec", lambda name: None)
     assert any("trace.backend is" in text for text in machine({f"{R}.trace.backend": "weave"}))
 
 
@@ -490,4 +490,40 @@ def test_a_misspelt_value_of_the_models_configuration_is_named(tmp_path):
     (text,) = mistakes({**model, f"{key}.max_position_embedings": 64})
     assert text.endswith("did you mean max_position_embeddings?")
     assert mistakes({**model, f"{key}.max_position_embeddings": 64}) == []
-    assert mistakes({**model, f"{key}.rope_scaling.type": "yarn"}) == []
+    (text,) = mistakes({**model, f"{key}.atn_implementation": "eager"})
+    assert text.endswith("did you mean attn_implementation?")
+
+
+def test_misspelt_and_missing_values_of_rotary_embeddings_are_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"rope_theta": 10000.0}')
+    key = "actor_rollout_ref.model.override_config.rope_scaling"
+    yarn = {"actor_rollout_ref.model.path": str(tmp_path), f"{key}.type": "yarn"}
+    assert mistakes({**yarn, f"{key}.factor": 2.0}) == []
+    (text,) = mistakes(yarn)
+    assert "factor is missing" in text
+    misspelt = mistakes({**yarn, f"{key}.factor": 2.0, f"{key}.beta_fats": 32})
+    assert misspelt == [
+        f"{key}.beta_fats: rotary embeddings have no such value; did you mean beta_fast?"
+    ]
+    (tmp_path / "config.json").write_text('{"rope_scaling": {"type": "linear", "factor": 4.0}}')
+    assert mistakes(yarn) == []
+
+
+def test_arguments_of_an_engine_are_looked_up_where_it_is_installed(tmp_path):
+    source = tmp_path / "lib/python3.12/site-packages/vllm/engine/arg_utils.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("class EngineArgs:\n    swap_space: int = 4\n    max_num_seqs: int = 1\n")
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.touch()
+    vllm = {f"{R}.name": "vllm", f"{R}.python": str(python)}
+    assert mistakes({**vllm, f"{R}.engine_kwargs.vllm.swap_space": 8}) == []
+    (text,) = mistakes({**vllm, f"{R}.engine_kwargs.vllm.swap_spaces": 8})
+    assert text.endswith("is no argument of the installed vllm; did you mean swap_space?")
+    source.unlink()
+    unchecked = {**vllm, f"{R}.engine_kwargs.vllm.swap_spaces": 8}
+    assert mistakes(unchecked) == []
+    said = advice(load(unchecked).config)
+    assert f"{R}.engine_kwargs.vllm.swap_spaces is passed on; whether" in "".join(said)
+    (text,) = mistakes({f"{R}.engine_kwargs.native.swap_space": 8})
+    assert "this engine takes its settings from" in text

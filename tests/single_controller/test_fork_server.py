@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,18 @@ def test_ranks_end_with_their_server_and_the_next_group_gets_another():
     os.kill(server, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="killed by SIGKILL"):
         group.sleep_on({0}, 60)
+    fresh = start()
+    assert server_of(fresh) != server
+    assert fresh.add(1) == [1]
+    group.shutdown()
+    fresh.shutdown()
+
+
+def test_a_server_that_is_killed_while_a_rank_starts_is_replaced():
+    group = start()
+    server = server_of(group)
+    os.kill(server, signal.SIGSTOP)  # so that it has not answered yet
+    threading.Timer(0.3, os.kill, (server, signal.SIGKILL)).start()
     fresh = start()
     assert server_of(fresh) != server
     assert fresh.add(1) == [1]

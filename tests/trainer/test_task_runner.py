@@ -1,9 +1,28 @@
 """What a run needs before it can be built is refused by name when it is not there."""
 
-import pytest
+import asyncio
+import json
+import re
+from functools import partial
+from pathlib import Path
 
-from tests.toy import toy_run
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.config.composing import CONFIG_DIR
+from tests.toy import toy_overrides, toy_run
+from verl.agent_loop.base import DictConfigWrap
+from verl.agent_loop.single_turn import SingleTurnAgentLoop
+from verl.config.faults import ConfigError
+from verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler
+from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.trainer.task_runner import NoTokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.utils.dataset.tables import DataError
+from verl.utils.reward_score import grading_fault
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
 
 
 def test_a_folder_without_a_tokenizer_is_named_with_its_keys(toy, tmp_path):
@@ -11,3 +30,100 @@ def test_a_folder_without_a_tokenizer_is_named_with_its_keys(toy, tmp_path):
     empty.mkdir()
     with pytest.raises(NoTokenizer, match=r"empty.*actor_rollout_ref\.model\.path.*existing"):
         toy_run(toy, tmp_path, f"actor_rollout_ref.model.tokenizer_path={empty}")
+
+
+def test_values_that_no_model_has_are_refused_before_a_rank_loads_one(toy, tmp_path):
+    with pytest.raises(ConfigError, match=r"override_config\.zzz: LlamaConfig has no such value"):
+        toy_run(toy, tmp_path, "actor_rollout_ref.model.override_config.zzz=1")
+
+
+@pytest.fixture(scope="module")
+def composed(toy):
+    """What Hydra gives a program of somebody's own: interpolations are not resolved."""
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        return compose("ppo_trainer", overrides=[f"++{one}" for one in toy_overrides(toy, toy)])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(composed):
+    return hf_tokenizer(composed.actor_rollout_ref.model.path)
+
+
+def test_a_composed_configuration_makes_data_and_rewards(composed, tokenizer):
+    dataset = create_rl_dataset(composed.data.train_files, composed.data, tokenizer, None)
+    order = list(create_rl_sampler(composed.data, dataset))
+    assert sorted(order) == list(range(24))
+    assert set(collate_fn([dataset[row] for row in order[:3]])) >= {"raw_prompt", "data_source"}
+    assert get_custom_reward_fn(composed)("sevens", "77", "7") == 0.25
+    for name in ("naive", "prime", "dapo"):
+        config = OmegaConf.merge(composed, {"reward_manager": {"name": name}})
+        assert callable(load_reward_manager(config, tokenizer, num_examine=0))
+
+
+def test_a_composed_configuration_makes_workers(composed):
+    assert ActorRolloutRefWorker(composed.actor_rollout_ref, "actor").config.rollout.n == 4
+    assert CriticWorker(composed.critic).config.ppo_mini_batch_size == 4
+
+
+@pytest.mark.parametrize("name", ["dataset_config", "data_config"])
+@pytest.mark.parametrize("wrap", [DictConfigWrap, lambda section: section])
+def test_agent_loops_take_sections_wrapped_and_bare(name, wrap, composed, tokenizer):
+    async def make():
+        section = {name: wrap(composed.data)}
+        return SingleTurnAgentLoop(
+            wrap(composed), None, tokenizer, None, dataset_cls=RLHFDataset, **section
+        )
+
+    loop = asyncio.run(make())
+    assert loop.data_config.max_prompt_length == 6
+    assert loop.config.trainer.n_gpus_per_node == 1
+
+
+GRADED = {"prompt": "1+1=", "data_source": "gsm8k", "reward_model": {"ground_truth": "2"}}
+UNGRADABLE = {
+    "an answer that is null": ({**GRADED, "reward_model": {"ground_truth": None}}, "no answer"),
+    "no reward_model": ({"prompt": "1+1=", "data_source": "gsm8k"}, "no answer"),
+    "a source that is null": ({**GRADED, "data_source": None}, "no data source"),
+    "a source nobody grades": ({**GRADED, "data_source": "mine"}, "no built-in reward function"),
+}
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(("row", "reason"), UNGRADABLE.values(), ids=UNGRADABLE)
+def test_rows_that_cannot_be_graded_are_named_and_left_out(
+    row, reason, composed, tokenizer, tmp_path, caplog
+):
+    config = OmegaConf.merge(composed.data, {"cache_dir": str(tmp_path)})
+    path = written(tmp_path / "rows.jsonl", [GRADED] * 3 + [row] + [GRADED] * 200)
+    make = partial(create_rl_dataset, str(path), config, tokenizer, None)
+    assert len(make()) == 204  # a reward function of one's own may grade all of them
+    assert len(make(grading_fault=grading_fault)) == 203
+    assert f"{path}:4: " in caplog.text
+    assert reason in caplog.text
+
+
+def test_a_run_stops_at_data_that_its_scorer_cannot_grade(toy, tmp_path):
+    rows = written(tmp_path / "rows.jsonl", [UNGRADABLE["no reward_model"][0]] * 8)
+    data = [f"data.train_files={rows}", f"data.val_files={rows}"]
+    with pytest.raises(DataError, match="8 of 8 rows are bad"):
+        toy_run(toy, tmp_path, *data, "custom_reward_function.path=null")
+    toy_run(toy, tmp_path, *data, f"custom_reward_function.path={toy / 'parity.py'}")
+
+
+def test_the_agent_loop_of_the_documentation_runs(toy, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "agent_loops.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "documented_loops.py").write_text(code)
+    entry = "- {name: two_tries, _target_: documented_loops.TwoTries, remark: '+'}"
+    (tmp_path / "loops.yaml").write_text(entry)
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = "actor_rollout_ref.rollout.agent"
+    _, trainer = toy_run(
+        toy, tmp_path, f"{agent}.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+        f"{agent}.default_agent_loop=two_tries", "trainer.total_training_steps=1",
+    )  # fmt: skip
+    assert set(trainer.batch.non_tensor_batch["__num_turns__"]) <= {2, 3}

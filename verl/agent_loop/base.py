@@ -72,6 +72,10 @@ class DictConfigWrap:
     config: Any
 
 
+def unwrapped(section: Any) -> Any:
+    return section.config if isinstance(section, DictConfigWrap) else section
+
+
 @dataclass(eq=False)
 class LoopSample:
     """One sample that a loop is to make: what it is given, and who is told of its end."""
@@ -102,26 +106,30 @@ class LoopSample:
 class AgentLoopBase(ABC):
     """One prompt on its way to a trajectory.
 
-    `trainer_config.config` is the whole configuration, `dataset_config.config` its data section.
+    `trainer_config` is the whole configuration, `dataset_config` (or `data_config`) its data
+    section, each in a `DictConfigWrap` or bare.
     Subclasses take `**kwargs` and pass them on: what their YAML entry adds arrives there too.
     """
 
     def __init__(
         self,
-        trainer_config: DictConfigWrap,
+        trainer_config: Any,
         server_manager: AsyncLLMServerManager,
         tokenizer: Any,
         processor: Any = None,
         dataset_cls: type[Any] | None = None,
-        dataset_config: DictConfigWrap | None = None,
+        dataset_config: Any = None,
+        *,
+        data_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.config = trainer_config.config
+        self.config = unwrapped(trainer_config)
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
         self.dataset_cls = dataset_cls
-        self.data_config = self.config.data if dataset_config is None else dataset_config.config
+        section = dataset_config if data_config is None else data_config
+        self.data_config = self.config.data if section is None else unwrapped(section)
         self.apply_chat_template_kwargs = dict(self.data_config.apply_chat_template_kwargs)
         self.loop = asyncio.get_running_loop()
 

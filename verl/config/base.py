@@ -123,6 +123,8 @@ class BaseConfig(Mapping[str, Any]):
     """A frozen section; the fields named in `_mutable_fields` may change after construction."""
 
     _mutable_fields: ClassVar[set[str]] = set()
+    _other_targets: ClassVar[tuple[str, ...]] = ()
+    """Classes that files of older scripts name as `_target_` of this section."""
 
     _target_: str = ""
 

@@ -182,7 +182,7 @@ def chosen_class(item: Field[Any], classes: list[type], values: Mapping[str, Any
     """The dataclass for a section: what `_target_` names, else the default's, else the first."""
     usual = default_class(item, classes)
     target = str(values.get("_target_") or "")
-    if target in ("", type_target(usual)):
+    if target in ("", type_target(usual), *usual._other_targets):
         return usual
     name = target.rpartition(".")[2]
     named = next((cls for cls in with_subclasses(classes) if cls.__name__ == name), None)

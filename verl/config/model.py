@@ -7,7 +7,9 @@ reward model also has. Loading is left to `verl.models`.
 # Sections are frozen, so a variant may narrow the type of a section it inherits.
 # pyright: reportIncompatibleVariableOverride=false
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from verl.config.base import Absent, BaseConfig, When, never, option
@@ -15,7 +17,32 @@ from verl.config.roles import FUSED, NEW_ADAPTERS, PACKED, is_training, uses_lor
 
 DEFAULT_MODEL = "~/models/deepseek-llm-7b-chat"
 OUR_ATTENTION = {"attn_implementation": "attention is always our own, on packed rows"}
+ROPE_OVERRIDES = ("rope_scaling", "rope_parameters")
+ROPE_KEYS = {
+    "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor",
+    "mrope_section", "mrope_interleaved",
+}  # fmt: skip
+"""What `transformers` reads of a model's rotary embeddings."""
+ROPE_WITH_FACTOR = ("linear", "dynamic", "yarn", "llama3")
 NO_MTP = never("mtp.enable is refused")
+
+
+def rope_faults(stated: Mapping[str, Any], of_model: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the values below `override_config.rope_scaling`, each with its key.
+
+    They are added to those that the model has.
+    """
+    if any(isinstance(value, Mapping) for value in stated.values()):
+        return  # one set of values for each kind of layer, by the model's own names
+    for name in stated.keys() - ROPE_KEYS:
+        close = get_close_matches(name, ROPE_KEYS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        yield f"{name}: rotary embeddings have no such value{hint}"
+    kind = stated.get("rope_type", stated.get("type"))
+    if kind in ROPE_WITH_FACTOR and "factor" not in {**of_model, **stated}:
+        yield f"factor is missing: rotary embeddings of type {kind} need it"
 
 
 @dataclass(kw_only=True)

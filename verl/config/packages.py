@@ -4,23 +4,31 @@ An engine may have an interpreter of its own (`rollout.python`), which is then a
 is read: importing an engine takes seconds, and a version that is refused should cost none.
 """
 
+import ast
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from verl.config.faults import Fault, shown
 from verl.config.ppo import PPOConfig
-from verl.config.roles import critic_lora_rank, rollout_traits, uses_lora
+from verl.config.roles import ROLLOUTS, critic_lora_rank, rollout_traits, uses_lora
 from verl.config.rollout import RolloutConfig
 from verl.utils.environment import scrubbed_environment
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE_ARGUMENTS = {
+    "vllm": ("engine/arg_utils.py", "EngineArgs"),
+    "sglang": ("srt/server_args.py", "ServerArgs"),
+}
+"""Where an engine declares its arguments: the file in its package, and the class."""
 VERSION_SECONDS = 60.0
 FIND_VERSION = (
     "import json, sys; from importlib import metadata; "
@@ -94,3 +102,61 @@ def installed_version(package: str, python: str | None = None) -> str | None:
         check=True,
     )
     return json.loads(answer.stdout)
+
+
+def engine_argument_faults(config: PPOConfig) -> Iterator[Fault]:
+    """Keys below `engine_kwargs` of the engine that runs; those of others are named as idle."""
+    rollout = config.actor_rollout_ref.rollout
+    key = f"{ROLLOUT}.engine_kwargs.{rollout.name}"
+    arguments = own_engine_kwargs(config)
+    if arguments and rollout.name in ROLLOUTS and rollout.name not in ENGINE_ARGUMENTS:
+        text = f"{key} is {shown(arguments)}; this engine takes its settings from {ROLLOUT}.*"
+        yield Fault(text, (key,))
+    known = engine_arguments(rollout.name, rollout.python) if arguments else set[str]()
+    for name in arguments if known else ():
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            text = f"{key}.{name} is no argument of the installed {rollout.name}{hint}"
+            yield Fault(text, (f"{key}.{name}",))
+
+
+def unchecked_engine_arguments(config: PPOConfig) -> list[str]:
+    """Arguments for an engine whose source is not here, so that only its start can check them."""
+    rollout = config.actor_rollout_ref.rollout
+    arguments = own_engine_kwargs(config)
+    is_known = arguments and engine_arguments(rollout.name, rollout.python)
+    return (
+        [] if is_known else [f"{ROLLOUT}.engine_kwargs.{rollout.name}.{one}" for one in arguments]
+    )
+
+
+def own_engine_kwargs(config: PPOConfig) -> dict[str, Any]:
+    rollout = config.actor_rollout_ref.rollout
+    return dict(rollout.engine_kwargs.get(rollout.name) or {})
+
+
+def engine_arguments(engine: str, python: str | None) -> set[str]:
+    """The arguments that an installed engine takes, read from its source; none if it is absent.
+
+    `python` is the interpreter that runs the engine, where it is not this one.
+    """
+    if engine not in ENGINE_ARGUMENTS:
+        return set()
+    file, cls = ENGINE_ARGUMENTS[engine]
+    if python is not None:
+        places = (
+            Path(python).expanduser().absolute().parent.parent.glob("lib/python3*/site-packages")
+        )
+        folders = [place / engine for place in places]
+    else:
+        spec = find_spec(engine)
+        folders = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    names = set[str]()
+    for source in (folder / file for folder in folders):
+        if source.is_file():
+            for node in ast.walk(ast.parse(source.read_text())):
+                if isinstance(node, ast.ClassDef) and node.name == cls:
+                    fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+                    names |= {ast.unparse(item.target) for item in fields}
+    return names

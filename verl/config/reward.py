@@ -9,7 +9,7 @@ reach the function.
 # pyright: reportIncompatibleVariableOverride=false
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.config.base import BaseConfig, When, never, option, while_on
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
@@ -137,6 +137,8 @@ class RewardModelModelConfig(BaseConfig):
 @dataclass(kw_only=True)
 class RewardRolloutConfig(ServingConfig):
     """The engine that serves the reward model."""
+
+    _other_targets: ClassVar[tuple[str, ...]] = ("verl.workers.config.RolloutConfig",)
 
     name: str = option("native", yaml="${oc.select:actor_rollout_ref.rollout.name,native}")
     """Engine; follows `actor_rollout_ref.rollout.name`."""

@@ -229,10 +229,15 @@ class RolloutConfig(ServingConfig):
 
     logprobs_mode: str = option(
         "processed_logprobs",
-        choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
-        used_if=When(lambda here, run: here.name == "vllm", "name is not vllm"),
+        choices=("processed_logprobs", "raw_logprobs", "processed", "raw"),
+        used_if=When(
+            lambda here, run: here.name != "sglang" and not here.exact,
+            "name is sglang or exact is on: both return those before the filters",
+        ),
     )
-    """vLLM: log-probabilities before (`raw`) or after (`processed`) temperature and filters."""
+    """Log-probabilities of what tokens are drawn from, after temperature, penalty and filters
+    (`processed`), or before (`raw`; the built-in engines keep the temperature, vLLM does not).
+    Only processed ones let rollout correction see top-k, top-p and penalties."""
 
     probe: bool = option(True, used_if=OWN_PROCESS)
     """Ask an engine with weights of its own at its start whether updates reach every tensor, caches

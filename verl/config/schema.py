@@ -63,7 +63,8 @@ class Keys:
                 (self.free if accepts_mapping(hints[item.name]) else self.leaves).add(path)
 
     def __contains__(self, path: str) -> bool:
-        """Whether `path` is an option, a section, or lies in a free dict."""
+        """Whether `path` is an option, a section or its `_target_`, or lies in a free dict."""
+        path = path.removesuffix("._target_")
         return self.is_declared(path) or any(path.startswith(f"{free}.") for free in self.free)
 
     def is_declared(self, path: str) -> bool:

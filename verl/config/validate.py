@@ -1,8 +1,9 @@
 """Relations between sections, checked before anything heavy is loaded.
 
 Each rule is a small generator of faults; `validate` runs them all, so that a user sees every
-mistake at once. Rules about one value alone are metadata of its field; those about the algorithm,
-generation and this machine are in `validate_parts`. A key already at fault is not reported twice.
+mistake at once. Rules about one value alone are metadata of its field; those about the algorithm
+and generation are in `validate_parts`, those about this machine in `validate_machine`. A key
+already at fault is not reported twice.
 `advice` names configurations that are allowed and probably not meant.
 """
 
@@ -18,6 +19,7 @@ from verl.config.effects import absent_faults
 from verl.config.engine import FSDPEngineConfig
 from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, shown
 from verl.config.load import global_sizes, load_config
+from verl.config.packages import unchecked_engine_arguments
 from verl.config.ppo import PPOConfig
 from verl.config.roles import (
     GROUP_ESTIMATORS,
@@ -33,7 +35,8 @@ from verl.config.roles import (
 )
 from verl.config.schema import Keys, walk_leaves
 from verl.config.sft import SFTConfig, SFTEngineConfig, SFTEngineDataConfig
-from verl.config.validate_parts import algorithm_faults, machine_faults, rollout_faults
+from verl.config.validate_machine import machine_faults
+from verl.config.validate_parts import algorithm_faults, rollout_faults
 
 ACTOR = "actor_rollout_ref.actor"
 ALWAYS_CHECKED = {f"{ACTOR}.strategy"}
@@ -357,6 +360,8 @@ def sentences(config: Any) -> Iterator[str]:
             f"validation draws {rollout.val_kwargs.n} responses per prompt, all of them the same: "
             "set actor_rollout_ref.rollout.val_kwargs.do_sample=True and a temperature"
         )
+    for key in unchecked_engine_arguments(config):
+        yield f"{key} is passed on; whether the engine takes it shows when it starts"
     if config.trainer.save_freq < 1 and (config.trainer.total_training_steps or 2) > 1:
         yield "no checkpoint is saved: trainer.save_freq is not positive"
 

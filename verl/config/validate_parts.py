@@ -1,25 +1,15 @@
-"""Checks of the parts of a configuration: the algorithm, generation, and this machine.
+"""Checks of the parts of a configuration: the algorithm and generation.
 
-The first two are about relations that hold on every machine. The last are about files, packages and
-devices: a dry run lists them without refusing, since one may plan here for another machine. Nothing
-heavy is imported to find out.
+They are about relations that hold on every machine; `validate_machine` is about this one.
 """
 
-import json
 from collections.abc import Iterator
-from difflib import get_close_matches
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from verl.config.faults import Fault, nearest_divisors, nearest_path, shown
-from verl.config.model import DEFAULT_MODEL
-from verl.config.packages import engine_package_faults
-from verl.config.ppo import PPOConfig
+from verl.config.faults import Fault, nearest_divisors, shown
 from verl.config.roles import (
     AGENT_LOOPS,
     ESTIMATORS,
-    ON_RAY,
     POLICY_LOSSES,
     ROLLOUTS,
     STRATEGIES,
@@ -33,8 +23,6 @@ from verl.config.roles import (
     rollout_traits,
     world_size,
 )
-from verl.config.sft import SFTConfig, SFTEngineConfig
-from verl.utils.environment import use_modelscope
 
 REJECTION_CRITERIA = (
     *(
@@ -47,13 +35,6 @@ REJECTION_CRITERIA = (
 )
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
 ROLLOUT = "actor_rollout_ref.rollout"
-DEVICE_FILES = {
-    "cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg"),
-    "npu": ("/dev/davinci_manager", "/dev/davinci0"),
-}
-"""Of which at least one exists where there is such a device."""
-LATER_NAMES = ("rope_scaling", "rope_parameters", "rope_theta", "attn_implementation")
-"""Values that a model may have without stating them."""
 
 
 def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
@@ -306,167 +287,3 @@ def engine_size_faults(config: Any) -> Iterator[Fault]:
             "the other way"
         )
         yield Fault(text, (key, f"{ROLLOUT}.name"))
-
-
-def machine_faults(config: Any) -> Iterator[Fault]:
-    yield from file_faults(config)
-    yield from tracker_faults(config)
-    yield from device_faults(config)
-    yield from override_faults(config)
-    if isinstance(config, PPOConfig):
-        yield from trace_faults(config)
-        yield from engine_package_faults(config)
-        yield from controller_faults(config)
-
-
-def file_faults(config: Any) -> Iterator[Fault]:
-    for key, value in named_files(config):
-        for name in value if isinstance(value, list) else [value]:
-            if is_local(name) and not Path(name).expanduser().exists():
-                yield absent(key, name)
-    for key, name in named_models(config):
-        yield from model_faults(key, name)
-
-
-def model_faults(key: str, name: str) -> Iterator[Fault]:
-    """A model that is named by its folder must be there; a hub is asked when it is loaded."""
-    if name == DEFAULT_MODEL and not Path(name).expanduser().exists():
-        text = f"{key} is required; set {key}=... to a folder or to a name on the hub"
-        yield Fault(text, (key,), is_about_machine=True)
-        return
-    if use_modelscope() and not Path(name).expanduser().exists() and not find_spec("modelscope"):
-        text = (
-            f"{key} is {shown(name)} and VERL_USE_MODELSCOPE is set, but the package modelscope is "
-            "not installed; pip install modelscope, or unset it"
-        )
-        yield Fault(text, (key,), is_about_machine=True)
-        return
-    if looks_local(name) and not Path(name).expanduser().exists():
-        yield absent(key, name)
-
-
-def absent(key: str, name: str) -> Fault:
-    hint = nearest_path(Path(name).expanduser().absolute())
-    text = f"{key} is {shown(name)}, which does not exist; {hint}"
-    return Fault(text, (key,), is_about_machine=True)
-
-
-def named_files(config: Any) -> Iterator[tuple[str, Any]]:
-    """Each key that names a file the run reads, with its value."""
-    if isinstance(config, PPOConfig):
-        turns = config.actor_rollout_ref.rollout.multi_turn
-        yield f"{ROLLOUT}.multi_turn.tool_config_path", turns.tool_config_path
-        yield f"{ROLLOUT}.multi_turn.interaction_config_path", turns.interaction_config_path
-        loops = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
-        yield f"{ROLLOUT}.agent.agent_loop_config_path", loops
-        yield "custom_reward_function.path", config.custom_reward_function.path
-        yield "data.sampler.class_path", config.data.sampler.class_path
-    if isinstance(config, PPOConfig | SFTConfig | SFTEngineConfig):
-        yield "data.train_files", config.data.train_files
-        yield "data.val_files", config.data.val_files
-        yield "data.custom_cls.path", config.data.custom_cls.path
-        yield "trainer.resume_from_path", config.trainer.resume_from_path
-    elif "path" in config.data:
-        yield "data.path", config.data.path
-
-
-def named_models(config: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(config, PPOConfig):
-        yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
-        same = config.critic.model.path == config.actor_rollout_ref.model.path
-        if needs_critic(config) and not same:
-            yield "critic.model.path", config.critic.model.path
-        if config.reward_model.enable:
-            yield "reward_model.model.path", config.reward_model.model.path
-    elif isinstance(config, SFTConfig):
-        yield "model.partial_pretrain", config.model.partial_pretrain
-    elif "model" in config:
-        yield "model.path", config.model.path
-
-
-def is_local(name: Any) -> bool:
-    """Whether a file name is a path here; `hdfs://` and `pkg://` are looked up elsewhere."""
-    return isinstance(name, str) and "://" not in name
-
-
-def looks_local(name: str) -> bool:
-    """Whether a model's name is a path rather than a name on a hub (`Qwen/Qwen2.5-7B`)."""
-    return name.startswith(("/", "./", "../", "~"))
-
-
-def controller_faults(config: PPOConfig) -> Iterator[Fault]:
-    controller = config.trainer.controller
-    needs_ray = controller == "ray" or (controller == "auto" and world_size(config) > 1)
-    if needs_ray and find_spec("ray") is None:
-        way_out = 'pip install "verl[ray]"'
-        if config.trainer.nnodes == 1:
-            way_out += ", or trainer.controller=local"
-        text = (
-            f'trainer.controller is "{controller}", which for {world_size(config)} devices means '
-            f"Ray, but Ray is not installed; {way_out}"
-        )
-        yield Fault(text, ("trainer.controller",), is_about_machine=True)
-
-
-def trace_faults(config: PPOConfig) -> Iterator[Fault]:
-    backend = config.actor_rollout_ref.rollout.trace.backend
-    if backend is not None and find_spec(backend) is None:
-        key = f"{ROLLOUT}.trace.backend"
-        text = (
-            f"{key} is {shown(backend)}, but that package is not installed; pip install {backend}"
-        )
-        yield Fault(text, (key,), is_about_machine=True)
-
-
-def device_faults(config: Any) -> Iterator[Fault]:
-    """A device that is asked for by name leaves files on its machine; with Ray that is another."""
-    if "trainer" not in config or "device" not in config.trainer:
-        return
-    device = config.trainer.device
-    files = DEVICE_FILES.get(device, ())
-    is_elsewhere = isinstance(config, PPOConfig) and ON_RAY.holds(config, config)
-    if files and not is_elsewhere and not any(Path(name).exists() for name in files):
-        text = (
-            f"trainer.device is {shown(device)}, but this machine has none; use "
-            "trainer.device=auto or cpu"
-        )
-        yield Fault(text, ("trainer.device",), is_about_machine=True)
-
-
-def override_faults(config: Any) -> Iterator[Fault]:
-    """A misspelt key of a model's configuration; one that resembles none is left to the loader."""
-    for section, path in model_sections(config):
-        file = Path(section.path).expanduser() / "config.json"
-        if not section.override_config or not file.is_file():
-            continue
-        stated = json.loads(file.read_text())
-        for name in section.override_config:
-            close = get_close_matches(name, stated, n=1, cutoff=0.8)
-            if name not in stated and close and name not in LATER_NAMES:
-                key = f"{path}.override_config.{name}"
-                text = f"{key}: the model has no such value; did you mean {close[0]}?"
-                yield Fault(text, (key,))
-
-
-def model_sections(config: Any) -> Iterator[tuple[Any, str]]:
-    if isinstance(config, PPOConfig):
-        yield config.actor_rollout_ref.model, "actor_rollout_ref.model"
-        if needs_critic(config):
-            yield config.critic.model, "critic.model"
-        if config.reward_model.enable:
-            yield config.reward_model.model, "reward_model.model"
-    elif isinstance(config, SFTEngineConfig):
-        yield config.model, "model"
-
-
-def tracker_faults(config: Any) -> Iterator[Fault]:
-    if "trainer" not in config or "logger" not in config.trainer:
-        return
-    for tracker in config.trainer.logger:
-        package = TRACKERS.get(tracker)
-        if package is not None and find_spec(package) is None:
-            text = (
-                f"trainer.logger has {shown(tracker)}, but the package {package} is not installed; "
-                f'pip install {package}, or use trainer.logger=["console"]'
-            )
-            yield Fault(text, ("trainer.logger",), is_about_machine=True)

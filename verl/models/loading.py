@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from verl.config.faults import ConfigError, Fault
+from verl.config.model import rope_faults
 from verl.models.attention import ATTENTION
 from verl.models.head import OutputHead
 
@@ -89,6 +90,9 @@ def read_config(
             raise ConfigError([Fault(text, (f"override_config.{key}",))])
         if key in ROPE:
             stated = {"rope_theta": value} if key == "rope_theta" else dict(cast(Any, value) or {})
+            wrong = list(rope_faults(stated, config.rope_parameters))
+            if wrong:
+                raise ConfigError([Fault(f"override_config.{key}.{text}") for text in wrong])
             if "type" in stated:  # the older spelling
                 stated["rope_type"] = stated.pop("type")
             config.rope_parameters = {**config.rope_parameters, **stated}

@@ -111,6 +111,7 @@ class Service:
             top_k=min(request.top_k, self.encoder.vocabulary),
             min_p=request.min_p,
             repetition_penalty=request.repetition_penalty,
+            log_probs="raw",
             max_tokens=min(job.max_tokens or max_new_tokens, max_new_tokens),
             stop=request.stops,
             stop_token_ids=tuple(request.stop_token_ids or ()),

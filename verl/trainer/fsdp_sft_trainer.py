@@ -5,6 +5,7 @@ with `data.multiturn.enable=True` rows are conversations.
 """
 
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -13,9 +14,18 @@ from verl.config import command
 from verl.config.load import load_config
 from verl.config.sft import SFTConfig
 from verl.trainer.sft.launch import as_started, run, run_command, train_here
+from verl.utils.import_utils import lazy_attribute
 
 CONFIG_NAME = "sft_trainer"
 CONFIG_DIR = Path(__file__).parent / "config"
+_LAZY = {
+    "FSDPSFTTrainer": "verl.trainer.sft.trainer:SFTTrainer",
+    "create_sft_dataset": "verl.trainer.sft.settings:create_sft_dataset",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return lazy_attribute(__name__, _LAZY, name)
 
 
 def main(config: DictConfig | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.config.ppo import PPOConfig
+from verl.models.loading import read_config
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
 from verl.trainer.plan.layout import controller as controller_name
@@ -151,6 +152,10 @@ class TaskRunner:
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config, worker_class)
         tokenizer, processor = load_tokenizer(config)
+        model = config.actor_rollout_ref.model
+        if model.override_config:  # what is wrong with it is said here, not by a rank
+            path = copy_to_local(model.path)
+            read_config(path, dict(model.override_config), model.trust_remote_code)
         kwargs = {**config.reward_model.reward_kwargs, **self.served_reward_model(config)}
         return self.trainer_class(
             config=config,

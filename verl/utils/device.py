@@ -117,6 +117,9 @@ def auto_set_device(config: Any) -> None:
     config.trainer.device = resolved
 
 
+auto_set_ascend_device_name = auto_set_device
+
+
 def torch_module_of(kind: str) -> Any:
     """`torch.cuda`, `torch.npu` or `torch.cpu`, whichever device this process runs on."""
     return STAND_INS[kind] if kind in STAND_INS else torch.get_device_module(kind)

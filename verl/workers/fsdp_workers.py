@@ -1,5 +1,6 @@
 """Old import path of the workers."""
 
+from verl.utils.recipe_helpers import create_device_mesh, get_sharding_strategy
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 AsyncActorRolloutRefWorker = ActorRolloutRefWorker
@@ -9,4 +10,6 @@ __all__ = [
     "AsyncActorRolloutRefWorker",
     "CriticWorker",
     "RewardModelWorker",
+    "create_device_mesh",
+    "get_sharding_strategy",
 ]

@@ -45,6 +45,7 @@ def draw(logits, rows, *, seen=None, filters=True, first_index=0, **scoring):
         first_index + torch.arange(len(logits), device=logits.device),
         filters=Filters(rows.top_k, rows.top_p, rows.min_p) if filters else None,
         repetition=None if seen is None else Repetition(rows.repetition_penalty, seen),
+        renormalizes=rows.renormalizes if filters else None,
         **scoring,
     )
 
@@ -134,6 +135,12 @@ def test_tokens_and_log_probs_are_those_of_the_plain_sampler(device, dtype, smal
     expected, expected_log_probs = next_tokens(logits.float(), rows, Needs.of(params), index, seen)
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(log_probs, expected_log_probs, rtol=0, atol=4e-6)
+    raw = [{**combination, "log_probs": "raw"} for combination in MIXTURE]
+    _, raw_log_probs = draw(logits, rows_of(raw, device)[1], seen=seen)
+    scores = (logits.float() / rows.temperature[:, None]).log_softmax(-1)
+    torch.testing.assert_close(
+        raw_log_probs, scores.gather(1, tokens[:, None]).squeeze(1), rtol=0, atol=4e-6
+    )
 
 
 @on_each_device
@@ -142,11 +149,12 @@ def test_the_penalty_comes_after_scale_and_soft_cap_and_before_the_temperature(d
     params, rows = rows_of([combination] * 4, device)
     logits = (8 * torch.randn(4, 40)).to(device)
     seen = (torch.rand(4, 40) < 0.5).to(device)
-    tokens, _ = draw(logits, rows, seen=seen, scale=0.25, softcap=2.0)
+    tokens, log_probs = draw(logits, rows, seen=seen, scale=0.25, softcap=2.0)
     capped = 2.0 * torch.tanh(logits * 0.25 / 2.0)
     index = torch.arange(4, device=device)
-    expected, _ = next_tokens(capped, rows, Needs.of(params), index, seen)
+    expected, expected_log_probs = next_tokens(capped, rows, Needs.of(params), index, seen)
     assert torch.equal(tokens, expected)
+    torch.testing.assert_close(log_probs, expected_log_probs, rtol=0, atol=4e-6)
 
 
 @on_each_device
@@ -161,11 +169,11 @@ def test_rows_whose_filters_are_off_get_the_same_bits_as_without_the_kernels(dev
 
 
 @on_each_device
-def test_log_probs_are_the_bits_of_training(device, small_blocks):
+def test_raw_log_probs_are_the_bits_of_training(device, small_blocks):
     from verl.models.kernels.log_probs import logits_log_probs
 
     combination = {"repetition_penalty": 1.8, "min_p": 0.2, "temperature": 0.5}
-    _, rows = rows_of([combination] * 6, device)
+    _, rows = rows_of([{**combination, "log_probs": "raw"}] * 6, device)
     logits = (2 * torch.randn(6, 300)).to(device, torch.bfloat16)
     seen = (torch.rand(6, 300) < 0.5).to(device)
     tokens, log_probs = draw(logits, rows, seen=seen)

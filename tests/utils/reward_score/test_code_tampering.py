@@ -155,7 +155,7 @@ def test_an_assertion_is_judged_on_data_with_our_own_functions(attack):
     ("assertion", "program"),
     [
         ("assert math.isclose(f(3), 5)", "def f(x): return x + 2"),
-        ("assert np.allclose(f(np.array([1, 2])), [2, 3])", "def f(x): return x + np.ones(x.shape)"),
+        ("assert np.allclose(f(np.array([1, 2])), [2, 3])", "def f(x): return x + np.ones(2)"),
         ("assert Counter(f('ab')) == Counter('ab')", "def f(x): return sorted(x)"),
         ("assert isclose(dist((0, 0), (3, 4)), 5)", "def dist(a, b): return 5.0"),
         ("assert gcd(12, 8) == 4", "def gcd(a, b): return math.gcd(a, b)"),
@@ -179,7 +179,7 @@ def test_libraries_that_a_statement_does_not_import_work_for_honest_programs(ass
 
 
 def test_a_library_that_is_not_there_is_a_fault_and_not_a_score():
-    with pytest.raises(ValueError, match="(?s)cannot be judged.*No module named 'pytest'"):
+    with pytest.raises(ValueError, match=r"(?s)cannot be judged.*No module named 'pytest'"):
         prime_code.compute_score(
             "class pytest:\n  approx = staticmethod(lambda x: x)\ndef f(x): return 5",
             {"assert_case": ["assert f(3) == pytest.approx(5)"]},

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.utils.reward_score.math_grader.hostile import injections
 from verl.utils.import_utils import is_available
 from verl.utils.py_functional import call_in_child
 from verl.utils.reward_score import math_verify
@@ -135,7 +136,53 @@ def test_a_gold_answer_that_is_too_long_is_not_cut():
     )
 
 
-WITHOUT_PACKAGE = """
+@needs_package
+def test_two_hundred_injections_execute_nothing_in_a_worker(tmp_path):
+    tmp_path.chmod(0o777)
+    texts = [text.replace("{mark}", str(tmp_path / "mark")) for text in injections()]
+    assert len(set(texts)) == 200
+    for text in texts:
+        assert math_verify.grade_or_ask(f"\\int {text} dx", "5") != Correct()
+        math_verify.second_opinion(text, "5")
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_package
+@pytest.mark.parametrize(
+    "answer", [r"\sum_{k=1}^{10^{9}} k!", r"\int_0^{9^{9^9}} x^{x^x} dx", r"\prod_{k=1}^{10^7} k"]
+)
+def test_what_takes_too_long_in_a_worker_is_an_abstention(answer):
+    assert math_verify.grade_or_ask(answer, "5") == Abstain(
+        "math-verify took more than 1 s of CPU time"
+    )
+
+
+@needs_package
+def test_what_it_cannot_read_is_an_abstention():
+    assert math_verify.grade_or_ask(r"\int \unknown", "5") == Abstain(
+        "math-verify failed: ValueError: it cannot read the answer"
+    )
+
+
+@needs_package
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "5!!",
+        "9^{9^{9^9}}",
+        r"\int x = 5",
+        r"\int x, 5",
+        r"\sum_{k} print(5)",
+        "(" * 30 + "5" + ")" * 30,
+    ],
+)
+def test_it_is_asked_only_about_what_it_evaluates(answer):
+    math_verify.close_workers()
+    assert isinstance(math_verify.grade_or_ask(answer, "5"), Abstain)
+    assert workers() == set()
+
+
+WITHOUT_PACKAGE = r"""
 import sys
 from verl.utils.reward_score import math_verify
 sys.path.clear()  # nothing else can be imported from here on
@@ -143,6 +190,7 @@ try:
     math_verify.compute_score("5", "5")
 except ImportError as error:
     print(error)
+print(math_verify.grade_or_ask(r"\int_0^5 dx", "5"))
 """
 
 
@@ -153,3 +201,4 @@ def test_without_the_package_it_is_refused_by_name():
     )  # fmt: skip
     assert "needs the package math-verify, which is not installed" in result.stdout
     assert "pip install verl[math]" in result.stdout
+    assert "Abstain(reason='the command \\\\int is not known')" in result.stdout

@@ -16,7 +16,7 @@ from verl.workers.rollout.trained import LocalPolicy
 LIMITS = EngineLimits(max_num_seqs=8, max_prompt_tokens=160, max_response_tokens=32)
 
 
-def facts(log_probs="tempered", max_model_len=192):
+def facts(log_probs="processed", max_model_len=192):
     return EngineFacts(
         name="faulty",
         version="1",
@@ -95,7 +95,8 @@ def without_seed(request):
 
 def tempered(engine, request, output):
     """Log-probabilities after temperature, before top-p."""
-    return output.log_probs
+    prompt, temperature = list(request.prompt_ids), request.params.temperature or 1.0
+    return training_log_probs(engine.model, prompt, output.token_ids, temperature).tolist()
 
 
 def raw(engine, request, output):
@@ -105,8 +106,8 @@ def raw(engine, request, output):
 
 
 def processed(engine, request, output):
-    """Log-probabilities after temperature and top-p, as far as the probe can see: of one token."""
-    return [0.0] * len(output.log_probs) if request.params.top_p < 0.5 else output.log_probs
+    """Log-probabilities after temperature and top-p."""
+    return output.log_probs
 
 
 def trained_policy(model=None, update=lambda weights, version: None):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.tiny_models import ARCHITECTURES, plain_twin, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.rollout.helpers import EOS, build_engine, request, training_log_probs
 from verl.models.attention import ATTENTION
@@ -60,7 +60,8 @@ def llama():
     ],
 )
 def test_equal_seeds_draw_the_tokens_of_the_built_in_engine(llama, options):
-    asked = requests(SamplingParams(max_tokens=8, seed=3, **options), num_samples=2)
+    params = SamplingParams(max_tokens=8, seed=3, log_probs="raw", **options)
+    asked = requests(params, num_samples=2)
     outputs = hf_rollout(llama).generate_batch(asked)
     assert tokens(outputs) == tokens(build_engine(llama).generate_batch(asked))
     for prompt, samples in zip(PROMPTS, outputs, strict=True):
@@ -69,6 +70,18 @@ def test_equal_seeds_draw_the_tokens_of_the_built_in_engine(llama, options):
                 llama, prompt, output.token_ids, options.get("temperature", 1.0)
             )
             torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [build_engine, hf_rollout])
+def test_processed_log_probs_are_renormalized_over_what_the_filters_leave(llama, build):
+    params = SamplingParams(max_tokens=8, seed=3, temperature=0.7, top_k=2)
+    (output,) = build(llama).generate_batch([request(PROMPTS[0], params, "a")])[0]
+    inputs = torch.tensor([PROMPTS[0] + output.token_ids])
+    logits = plain_twin(llama)(inputs).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.7
+    likeliest, which = logits.double().topk(2)
+    drawn = which == torch.tensor(output.token_ids)[:, None]
+    expected = likeliest.log_softmax(-1)[drawn]
+    torch.testing.assert_close(torch.tensor(output.log_probs).double(), expected, rtol=0, atol=1e-5)
 
 
 def test_rows_with_other_options_and_limits_run_side_by_side_as_they_do_alone(llama):

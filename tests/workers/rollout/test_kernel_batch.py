@@ -123,7 +123,7 @@ def test_a_step_with_filters_is_a_graph_of_its_own_and_capturing_leaves_no_trace
     found = [engine.generate_batch(requests(params)) for _ in range(2)]
     keys = engine.core.batch.steps.graphs._graphs
     draws = {key.draw for key in keys if isinstance(key, DecodeKind)}
-    assert draws == {Draw(filters=True, penalty=True)}
+    assert draws == {Draw(filters=True, penalty=True, renormalizes=True)}
     for result in found:
         tokens = [output.token_ids for group in result for output in group]
         assert tokens == [output.token_ids for output in expected]

@@ -151,6 +151,9 @@ def test_processed_log_probs_with_filters_are_reported(llama):
     filtered = SamplingInUse(is_filtered=True)
     findings = probe(engine, llama, told=facts("processed"), sampling=filtered)
     assert any("ratio starts below 1" in finding.answer for finding in findings)
+    unaware = FaultyEngine(llama, reports=tempered)
+    findings = probe(unaware, llama, told=facts("tempered"), sampling=filtered)
+    assert any("nor does rollout correction" in finding.answer for finding in findings)
 
 
 def test_seeds_that_do_not_repeat_are_reported_and_do_not_stop_the_run(llama):

@@ -1,10 +1,12 @@
 """Which tokens are drawn, how often, and with which log-probability."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from verl.algos.rollout_correction import compute_rollout_correction_and_rejection_mask
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native import sampler
 from verl.workers.rollout.native.rows import RowSettings
@@ -107,15 +109,80 @@ def test_a_row_gets_the_same_token_whatever_its_neighbours_ask_for():
         assert torch.equal(alone[1], together[1][row : row + 1])
 
 
-@pytest.mark.parametrize(
-    "filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.4}, {"repetition_penalty": 1.7}]
-)
-def test_log_probs_are_those_of_the_whole_distribution_at_that_temperature(filters):
+FILTERS = [
+    {},
+    {"top_k": 3},
+    {"top_p": 0.6},
+    {"min_p": 0.4},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6, "top_k": 9, "top_p": 0.8, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_raw_log_probs_are_those_of_the_whole_distribution_at_that_temperature(filters):
+    logits = torch.randn(50, 40)
+    seen = torch.rand(50, 40) < 0.5
+    params = SamplingParams(temperature=0.7, log_probs="raw", **filters)
+    tokens, log_probs = pick(logits, params, seen=seen)
+    whole = (logits / 0.7).log_softmax(-1)
+    torch.testing.assert_close(log_probs, whole.gather(1, tokens[:, None]).squeeze(1))
+    processed, _ = pick(logits, dataclasses.replace(params, log_probs="processed"), seen=seen)
+    assert torch.equal(processed, tokens)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_processed_log_probs_are_those_of_what_tokens_are_drawn_from(filters):
     logits = torch.randn(50, 40)
     seen = torch.rand(50, 40) < 0.5
     tokens, log_probs = pick(logits, SamplingParams(temperature=0.7, **filters), seen=seen)
-    whole = (logits / 0.7).log_softmax(-1)
-    torch.testing.assert_close(log_probs, whole.gather(1, tokens[:, None]).squeeze(1))
+    expected = processed_log_probs(logits.double(), seen, 0.7, **filters)
+    torch.testing.assert_close(
+        log_probs.double(), expected.gather(1, tokens[:, None]).squeeze(1), atol=2e-6, rtol=0
+    )
+
+
+def processed_log_probs(
+    logits, seen, temperature, top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+):
+    """(B, V) by sorting, row by row; -inf for what is filtered out."""
+    logits = torch.where(
+        seen & (logits > 0),
+        logits / repetition_penalty,
+        torch.where(seen, logits * repetition_penalty, logits),
+    )
+    rows = []
+    for row in (logits / temperature).softmax(-1):
+        order = row.argsort(descending=True)[: top_k if top_k > 0 else None]
+        share = row[order] / row[order].sum()
+        order = order[share.cumsum(0) - share < top_p]
+        order = order[row[order] >= min_p * row.max()]
+        rows.append(torch.full_like(row, -torch.inf))
+        rows[-1][order] = (row[order] / row[order].sum()).log()
+    return torch.stack(rows)
+
+
+def test_importance_weights_of_processed_log_probs_show_what_a_filter_took_away():
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().expand(64, -1)
+    mask = torch.ones(64, 1)
+    found = {}
+    for kind in ("processed", "raw"):
+        tokens, log_probs = pick(logits, SamplingParams(top_k=2, log_probs=kind))
+        trained = logits.log_softmax(-1).gather(1, tokens[:, None])
+        weights, _, metrics = compute_rollout_correction_and_rejection_mask(
+            trained, log_probs[:, None], mask, rollout_is="token"
+        )
+        found[kind] = (weights.batch["rollout_is_weights"], metrics["rollout_corr/kl"])
+    # Top-k keeps 0.4 + 0.3: every token was 1 / 0.7 times as likely as the policy has it.
+    torch.testing.assert_close(found["processed"][0], torch.full((64, 1), 0.7))
+    assert found["processed"][1] == pytest.approx(-math.log(0.7), abs=1e-6)
+    torch.testing.assert_close(found["raw"][0], torch.ones(64, 1))
+    assert found["raw"][1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_log_probs_of_an_unknown_kind_are_refused():
+    with pytest.raises(ValueError, match="log_probs is tempered; it must be processed or raw"):
+        SamplingParams(log_probs="tempered")
 
 
 def test_the_log_sum_is_torchs_own_to_the_last_bit():

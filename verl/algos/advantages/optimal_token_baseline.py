@@ -1,9 +1,16 @@
 """A baseline of least variance for every token position, from the policy's own probabilities.
 
-The gradient of log pi with respect to the logits has the squared norm 1 - 2 pi + sum(pi^2); summed
-up to token t it says how much noise the return of t puts into the gradient. Responses of one
-prompt are averaged position by position with these weights (arXiv:2602.07078). `sum_pi_squared`
-comes from the actor (`actor.calculate_sum_pi_squared=True`).
+What arrives at token t multiplies the scores of all tokens up to t in the policy gradient, each
+with its importance weight: Z_t = sum_{s <= t} rho_s grad log pi_s. The baseline that minimises
+E |Z_t|^2 (G_t - B_t)^2 is B_t = E[|Z_t|^2 G_t] / E[|Z_t|^2] (arXiv:2602.07078). Under the policy
+that sampled, E[rho_s grad log pi_s | tokens before s] = 0, so products of different tokens vanish:
+
+    E |Z_t|^2 = E sum_{s <= t} rho_s^2 |grad log pi_s|^2
+
+With respect to the logits |grad log pi|^2 is 1 - 2 pi + sum(pi^2). The weight of a token thus stays
+with that token; only where all rho of a response are equal does it factor out. Responses of one
+prompt are averaged position by position with these sums. `sum_pi_squared` comes from the actor
+(`actor.calculate_sum_pi_squared=True`).
 """
 
 from dataclasses import dataclass
@@ -32,7 +39,7 @@ def compute_optimal_token_baseline_advantage(
     """Return minus the weighted mean return of the group at the same position.
 
         G_t = r_t + G_next
-        W_t = rho_t^2 sum_{s <= t} (1 - 2 pi_s + sum(pi_s^2)) + epsilon
+        W_t = sum_{s <= t} rho_s^2 (1 - 2 pi_s + sum(pi_s^2)) + epsilon
         A_t = G_t - sum_g W_t G_t / sum_g W_t           over responses that have a token at t
 
     All tensors are (B, T), `index` (B,); rho are the `rollout_is_weights`, if any. A response
@@ -43,8 +50,7 @@ def compute_optimal_token_baseline_advantage(
     is_trained = response_mask.bool()
     tokens = _Tokens(
         returns=discounted_returns(token_level_rewards, response_mask, gamma=1.0),
-        noise=_gradient_noise(old_log_probs, sum_pi_squared, is_trained),
-        importance=rollout_is_weights,
+        noise=_gradient_noise(old_log_probs, sum_pi_squared, rollout_is_weights, is_trained),
         is_trained=is_trained,
     )
     peers = _Peers(outcome_reward(token_level_rewards), index)
@@ -71,11 +77,10 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     is_trained = response_mask.bool()
     order = torch.argsort(is_trained.int(), dim=-1, descending=True, stable=True)  # trained first
     returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
-    noise = _gradient_noise(old_log_probs, sum_pi_squared, is_trained)
+    noise = _gradient_noise(old_log_probs, sum_pi_squared, rollout_is_weights, is_trained)
     compact = _Tokens(
         returns=returns.gather(-1, order),
         noise=noise.gather(-1, order),
-        importance=None if rollout_is_weights is None else rollout_is_weights.gather(-1, order),
         is_trained=is_trained.gather(-1, order),
     )
     peers = _Peers(outcome_reward(token_level_rewards), index)
@@ -89,7 +94,6 @@ class _Tokens:
 
     returns: Tensor
     noise: Tensor
-    importance: Tensor | None
     is_trained: Tensor
 
 
@@ -103,19 +107,20 @@ class _Peers:
         self.all_equal = (std == 0)[self.group, None]  # (B, 1)
 
 
-def _gradient_noise(old_log_probs: Tensor, sum_pi_squared: Tensor, is_trained: Tensor) -> Tensor:
-    """Squared norm of the gradient of log pi in the logits; never negative, but it may round so."""
-    noise = 1 - 2 * old_log_probs.exp() + sum_pi_squared
-    return torch.where(is_trained, noise.clamp(min=0), 0.0)
+def _gradient_noise(
+    old_log_probs: Tensor, sum_pi_squared: Tensor, rho: Tensor | None, is_trained: Tensor
+) -> Tensor:
+    """Squared norm of rho grad log pi in the logits; never negative, but it may round so."""
+    noise = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
+    if rho is not None:
+        noise = noise * rho.square()
+    return torch.where(is_trained, noise, 0.0)
 
 
 def _minus_baseline(
     tokens: _Tokens, peers: _Peers, handle_zero_tail: bool, epsilon: float
 ) -> Tensor:
-    weight = tokens.noise.cumsum(-1)
-    if tokens.importance is not None:
-        weight = weight * tokens.importance.square()
-    weight = torch.where(tokens.is_trained, weight + epsilon, 0.0)
+    weight = torch.where(tokens.is_trained, tokens.noise.cumsum(-1) + epsilon, 0.0)
     baseline = group_weighted_mean(tokens.returns, weight, peers.group)[peers.group]  # (B, T)
     has_baseline = ~peers.is_alone
     if handle_zero_tail:
@@ -127,8 +132,6 @@ def _minus_baseline(
 def _beyond_peers(tokens: _Tokens, peers: _Peers) -> Tensor:
     """Where only the longest response of a group still runs, (B, T)."""
     position = torch.arange(tokens.is_trained.shape[-1], device=tokens.is_trained.device)
-    length = torch.where(tokens.is_trained, position + 1, 0).amax(
-        -1
-    )  # up to the last trained token
+    length = torch.where(tokens.is_trained, position + 1, 0).amax(-1)  # to the last trained token
     runs = (position < length[:, None]).long()  # (B, T)
     return group_sum(runs, peers.group)[peers.group] == 1

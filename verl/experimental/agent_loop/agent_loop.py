@@ -9,6 +9,7 @@ from verl.agent_loop import (
     DictConfigWrap,
     register,
 )
+from verl.agent_loop.base import agent_loops as _agent_loop_registry
 from verl.agent_loop.manager import get_trajectory_info
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "AgentLoopOutput",
     "AsyncLLMServerManager",
     "DictConfigWrap",
+    "_agent_loop_registry",
     "get_trajectory_info",
     "register",
 ]

@@ -7,7 +7,7 @@ is a hash of (seed, token index): what a row draws does not depend on its neighb
 decide the draw are in fp64.
 
 Filters and penalties (`filters`) change the statistics of the blocks and which tokens of the last
-one count; the log-probability stays that of the whole distribution.
+one count; the log-probability is that of the whole distribution, or of what they leave.
 """
 
 # Types do not know `kernel[grid](...)`.
@@ -52,11 +52,13 @@ def draw_tokens(
     softcap: float | None = None,
     filters: Filters | None = None,
     repetition: Repetition | None = None,
+    renormalizes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token ids (B,) int64 and log-probabilities (B,) fp32 for raw logits (B, V).
 
     Scores are softcap(logits * scale) / temperature; greedy rows take the likeliest token. Rows
     whose filters and penalty are off get the token that they get without these arguments.
+    Log-probabilities are those before filters and penalty, but for rows that `renormalizes` (B,).
     """
     whole = maxima, denominators = block_statistics(
         logits, temperature, scale=scale, softcap=softcap
@@ -72,9 +74,11 @@ def draw_tokens(
     log_probs = torch.empty(scores.num_rows, dtype=torch.float32, device=logits.device)
     _draw[(scores.num_rows,)](
         *scores.arguments, is_greedy, seed, token_index, *whole,
-        maxima, denominators, floors, tokens, log_probs,
+        maxima, denominators, floors, is_greedy if renormalizes is None else renormalizes,
+        tokens, log_probs,
         BLOCK=BLOCK,
         HAS_FILTERS=filters is not None,
+        RENORMALIZES=renormalizes is not None,
         **scores.options,
     )  # fmt: skip
     return tokens, log_probs
@@ -116,9 +120,10 @@ def _locate(weights, uniform, NUM: tl.constexpr):
 def _draw(
     logits, seen, temperatures, penalties, row_step, seen_step, scale, softcap, num_blocks,
     are_greedy, seeds, indices, maxima, denominators,
-    choice_maxima, choice_denominators, floors, tokens, log_probs,
+    choice_maxima, choice_denominators, floors, renormalizes, tokens, log_probs,
     BLOCKS_PADDED: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PENALTY: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    RENORMALIZES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = row * num_blocks
@@ -154,5 +159,12 @@ def _draw(
         index, inside = _locate(weights.to(tl.float64), inside, BLOCK)
     token = tl.minimum(block * BLOCK + index, VOCABULARY - 1)
     z = score(tl.load(logits + token), temperature, scale, softcap, HAS_SOFTCAP)
+    log_prob = z - log_sum
+    if RENORMALIZES:
+        drawn = tl.sum(tl.where(tl.arange(0, BLOCK) == index, x, 0.0), 0)
+        among_kept = drawn - log_sum_exp(row_max, parts)
+        is_sound = log_prob == log_prob  # NaN must be seen
+        does_apply = (tl.load(renormalizes + row) != 0) & is_sound
+        log_prob = tl.where(does_apply, among_kept, log_prob)
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(log_probs + row, z - log_sum)
+    tl.store(log_probs + row, log_prob)

@@ -35,6 +35,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
 import numpy as np
@@ -46,6 +47,8 @@ from verl.utils.device import is_cuda_available, is_npu_available
 NUMBER = struct.Struct("i")
 MAX_REQUEST_BYTES = 1 << 17
 START_SECONDS = 120.0
+END_SECONDS = 5.0
+ATTEMPTS = 3
 PR_SET_PDEATHSIG = 1
 BOOT = """
 import json, sys
@@ -110,11 +113,21 @@ def fork_rank(theirs: "Connection[Any, Any]", modules: Sequence[str]) -> ForkedP
     read = [(name, value) for name, value in variables if name.startswith(IMPORT_PREFIXES)]
     key = (os.getpid(), *read)  # a fork of the driver needs its own
     with _lock:
-        if key in _servers and not _servers[key].is_alive():
-            _servers.pop(key).end()
-        if key not in _servers:
-            _servers[key] = ForkServer()
-        return _servers[key].fork(theirs.fileno(), modules)
+        for attempts_left in range(ATTEMPTS - 1, -1, -1):
+            if key in _servers and not _servers[key].is_alive():
+                _servers.pop(key).end()
+            if key not in _servers:
+                _servers[key] = ForkServer()
+            try:
+                return _servers[key].fork(theirs.fileno(), modules)
+            except ForkServerKilled:
+                if not attempts_left:
+                    raise
+    raise AssertionError("the loop returns or raises")
+
+
+class ForkServerKilled(ConnectionError):
+    """A signal ended the fork server before it had forked a rank."""
 
 
 class ForkServer:
@@ -143,6 +156,8 @@ class ForkServer:
             descriptors = [pipe, theirs, 1, 2]
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
             answer = self._control.recv(NUMBER.size)
+        except ConnectionError:
+            answer = b""
         except OSError:
             os.close(status)
             raise
@@ -150,6 +165,10 @@ class ForkServer:
             os.close(theirs)
         if not answer:
             os.close(status)
+            code = self._process.wait(timeout=END_SECONDS)
+            if code < 0:
+                name = signal.Signals(-code).name
+                raise ForkServerKilled(f"the fork server of the ranks was killed by {name}")
             raise RuntimeError(
                 f"the fork server of the ranks ended while it imported {list(modules)}; "
                 "what it wrote is in this program's error output"
@@ -159,22 +178,24 @@ class ForkServer:
     def end(self) -> None:
         self._control.close()
         try:
-            self._process.wait(timeout=5.0)
+            self._process.wait(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(timeout=5.0)
+            self._process.wait(timeout=END_SECONDS)
 
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
 _lock = threading.Lock()
 
 
-@atexit.register
 def _end_servers() -> None:
     for key, server in _servers.items():
         if key[0] == os.getpid():
             server.end()
     _servers.clear()
+
+
+Finalize(None, _end_servers, exitpriority=0)  # after the ranks, which have a higher priority
 
 
 def _flags() -> list[str]:

@@ -70,7 +70,7 @@ class ProcessBackend(Backend):
         # A process that `multiprocessing` started runs these when it ends, before it joins its
         # children, and runs nothing of `atexit` or `weakref.finalize`.
         arguments = (self._ranks, self.is_closed, meeting, os.getpid())
-        self._finalizer = Finalize(self, end_processes, arguments, exitpriority=0)
+        self._finalizer = Finalize(self, end_processes, arguments, exitpriority=1)
         try:
             for rank, own in enumerate(variables):
                 own = {**meeting_variables(meeting), **own}

@@ -16,6 +16,7 @@ from verl.single_controller.ray.resource_pool import (
     split_resource_pool,
 )
 from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.utils.recipe_helpers import get_random_string
 
 __all__ = [
     "RayClassWithInitArgs",
@@ -27,6 +28,7 @@ __all__ = [
     "create_colocated_worker_cls_fused",
     "create_colocated_worker_raw_cls",
     "extract_pg_from_exist",
+    "get_random_string",
     "merge_resource_pool",
     "sort_placement_group_by_node_ip",
     "split_resource_pool",

@@ -23,3 +23,5 @@ from verl.algos.registry import (
     register_adv_est,
     register_policy_loss,
 )
+
+register_adv = register_adv_est

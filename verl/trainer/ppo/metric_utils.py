@@ -30,6 +30,7 @@ from verl.trainer.ppo.validation_metrics import (
 )
 from verl.utils.device import peak_memory
 from verl.utils.metric import reduce_metrics
+from verl.utils.recipe_helpers import compute_response_info
 
 __all__ = [
     "bootstrap_metric",
@@ -45,6 +46,8 @@ __all__ = [
 
 # Stages whose time is also given per token: generation over the tokens it made, others over all.
 _STAGES_PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+
+_compute_response_info = compute_response_info
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
@@ -120,7 +123,7 @@ def compute_variance_proxy_metrics(
 
         signal  = |mean gradient|^2                 from `gradient_norm`
         power   = mean_i(A_i^2 W_i)
-        noise   = (power - signal) / (N - 1)        the variance of the mean gradient
+        noise   = max(power - signal, 0) / (N - 1)  the variance of the mean gradient
 
     Sequence-weighted; empty where the batch lacks `sum_pi_squared`, `old_log_probs` or advantages.
     """
@@ -144,7 +147,7 @@ def compute_variance_proxy_metrics(
         signal = float(gradient_norm) ** 2
         metrics["variance_proxy/proxy1_signal_strength"] = signal
         if len(advantages) > 1:
-            noise = (power - signal) / (len(advantages) - 1)
+            noise = max(power - signal, 0.0) / (len(advantages) - 1)
             metrics["variance_proxy/proxy3_pure_noise"] = noise
     return metrics
 

@@ -15,7 +15,16 @@ RayPPOTrainer = PPOTrainer
 
 _LAZY = {
     "ResourcePoolManager": "verl.single_controller.ray:ResourcePoolManager",
+    "AdvantageEstimator": "verl.algos.registry:AdvantageEstimator",
     "Role": "verl.trainer.ppo.utils:Role",
+    "WorkerType": "verl.trainer.ppo.utils:WorkerType",
+    "compute_data_metrics": "verl.trainer.ppo.metric_utils:compute_data_metrics",
+    "compute_throughout_metrics": "verl.trainer.ppo.metric_utils:compute_throughout_metrics",
+    "compute_timing_metrics": "verl.trainer.ppo.metric_utils:compute_timing_metrics",
+    "marked_timer": "verl.utils.profiler:marked_timer",
+    "pad_dataproto_to_divisor": "verl.protocol:pad_dataproto_to_divisor",
+    "reduce_metrics": "verl.utils.metric:reduce_metrics",
+    "unpad_dataproto": "verl.protocol:unpad_dataproto",
 }
 
 

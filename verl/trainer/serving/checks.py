@@ -8,7 +8,7 @@ from verl.config.faults import Fault
 from verl.config.generation import READ_BY_ENGINES
 from verl.config.packages import engine_package_faults
 from verl.config.ppo import PPOConfig
-from verl.config.validate_parts import model_faults
+from verl.config.validate_machine import model_faults
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from verl.config.convert import omega_conf_to_dataclass
 from verl.config.data import CustomClassConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
@@ -194,6 +196,18 @@ def build_dataset(
     dataset = SFTDataset(files, tokenizer, settings.data, max_samples=max_samples)
     dataset.check_lengths()
     return dataset
+
+
+def create_sft_dataset(
+    data_paths: str | list[str], data_config: Any, tokenizer: Any, max_samples: int = -1
+) -> Dataset[Row]:
+    """The rows that a data section describes, for programs with a loop of their own."""
+    data = omega_conf_to_dataclass(data_config, SFTDataConfig)
+    if data.custom_cls.path is not None:
+        return custom_class(data.custom_cls)(data_paths, tokenizer, data, max_samples=max_samples)
+    if data.multiturn.enable:
+        return MultiTurnSFTDataset(data_paths, tokenizer, data, max_samples=max_samples)
+    return SFTDataset(data_paths, tokenizer, data, max_samples=max_samples)
 
 
 def custom_class(custom: CustomClassConfig) -> Callable[..., Dataset[Row]]:

@@ -28,13 +28,14 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, cast
 
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.config.convert import to_dict
 from verl.config.load import load_config
-from verl.config.sft import SFTEngineConfig
+from verl.config.sft import SFTConfig, SFTEngineConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.common import RunProgress, Termination
@@ -91,16 +92,29 @@ class StepCounts:
 class SFTTrainer:
     """Fine-tunes one model on one dataset; `fit` is the whole run.
 
-    Under several ranks the process group must exist already.
+    Under several ranks the process group must exist already, and the ranks are its: meshes, which
+    programs of older scripts pass, say nothing more.
     """
 
-    def __init__(self, config: AnySFTConfig) -> None:
+    def __init__(
+        self,
+        config: AnySFTConfig | DictConfig,
+        device_mesh: Any = None,
+        ulysses_device_mesh: Any = None,
+        tokenizer: Any = None,
+        train_dataset: Dataset[Row] | None = None,
+        val_dataset: Dataset[Row] | None = None,
+    ) -> None:
+        if isinstance(config, DictConfig):
+            config = cast(SFTConfig, load_config(config, SFTConfig, keeps_unknown=True).checked())
         self.config = config
         self.settings = settings = settings_of(config)
         self.ranks = Ranks.here()
         seed_everything(settings.trainer.seed)
-        self.tokenizer = build_tokenizer(settings)
-        self.train_dataset, self.val_dataset = build_datasets(settings, self.tokenizer)
+        self.tokenizer = tokenizer or build_tokenizer(settings)
+        if train_dataset is None:
+            train_dataset, val_dataset = build_datasets(settings, self.tokenizer)
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.num_rows = len(cast(Sized, self.train_dataset))
         self.steps_per_epoch = steps_per_epoch(settings, self.num_rows)
         self.total_steps = total_steps(settings, self.steps_per_epoch)

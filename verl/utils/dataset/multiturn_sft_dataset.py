@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from verl.config.convert import omega_conf_to_dataclass
+from verl.config.convert import omega_conf_to_dataclass, plain
 from verl.config.sft import SFTEngineDataConfig
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.dataset.prompt_encoder import schema_without_nulls
@@ -289,8 +289,7 @@ def as_conversation_config(
     """The typed section; names of columns in a `multiturn` section count as its own."""
     if isinstance(config, SFTEngineDataConfig):
         return config
-    plain: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
-    values: dict[str, Any] = dict(plain or {})
+    values: dict[str, Any] = dict(plain(config) or {})
     nested: Mapping[str, Any] = values.pop("multiturn", None) or {}
     named = {key: nested[key] for key in COLUMN_KEYS if key in nested}
     return omega_conf_to_dataclass({**values, **named}, SFTEngineDataConfig)

@@ -1,10 +1,11 @@
 """Geometry with pictures (Geometry3K, arXiv:2105.04165): mostly the answer, a little the format.
 
-The answer is graded by value (`math_grader`); a response in the format thinks in <think> tags and
-then gives a box.
+The answer is graded by value (`math_verify.grade_or_ask`); a response in the format thinks in
+<think> tags and then gives a box.
 """
 
-from verl.utils.reward_score.math_grader import Abstain, Correct, final_answer, grade
+from verl.utils.reward_score.math_grader import Abstain, Correct, final_answer
+from verl.utils.reward_score.math_verify import grade_or_ask
 
 
 def compute_score(
@@ -30,5 +31,5 @@ def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> f
     answer = final_answer(predict_str) if use_boxed else predict_str
     if answer is None:
         return 0.0
-    verdict = grade(answer, str(ground_truth))
+    verdict = grade_or_ask(answer, str(ground_truth))
     return None if isinstance(verdict, Abstain) else float(isinstance(verdict, Correct))

@@ -12,6 +12,9 @@ from typing import Any
 
 from verl.utils.reward_score.math_grader.grade import last_boxed, unboxed
 from verl.utils.reward_score.math_grader.numbers import ascii_minus, exact_number
+from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
+
+__all__ = ["compute_score", "last_boxed_only_string", "remove_boxed"]
 
 CLIP_CHARACTERS = 300
 """Answers stand at the end; also the most a response can cost."""

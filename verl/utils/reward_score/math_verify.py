@@ -1,6 +1,8 @@
-"""A second opinion from the package math-verify (sympy), which may hang or eat memory.
+"""Answers that the exact grader cannot read, given to the package math-verify (sympy).
 
-So it runs in worker processes that end at a limit and are then replaced:
+`grade_or_ask` is the verdict of `math_grader`; where that does not know the mathematics (integrals,
+sums, cases) and math-verify is installed, the verdict of math-verify. That may hang or eat memory,
+so it runs in worker processes that end at a limit and are then replaced:
 
     calling thread                         worker process (`math_verify_worker`)
       takes an idle worker, or starts one     waits for a line
@@ -15,6 +17,7 @@ A killed worker has not said that the answer is wrong: `second_opinion` abstains
 import atexit
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.import_utils import is_available
-from verl.utils.reward_score.math_grader import Abstain, Correct, Verdict, Wrong
+from verl.utils.reward_score.math_grader import Abstain, Correct, Verdict, Wrong, grade
 
 CPU_SECONDS = 1.0
 MEMORY_MB = 256
@@ -40,6 +43,12 @@ MAX_CHARACTERS = 10_000
 MAX_GOLD_CHARACTERS = 2000
 
 MAX_IDLE_WORKERS = 8
+COMMANDS = frozenset({"int", "sum", "prod", "lim", "max", "min", "gcd", "lcm"})
+"""What math-verify evaluates and the exact grader does not read."""
+
+
+_COMMAND = re.compile(r"\\(?:[a-z]+|[,;:! ])")
+_NO_FORMULA = re.compile(r"[A-Za-z]{3}|__|[^A-Za-z0-9^_{}()+\-*/.,=|$! ]")
 
 
 class WorkerKilled(RuntimeError):
@@ -56,6 +65,32 @@ def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0
     except WorkerKilled:
         return timeout_score
     return None if isinstance(verdict, Abstain) else float(isinstance(verdict, Correct))
+
+
+def grade_or_ask(answer: str, gold: str) -> Verdict:
+    """Whether `answer` says the same as `gold`, by the exact grader or else by math-verify.
+
+    math-verify is asked where `COMMANDS` stand in the answers and both are one expression: it picks
+    what it likes from longer texts. Other abstentions stay: what is too large to compute, and what
+    has no certain meaning.
+    """
+    verdict = grade(answer, gold)
+    is_for_library = isinstance(verdict, Abstain) and verdict.command in COMMANDS
+    is_readable = is_for_library and _is_expression(answer) and _is_expression(gold)
+    if not is_readable or not is_available("math_verify"):
+        return verdict
+    return second_opinion(f"\\boxed{{{answer}}}", gold)
+
+
+def _is_expression(text: str) -> bool:
+    """Whether it holds nothing but a formula: no list, no equation, no words."""
+    bare = _COMMAND.sub(" ", text)
+    depth = 0
+    for character in bare:
+        depth += (character in "({") - (character in ")}")
+        if depth == 0 and character in ",=":
+            return False
+    return _NO_FORMULA.search(bare) is None
 
 
 def second_opinion(model_output: str, ground_truth: str) -> Verdict:

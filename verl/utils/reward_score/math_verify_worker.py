@@ -36,7 +36,12 @@ def comparison() -> Callable[[str, str], bool]:
     def equal(answer: str, gold: str) -> bool:
         expected = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
         found = parse(answer, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-        return bool(verify(expected, found, timeout_seconds=None))
+        if verify(expected, found, timeout_seconds=None):
+            return True
+        for name, parsed in (("gold answer", expected), ("answer", found)):
+            if all(isinstance(part, str) for part in parsed):
+                raise ValueError(f"it cannot read the {name}")
+        return False
 
     equal("\\boxed{x^2+\\frac{1}{2}}", "0.5+x^2")  # loads its grammar before anyone waits for it
     return equal

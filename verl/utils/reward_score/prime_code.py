@@ -35,6 +35,8 @@ from verl.utils.reward_score.code_tests import (
 )
 from verl.utils.sandbox import Limits, RunResult, Sandbox
 
+__path__: list[str] = []  # so that the older `prime_code.testing_util` is found
+
 TIMEOUT_SECONDS = 10.0
 """Timeout of all cases of a program together."""
 
@@ -66,6 +68,16 @@ def apps_check_correctness(
     metadata: list[dict[str, Any]] = []
     tests = LocalTests(generation, timeout_seconds=timeout)
     return list(_run(tests, read_cases(in_outs), metadata)), metadata
+
+
+def run_test(
+    in_outs: str | Mapping[str, Any],
+    test: str | None = None,
+    debug: bool = False,
+    timeout: float = 15,
+) -> tuple[list[Verdict], list[dict[str, Any]]]:
+    """`apps_check_correctness` under the name that callers of `testing_util` use."""
+    return apps_check_correctness(in_outs, test or "", timeout=timeout)
 
 
 def _failure(result: RunResult) -> Verdict:

@@ -1,10 +1,11 @@
 """Mathematics graded by value: 1 if the response's answer equals the ground truth, else 0.
 
-`math_grader` decides; where it cannot (an integral in the box, a power tower) the score is None,
-and the response takes no part in training.
+`math_grader` decides, and math-verify what it cannot read (an integral in the box). Where neither
+can (a power tower) the score is None, and the response takes no part in training.
 """
 
-from verl.utils.reward_score.math_grader import Abstain, Correct, final_answer, grade
+from verl.utils.reward_score.math_grader import Abstain, Correct, final_answer
+from verl.utils.reward_score.math_verify import grade_or_ask
 
 
 def compute_score(model_output: str, ground_truth: str) -> tuple[float | None, float, str]:
@@ -12,7 +13,7 @@ def compute_score(model_output: str, ground_truth: str) -> tuple[float | None, f
     answer = final_answer(model_output)
     if answer is None:
         return 0.0, 0.0, ""
-    verdict = grade(answer, str(ground_truth))
+    verdict = grade_or_ask(answer, str(ground_truth))
     if isinstance(verdict, Abstain):
         return None, 1.0, answer
     return float(isinstance(verdict, Correct)), 1.0, answer

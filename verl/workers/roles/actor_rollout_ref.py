@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.actor import FSDPActorConfig
+from verl.config.convert import omega_conf_to_dataclass
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
 from verl.models.lora import has_lora
@@ -147,6 +148,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         total_training_steps: int | None = None,
     ) -> None:
         super().__init__()
+        config = omega_conf_to_dataclass(config, ActorRolloutRefConfig)
         DistProfilerExtension.__init__(self, DistProfiler(self.rank, config.actor.profiler))
         self.config = config
         self.device = device or get_device_name()

@@ -2,6 +2,9 @@
 
 import time
 
+from omegaconf import DictConfig
+
+from verl.config.convert import omega_conf_to_dataclass
 from verl.config.critic import FSDPCriticConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
@@ -32,13 +35,13 @@ class CriticWorker(RankWorker, CheckpointedWorker):
 
     def __init__(
         self,
-        config: FSDPCriticConfig,
+        config: FSDPCriticConfig | DictConfig,
         *,
         device: str | None = None,
         total_training_steps: int | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = omega_conf_to_dataclass(config, FSDPCriticConfig)
         self.device = device or get_device_name()
         if total_training_steps is not None:
             config.optim.total_training_steps = total_training_steps

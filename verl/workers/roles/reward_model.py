@@ -10,9 +10,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.config.convert import omega_conf_to_dataclass
 from verl.config.reward import FSDPRewardModelConfig
 from verl.models.loading import load_reward_model
 from verl.protocol import DataProto
@@ -44,13 +46,13 @@ class RewardModelWorker(RankWorker):
 
     def __init__(
         self,
-        config: FSDPRewardModelConfig,
+        config: FSDPRewardModelConfig | DictConfig,
         *,
         device: str | None = None,
         total_training_steps: int | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config = omega_conf_to_dataclass(config, FSDPRewardModelConfig)
         self.device = device or get_device_name()
         self.register_mesh(MESH, ranks_per_sequence=1)
 

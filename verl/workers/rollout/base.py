@@ -20,6 +20,10 @@ WAKE_SECONDS = 10.0
 """How often a thread that waits for an engine looks up."""
 
 
+LOG_PROBS = ("processed", "raw")
+KINDS = " or ".join(LOG_PROBS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue a prompt."""
@@ -39,6 +43,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens seen before (multiply negative ones)."""
 
+    log_probs: str = "processed"
+    """`processed`: of the distribution that tokens are drawn from, after temperature, penalty and
+    filters. `raw`: before penalty and filters, as in training. Equal where all of these are off.
+    vLLM and SGLang have an option of their own for all requests."""
+
     max_tokens: int = 512
     """Most tokens to generate."""
 
@@ -53,6 +62,18 @@ class SamplingParams:
 
     seed: int | None = None
     """Equal seeds give equal responses, whatever else runs at the same time."""
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens are likelier or less likely than softmax(logits / temperature)."""
+        has_filter = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return has_filter or self.repetition_penalty != 1
+
+    @property
+    def renormalizes(self) -> bool:
+        """Whether log-probs are not those of softmax(logits / temperature). The likeliest token is
+        taken, not drawn: nothing is renormalized for it."""
+        return self.is_filtered and self.log_probs == "processed" and self.temperature > 0
 
     def __post_init__(self) -> None:
         faults = [
@@ -70,6 +91,7 @@ class SamplingParams:
                     self.repetition_penalty > 0,
                 ),
                 ("stop", self.stop, "it must be a tuple of texts", is_texts(self.stop)),
+                ("log_probs", self.log_probs, f"it must be {KINDS}", self.log_probs in LOG_PROBS),
             )
             if not holds
         ]
@@ -88,7 +110,7 @@ class TokenOutput:
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """Log-probs under softmax(logits / temperature), before any filter, as in training."""
+    """Log-probs of the kind that `SamplingParams.log_probs` names."""
 
     policy_versions: list[int] = field(default_factory=list)
     """Which weights each token was sampled with: `log_probs[i]` is what the weights of version

@@ -335,6 +335,8 @@ def log_probs_finding(
             )
     elif facts.log_probs == "processed" and sampling.is_filtered:
         told += "; with filters a policy ratio starts below 1"
+    elif sampling.is_filtered:
+        told += "; they do not show what the filters took away, nor does rollout correction"
     return Finding(question="log-probs are of the stated kind", answer=told, fault=fault)
 
 

@@ -30,13 +30,16 @@ def sampling_options(rollout: Any, meta_info: Mapping[str, Any]) -> dict[str, An
     is_validation = bool(meta_info.get("validate", False))
     source = rollout.val_kwargs if is_validation else rollout
     does_sample = bool(meta_info.get("do_sample", source.do_sample))
-    return {
+    options = {
         "temperature": source.temperature if does_sample else 0.0,
         "top_p": source.top_p,
         "top_k": source.top_k,
         "repetition_penalty": rollout.repetition_penalty,
         "ignore_eos": rollout.ignore_eos,
     }
+    # Exact mode returns the log-probs of training, which knows no filters.
+    log_probs = "raw" if rollout.exact else rollout.logprobs_mode.removesuffix("_logprobs")
+    return options if log_probs == "processed" else {**options, "log_probs": log_probs}
 
 
 def prompts_of(batch: DataProto, tokenizer: Any, *, max_tokens: int) -> list[list[int]]:

@@ -6,8 +6,9 @@ from fractions import Fraction
 import pytest
 
 from verl.utils.reward_score.math_grader.evaluate import Evaluator
-from verl.utils.reward_score.math_grader.lexer import simple_number, tokenize
+from verl.utils.reward_score.math_grader.lexer import tokenize
 from verl.utils.reward_score.math_grader.nodes import Number, TooLarge, Undecided, Undefined, Work
+from verl.utils.reward_score.math_grader.numbers import exact_number
 from verl.utils.reward_score.math_grader.parser import parse
 from verl.utils.reward_score.math_grader.reals import Interval, RealArithmetic
 
@@ -121,7 +122,7 @@ def test_the_fast_reading_of_plain_numbers_agrees_with_the_parser():
             f"{sign}\\frac{{{over}}}{{{under}}}", f"{sign}\\dfrac{{{over}}}{{{under}}}",
         ]  # fmt: skip
     for text in texts:
-        fast = simple_number(text)
+        fast = exact_number(text)
         if fast is None:
             assert text in ("3/0", r"\frac{3}{0}", "1,23")
         else:

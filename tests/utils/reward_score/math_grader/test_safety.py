@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.utils.reward_score.math_grader.corpus import read
 from tests.utils.reward_score.math_grader.hostile import injections
-from tests.utils.reward_score.math_grader.pairs import pairs
 from verl.utils import reward_score
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.math_grader import Correct, grade
@@ -59,11 +59,11 @@ def test_two_hundred_injections_execute_nothing_and_earn_nothing(tmp_path, monke
 
 # ---- the same verdict from everywhere ------------------------------------------------------------
 
-SAMPLE = pairs()[::3]
+SAMPLE = read()[::9]
 
 
 def verdicts() -> list:
-    return [grade(answer, gold) for gold, answer, _ in SAMPLE]
+    return [grade(row["answer"], row["gold"]) for row in SAMPLE]
 
 
 def test_threads_tasks_and_processes_give_the_same_verdicts():

@@ -96,8 +96,13 @@ def test_an_adapter_is_announced_with_its_rank_and_its_base_is_read_from_disk(fo
 
 
 def test_logits_in_place_of_log_probabilities_are_refused(folder):
-    with pytest.raises(ValueError, match=r"rollout\.logprobs_mode is 'raw_logits'"):
+    with pytest.raises(ValueError, match=r"logprobs_mode is 'raw_logits'"):
         options(folder, logprobs_mode="raw_logits")
+
+
+@pytest.mark.parametrize("mode", ["raw", "raw_logprobs"])
+def test_both_spellings_of_a_log_prob_mode_mean_vllms(folder, mode):
+    assert options(folder, logprobs_mode=mode)["arguments"]["logprobs_mode"] == "raw_logprobs"
 
 
 def test_copies_of_the_model_inside_one_engine_are_refused(folder):

@@ -1,9 +1,11 @@
 """Reward managers that are made from the configuration and asked for one response at a time."""
 
-from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
 from verl.workers.reward_manager import managers, prime
-from verl.workers.reward_manager.adapters import get_reward_manager_cls, loop_style
+from verl.workers.reward_manager.adapters import (
+    RewardManagerBase,
+    get_reward_manager_cls,
+    loop_style,
+)
 from verl.workers.reward_manager.registry import register
 
 __all__ = [
@@ -17,5 +19,6 @@ __all__ = [
 ]
 
 DAPORewardManager = loop_style(managers.DAPORewardManager)
+RateLimitedRewardManager = loop_style(managers.RateLimitedRewardManager)
 NaiveRewardManager = loop_style(managers.NaiveRewardManager)
 RemoteRewardManager = loop_style(prime.RemoteRewardManager)

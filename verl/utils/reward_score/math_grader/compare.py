@@ -19,6 +19,7 @@ from verl.utils.reward_score.math_grader.nodes import (
     Call,
     Constant,
     Degree,
+    Either,
     Group,
     Items,
     Listing,
@@ -138,10 +139,31 @@ class Comparison:
         rounded = rounded_value(gold)
         if rounded is not None:
             return self._is_close(rounded, without_name(answer, is_gold=False))
+        if self._is_false(answer):
+            return False
+        gold, answer = without_domain(gold), without_domain(answer)
+        gold_values, answer_values = assignments(gold), assignments(answer)
+        if gold_values and answer_values:
+            return gold_values.keys() == answer_values.keys() and all(
+                self.same(value, answer_values[name]) for name, value in gold_values.items()
+            )
+        if answer_values and isinstance(gold, Group) and sorted(answer_values) == [*answer_values]:
+            return self._same_in_order(gold.items, [*answer_values.values()])
         if not (isinstance(gold, Relation) and isinstance(answer, Relation)):
             gold = without_name(gold, is_gold=True)
             answer = without_name(answer, is_gold=False)
         return self._same_form(rewritten(gold), rewritten(answer))
+
+    def _is_false(self, node: Node) -> bool:
+        """Whether an equation says of two different numbers that they are equal, as 3 = 5."""
+        if not isinstance(node, Relation) or set(node.operators) != {"="}:
+            return False
+        numbers = [
+            member
+            for member in node.members
+            if not isinstance(member, (*_FORMS, Quantity)) and not symbols(member)
+        ]
+        return not all(self.same(numbers[0], number) for number in numbers[1:])
 
     def _same_form(self, gold: Node, answer: Node) -> bool:
         match gold, answer:
@@ -223,9 +245,9 @@ class Comparison:
         gold, answer = _pointing_left(gold), _pointing_left(answer)
         if gold.operators != answer.operators:
             return False
-        if len(gold.operators) > 1 or any(
-            isinstance(member, _FORMS) for node in (gold, answer) for member in node.members
-        ):
+        members = (*gold.members, *answer.members)
+        is_constant = not any(map(symbols, members))
+        if len(gold.operators) > 1 or is_constant or any(isinstance(m, _FORMS) for m in members):
             return self._same_in_order(gold.members, answer.members)
         is_directed = set(gold.operators) <= {"<", "<="}
         return self._equality.is_proportional(
@@ -251,7 +273,7 @@ class Comparison:
             return not _base(gold) and self._equality.holds(gold, answer)
         is_same_text = gold.digits.lstrip("0") == answer.digits.lstrip("0") and gold.digits != ""
         if gold.base is None:
-            return gold.value == answer.value or is_same_text
+            return gold.value == answer.value
         return answer.base in (gold.base, None) and is_same_text
 
     def _is_close(self, gold: Number, answer: Node) -> bool:
@@ -268,7 +290,13 @@ def _counted(items: Sequence[Node]) -> Counter[Fraction] | None:
 
 
 def _quantity(node: Node) -> tuple[Node, str]:
-    return (node.value, node.unit) if isinstance(node, Quantity) else (node, "")
+    match node:
+        case Quantity(value=value, unit=unit):
+            return value, unit
+        case Product(factors=(Number() as value, Symbol(name=name))) if is_known(name):
+            return value, name  # 5 m, where the other side has a unit
+        case _:
+            return node, ""
 
 
 def _unmarked(node: Node, mark: type[Unary]) -> Node:
@@ -309,6 +337,12 @@ def rewritten(node: Node) -> Node:
     match node:
         case Relation():
             return _interval(node) or node
+        case Either(items=items):
+            intervals = [_interval(item) for item in items if isinstance(item, Relation)]
+            pieces = tuple(interval for interval in intervals if interval is not None)
+            return Union(pieces) if len(pieces) == len(items) else without_indices(node)
+        case Listing():
+            return without_indices(node)
         case Negate(operand=Degree() | Percent() as inner):
             return type(inner)(Negate(inner.operand))
         case Negate(operand=Quantity(value=value, unit=unit)):
@@ -356,6 +390,52 @@ def without_name(node: Node, *, is_gold: bool) -> Node:
         return members[0]
     asked = node if is_gold else members[-1]
     return members[-1] if _is_name(members[0]) or not symbols(asked) else node
+
+
+def without_domain(node: Node) -> Node:
+    """A for x in A, as for an inequality; and what is exact in a relation that also rounds it."""
+    match node:
+        case Relation(members=(name, domain), operators=("in",)) if _is_name(name):
+            return domain
+        case Relation(operators=operators) if "~=" in operators:
+            return without_name(node, is_gold=True)
+        case _:
+            return node
+
+
+def assignments(node: Node) -> dict[str, Node] | None:
+    """The values by name in x = 1, y = 2 and in (x, y) = (1, 2); None for anything else."""
+    match node:
+        case Relation(members=(Group(items=names), Group(items=values)), operators=("=",)):
+            pairs = [*zip(names, values, strict=False)] if len(names) == len(values) else []
+        case Listing(items=items):
+            pairs = [
+                item.members
+                for item in items
+                if isinstance(item, Relation) and item.operators == ("=",)
+            ]
+            pairs = pairs if len(pairs) == len(items) else []
+        case _:
+            return None
+    named = {name.name: value for name, value in pairs if isinstance(name, Symbol)}
+    is_complete = len(named) == len(pairs) > 1
+    return named if is_complete and not any(map(_ROOT_NAME.fullmatch, named)) else None
+
+
+def without_indices(node: Listing) -> Node:
+    """2 and 3 for x_1 = 2, x_2 = 3: the roots of an equation have no order."""
+    values = [
+        item.members[1]
+        for item in node.items
+        if isinstance(item, Relation)
+        and item.operators == ("=",)
+        and isinstance(item.members[0], Symbol)
+        and _ROOT_NAME.fullmatch(item.members[0].name)
+    ]
+    return Listing(tuple(values)) if len(values) == len(node.items) else node
+
+
+_ROOT_NAME = re.compile(r"[xyzt]_[0-9]")
 
 
 def first_and_last(node: Relation) -> Relation:

@@ -12,23 +12,31 @@ strings and one bounded scan, no backtracking.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from verl.utils.reward_score.math_grader.compare import Comparison
+from verl.utils.reward_score.math_grader.compare import Comparison, plain_words
 from verl.utils.reward_score.math_grader.equality import Equality
-from verl.utils.reward_score.math_grader.lexer import simple_number, tokenize
+from verl.utils.reward_score.math_grader.lexer import tokenize
 from verl.utils.reward_score.math_grader.nodes import (
     MAX_CHARACTERS,
     Call,
     GradingStopped,
     Malformed,
     Node,
+    UnknownCommand,
     Work,
     walk,
 )
+from verl.utils.reward_score.math_grader.numbers import exact_number
 from verl.utils.reward_score.math_grader.parser import parse
 
-_LOOSE_SPACE = re.compile(r"(?<![0-9A-Za-z\\])\s+|(?<!\\)\s+(?![0-9A-Za-z])")
+_LOOSE_SPACE = re.compile(r"(?<![0-9A-Za-z\\,])\s+|(?<!\\)\s+(?![0-9A-Za-z])")
+_IN_TEXT = re.compile(r"\\(?:text[a-z]{0,6}|math[a-z]{2}|mbox)\s?\{([^{}]*)\}")
+_WORDS = re.compile(r"[\w\s.,:;'()]*[^\W\d_]{2}[\w\s.,:;'()]*|[A-J](?:,? ?(?:and )?[A-J])+")
+_FORMULA_IN_TEXT = re.compile(
+    r"\\text[a-z]{0,6}\{\s?(?:\$(.*)\$|(-?[0-9.,]*[0-9])[.,]?)\s?\}", re.DOTALL
+)
+_MONEY = re.compile(r"\\\$|[€£¥]")
 _FINAL_STOP = re.compile(r"(?<!\\)[.,;:]{1,9}$")
 _DIGIT_GROUP = re.compile(r"[0-9][, ][0-9]{3}")
 _LETTER = r"(?:\\(?:text[a-z]{0,6}|math[a-z]{2})\s?\{\s?)?\(?([A-J])"
@@ -50,9 +58,13 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Abstain:
-    """The grader cannot tell; `reason` says what it could not read or work out."""
+    """The grader cannot tell; `reason` says what it could not read or work out.
+
+    `command` is the LaTeX command, such as int, that is not in the grammar, if that is the reason.
+    """
 
     reason: str
+    command: str | None = field(default=None, repr=False, compare=False)
 
 
 Verdict = Correct | Wrong | Abstain
@@ -60,7 +72,7 @@ Verdict = Correct | Wrong | Abstain
 
 def grade(answer: str, gold: str) -> Verdict:
     """Whether `answer` says the same as `gold`; both are what stands in a box, not solutions."""
-    answer_number, gold_number = simple_number(answer), simple_number(gold)
+    answer_number, gold_number = exact_number(answer), exact_number(gold)
     if answer_number is not None and gold_number is not None:
         if answer_number == gold_number:
             return Correct()
@@ -75,6 +87,10 @@ def grade(answer: str, gold: str) -> Verdict:
         return Wrong("there is no answer")
     if answer == gold:
         return Correct()
+    if _is_same_phrase(answer, gold):
+        return Correct()
+    if any(_MONEY.search(one) and "%" in other for one, other in ((answer, gold), (gold, answer))):
+        return Wrong("money against a percentage")
     return _graded_choice(answer, gold) or _graded_readings(answer, gold)
 
 
@@ -82,7 +98,21 @@ def _trimmed(text: str) -> str:
     """Without what surrounds an answer: spaces, dollars, a full stop, an equals sign, a box."""
     text = _FINAL_STOP.sub("", _LOOSE_SPACE.sub("", text).strip("$"))
     text = text.strip("$").lstrip("=").rstrip("\\ ").strip()
+    text = _FORMULA_IN_TEXT.sub(r"\1\2", text) if text.startswith("\\text") else text
     return unboxed(text) if text.startswith("\\boxed{") and last_boxed(text) == text else text
+
+
+def _is_same_phrase(answer: str, gold: str) -> bool:
+    """Whether both are words, one of them in \\text{}, that differ in case and punctuation only."""
+    if not _IN_TEXT.search(answer + gold):
+        return False
+    answer, gold = (_IN_TEXT.sub(r" \1 ", text).replace("$", "") for text in (answer, gold))
+    phrases = [" ".join(text.replace(".", "").split()) for text in (answer, gold)]
+    return all(map(_WORDS.fullmatch, phrases)) and _phrase(answer) == _phrase(gold)
+
+
+def _phrase(text: str) -> str:
+    return plain_words(text.replace(".", "")).replace(" and ", " ")
 
 
 def _graded_choice(answer: str, gold: str) -> Verdict | None:
@@ -94,9 +124,10 @@ def _graded_choice(answer: str, gold: str) -> Verdict | None:
 
 
 def _graded_readings(answer: str, gold: str) -> Verdict:
-    """1,234 may be one number or two; either reading may match, the usual one is asked first."""
+    """1,234 may be one number or two, unless it is the gold answer; first the usual reading."""
     verdict = _graded(answer, gold, commas_group_digits=True)
-    if isinstance(verdict, Correct) or not _DIGIT_GROUP.search(answer + " " + gold):
+    is_one_number = exact_number(gold) is not None
+    if isinstance(verdict, Correct) or is_one_number or not _DIGIT_GROUP.search(f"{answer} {gold}"):
         return verdict
     as_lists = _graded(answer, gold, commas_group_digits=False)
     return as_lists if isinstance(as_lists, Correct) else verdict
@@ -106,17 +137,22 @@ def _graded(answer: str, gold: str, *, commas_group_digits: bool) -> Verdict:
     try:
         gold_tree = parse(tokenize(gold, commas_group_digits=commas_group_digits))
     except GradingStopped as reason:
-        return Abstain(f"the gold answer cannot be read: {reason}")
+        return _abstain(reason, "the gold answer cannot be read: ")
     try:
         answer_tree = parse(tokenize(answer, commas_group_digits=commas_group_digits))
     except Malformed as reason:
         return Wrong(f"not mathematics: {reason}")
     except GradingStopped as reason:
-        return Abstain(str(reason))
+        return _abstain(reason)
     try:
         return _compared(answer_tree, gold_tree, seed=gold + "\n" + answer)
     except GradingStopped as reason:
-        return Abstain(str(reason))
+        return _abstain(reason)
+
+
+def _abstain(reason: GradingStopped, prefix: str = "") -> Abstain:
+    command = reason.command if isinstance(reason, UnknownCommand) else None
+    return Abstain(f"{prefix}{reason}", command)
 
 
 def _compared(answer: Node, gold: Node, *, seed: str) -> Verdict:

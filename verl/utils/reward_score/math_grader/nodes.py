@@ -145,6 +145,12 @@ class Listing(Items):
     __slots__ = ()
 
 
+class Either(Listing):
+    """A listing joined by commas or "or": between inequalities it is a union."""
+
+    __slots__ = ()
+
+
 class SetOf(Items):
     """In braces: neither order nor repetition matters."""
 
@@ -242,6 +248,14 @@ class Malformed(GradingStopped):
 
 class Unsupported(GradingStopped):
     """The text may well be mathematics, but not of the kind that this grader knows."""
+
+
+class UnknownCommand(Unsupported):
+    """It is written with a LaTeX command that is not in the grammar, as an integral or a sum is."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__(f"the command \\{command} is not known")
+        self.command = command
 
 
 class TooLarge(GradingStopped):

@@ -25,6 +25,7 @@ from verl.utils.reward_score.math_grader.nodes import (
     Call,
     Constant,
     Degree,
+    Either,
     Group,
     Inverse,
     Listing,
@@ -134,11 +135,14 @@ class _Parser:
 
     def listing(self) -> Node:
         items = [self._relation()]
-        while self._accept(","):
-            while self._accept(","):  # "1, 2, and 3"
-                pass
+        separators: set[str] = set()
+        while self.peek() == ",":
+            while self.peek() == ",":  # "1, 2, and 3"
+                separators.add(self._take().text.strip(" ,").casefold())
             items.append(self._relation())
-        return items[0] if len(items) == 1 else Listing(tuple(items))
+        if len(items) == 1:
+            return items[0]
+        return Listing(tuple(items)) if "and" in separators else Either(tuple(items))
 
     def _relation(self) -> Node:
         members: list[Node] = []

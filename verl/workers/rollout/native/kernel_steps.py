@@ -219,7 +219,8 @@ class KernelSteps:
     def _draw(
         self, rows: slice, table: RowTable, logits: torch.Tensor, draw: "Draw"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens from raw logits; log-probabilities come from the kernel that training uses."""
+        """Tokens from raw logits; log-probabilities come from the kernel that training uses, but
+        for rows that have those of the filtered distribution."""
         head, settings = OutputHead.of(self.runner.module), table.settings
         filters = repetition = None
         if draw.filters:
@@ -236,6 +237,7 @@ class KernelSteps:
             softcap=head.softcap,
             filters=filters,
             repetition=repetition,
+            renormalizes=settings.renormalizes if draw.renormalizes else None,
         )
         tokens, log_probs = as_on_first_rank(tokens, log_probs, self.runner.tp_group)
         if repetition is not None:
@@ -286,10 +288,15 @@ class Draw:
     """top-k, top-p or min-p"""
 
     penalty: bool
+    renormalizes: bool
 
     @classmethod
     def of(cls, needs: Needs) -> "Draw":
-        return cls(filters=needs.candidates or needs.min_p, penalty=needs.penalty)
+        return cls(
+            filters=needs.candidates or needs.min_p,
+            penalty=needs.penalty,
+            renormalizes=needs.renormalizes,
+        )
 
 
 @dataclass(frozen=True)

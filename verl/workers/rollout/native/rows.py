@@ -81,6 +81,9 @@ class RowSettings(Columns):
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
+    renormalizes: Tensor
+    """Whether log-probs are those of the filtered distribution."""
+
     seed: Tensor
 
     @classmethod
@@ -97,6 +100,7 @@ class RowSettings(Columns):
             top_p=column([p.top_p for p in params], torch.float64),
             min_p=column([p.min_p for p in params], torch.float32),
             repetition_penalty=column([p.repetition_penalty for p in params], torch.float32),
+            renormalizes=column([p.renormalizes for p in params], torch.bool),
             seed=column(seeds, torch.long),
         )
 

@@ -2,8 +2,8 @@
 
 One uniform number per token, made from (seed, token index) by a hash, picks the token from the
 cumulative distribution. A sequence's tokens therefore depend on its seed and its logits, not on
-when it runs or beside whom. Filters change what may be picked; the log-probability that is reported
-is always that of the unfiltered distribution, the one training computes.
+when it runs or beside whom. Filters change what may be picked. A row's log-probability is that of
+what it may pick from (`renormalizes`), or that of the whole distribution, which training computes.
 
 Everything works on weights, exp(score - largest score), which are 1 for the likeliest token: they
 give the log-sum-exp, the filters are thresholds on them, and their sums give the distribution.
@@ -48,6 +48,7 @@ class Needs:
     candidates: bool
     min_p: bool
     penalty: bool
+    renormalizes: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "Needs":
@@ -58,6 +59,7 @@ class Needs:
             candidates=any(p.top_k > 0 or p.top_p < 1 for p in params),
             min_p=any(p.min_p > 0 for p in params),
             penalty=any(p.repetition_penalty != 1 for p in params),
+            renormalizes=any(p.renormalizes for p in params),
         )
 
 
@@ -81,8 +83,14 @@ def next_tokens(
         assert seen is not None
         scores = penalised(logits, settings, seen) / settings.temperature[:, None]
         weights, _ = weights_and_log_sum(scores)
+    weights = kept_weights(weights, settings, needs)
     tokens = pick(scores, weights, settings, needs, token_indices)
-    return tokens, scaled.gather(1, tokens[:, None]).squeeze(1) - log_sum
+    log_probs = scaled.gather(1, tokens[:, None]).squeeze(1) - log_sum
+    if needs.renormalizes:
+        among_kept = scores.gather(1, tokens[:, None]).squeeze(1) - scores.amax(-1)
+        among_kept -= weights.double().sum(-1).log_().to(among_kept.dtype)
+        log_probs = torch.where(settings.renormalizes, among_kept, log_probs)
+    return tokens, log_probs
 
 
 def weights_and_log_sum(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,16 +112,21 @@ def penalised(logits: Tensor, settings: RowSettings, seen: Tensor) -> Tensor:
 def pick(
     scores: Tensor, weights: Tensor, settings: RowSettings, needs: Needs, token_indices: Tensor
 ) -> Tensor:
-    """The likeliest token of greedy rows, else one drawn among those that the filters leave."""
+    """The likeliest token of greedy rows, else one drawn by the weights that are left."""
     if not needs.draw:
         return scores.argmax(-1)
-    if needs.candidates or needs.min_p:
-        floor = settings.min_p
-        if needs.candidates:
-            floor = floor.maximum(smallest_candidate(weights, settings.top_k, settings.top_p))
-        weights = weights.masked_fill(weights < floor[:, None], 0.0)
     tokens = draw(weights, uniform(settings.seed, token_indices))
     return torch.where(settings.is_greedy, scores.argmax(-1), tokens) if needs.greedy else tokens
+
+
+def kept_weights(weights: Tensor, settings: RowSettings, needs: Needs) -> Tensor:
+    """The weights (B, V) with 0 for tokens that a filter takes away."""
+    if not needs.draw or not (needs.candidates or needs.min_p):
+        return weights
+    floor = settings.min_p
+    if needs.candidates:
+        floor = floor.maximum(smallest_candidate(weights, settings.top_k, settings.top_p))
+    return weights.masked_fill(weights < floor[:, None], 0.0)
 
 
 def smallest_candidate(

@@ -90,7 +90,7 @@ class HostedNativeEngine(HostedEngine):
         return EngineFacts(
             name="native",
             version=__version__,
-            log_probs="tempered",
+            log_probs="processed",
             can_sleep=True,
             max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
         )

@@ -21,8 +21,6 @@ from verl.workers.rollout.engine_options import (
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """vLLM would take a share of the whole machine's memory; `engine_kwargs.vllm` may say more."""
 
-LOG_PROB_MODES = ("processed_logprobs", "raw_logprobs")
-
 
 def vllm_options(
     rollout: RolloutConfig,
@@ -40,7 +38,7 @@ def vllm_options(
     With `adapter`, the contents of an `adapter_config.json`, base weights are read from disk and
     updates bring the tensors of that LoRA adapter alone.
     """
-    refuse_what_vllm_cannot(rollout)
+    refuse_copies(rollout)
     arguments = {
         "model": model_path,
         "trust_remote_code": trust_remote_code,
@@ -54,7 +52,7 @@ def vllm_options(
         "enforce_eager": rollout.enforce_eager,
         "scheduling_policy": rollout.scheduling_policy,
         "disable_log_stats": rollout.disable_log_stats,
-        "logprobs_mode": rollout.logprobs_mode,
+        "logprobs_mode": rollout.logprobs_mode.removesuffix("_logprobs") + "_logprobs",
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "pipeline_parallel_size": rollout.pipeline_model_parallel_size,
         "enable_expert_parallel": rollout.expert_parallel_size > 1,
@@ -88,15 +86,6 @@ def vllm_environment(device: str) -> dict[str, str]:
         # The trainer uses the same cores, and vLLM's workers outnumber the memory nodes.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return variables
-
-
-def refuse_what_vllm_cannot(rollout: RolloutConfig) -> None:
-    refuse_copies(rollout)
-    if rollout.logprobs_mode not in LOG_PROB_MODES:
-        raise ValueError(
-            f"rollout.logprobs_mode is {rollout.logprobs_mode!r}, which returns logits where "
-            f"training needs log-probabilities; it must be one of {', '.join(LOG_PROB_MODES)}"
-        )
 
 
 def memory(rollout: RolloutConfig, device: str) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Older import path of the samplers."""

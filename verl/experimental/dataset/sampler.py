@@ -1,5 +1,0 @@
-"""Older import path of `verl.utils.dataset.rl_dataset`."""
-
-from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, AbstractSampler
-
-__all__ = ["AbstractCurriculumSampler", "AbstractSampler"]

@@ -1,1 +1,0 @@
-"""Older import path of datasets that grow."""

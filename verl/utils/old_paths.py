@@ -1,0 +1,136 @@
+"""Import paths that users' code has and that no file of ours stands behind, as one table.
+
+An entry is a module: either the one that it stands for, or its names with their homes
+("module:attribute"). The modules are made when they are imported, their names are looked up when
+they are used, so an entry costs nothing and needs no optional package until then.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from verl.utils.import_utils import lazy_attribute
+
+
+def names(home: str, *found: str, **others: str) -> dict[str, str]:
+    """A table of names that are in `home`, and of others as name="module:attribute"."""
+    return {name: f"{home}:{name}" for name in found} | others
+
+
+_LOOPS = "verl.agent_loop"
+_HELPERS = "verl.utils.recipe_helpers"
+_PROCESS = "verl.workers.rollout.replica:EngineProcessRollout"
+_PROFILER = "verl.utils.profiler"
+_MANAGERS = "verl.workers.reward_manager"
+
+OLD_PATHS: dict[str, str | dict[str, str]] = {
+    "verl.base_config": "verl.config.base",
+    "verl.experimental.dataset": {},
+    "verl.experimental.dataset.sampler": names(
+        "verl.utils.dataset.rl_dataset", "AbstractCurriculumSampler", "AbstractSampler"
+    ),
+    "verl.experimental.dynamic_dataset": {},
+    "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.utils.dataset.dynamicgen_dataset",
+    "verl.experimental.agent_loop.single_turn_agent_loop": "verl.agent_loop.single_turn",
+    "verl.experimental.reward_loop.reward_manager.base": names(
+        f"{_MANAGERS}.adapters", "RewardManagerBase"
+    ),
+    "verl.experimental.reward_loop.reward_manager.limited": names(
+        "verl.experimental.reward_loop.reward_manager",
+        "RateLimitedRewardManager",
+        AsyncTokenBucket=f"{_MANAGERS}.managers:AsyncTokenBucket",
+    ),
+    "verl.model_engine": {},
+    "verl.model_engine.base": names("verl.workers.engine", "BaseEngine", "EngineRegistry"),
+    "verl.models.transformers": {},
+    "verl.models.transformers.monkey_patch": names(_HELPERS, "apply_monkey_patch"),
+    "verl.third_party": {},
+    "verl.third_party.vllm": names(
+        _HELPERS, "VLLM_SLEEP_LEVEL", parallel_state="vllm.distributed.parallel_state"
+    ),
+    "verl.trainer.fsdp": {},
+    "verl.trainer.fsdp.fsdp_engine": names(
+        "verl.workers.engine.fsdp", "FSDPEngine", BaseEngine="verl.workers.engine:BaseEngine"
+    ),
+    "verl.trainer.fsdp.hybrid_engine": {
+        "HybridEngine": "verl.workers.rollout.replica:RolloutReplica"
+    },
+    "verl.trainer.ppo.rollout_corr_helper": "verl.algos.rollout_correction",
+    "verl.utils.activation_offload": names(_HELPERS, "enable_activation_offloading"),
+    "verl.utils.debug": _PROFILER,
+    "verl.utils.debug.metrics": names("verl.trainer.ppo.metric_utils", "calculate_debug_metrics"),
+    "verl.utils.debug.performance": "verl.utils.profiler.performance",
+    "verl.utils.memory_utils": names(_HELPERS, "aggressive_empty_cache"),
+    "verl.utils.net_utils": names(_HELPERS, "get_free_port", "is_valid_ipv6_address"),
+    "verl.utils.profiler.performance": names(
+        _PROFILER,
+        "log_gpu_memory_usage",
+        "marked_timer",
+        "simple_timer",
+        reduce_timing=f"{_HELPERS}:reduce_timing",
+        topk_reduce_ratio_min_max=f"{_HELPERS}:topk_reduce_ratio_min_max",
+    ),
+    "verl.utils.resource_pool_manager": names("verl.single_controller.ray", "ResourcePoolManager"),
+    "verl.utils.reward_score.prime_code.testing_util": names(
+        "verl.utils.reward_score.prime_code", "run_test"
+    ),
+    "verl.utils.trainer": {},
+    "verl.utils.trainer.core_algos": "verl.trainer.ppo.core_algos",
+    "verl.utils.transferqueue_utils": names(
+        _HELPERS, "create_transferqueue_client", "get_transferqueue_client", "tqbridge"
+    ),
+    "verl.workers.rollout.async_server": names(
+        "verl.workers.rollout.replica",
+        "RolloutReplica",
+        AsyncLLMServerManager=f"{_LOOPS}:AsyncLLMServerManager",
+    ),
+    "verl.workers.rollout.sglang": {"SGLangRollout": _PROCESS},
+    "verl.workers.rollout.sglang_rollout.sglang_rollout": {"SGLangRollout": _PROCESS},
+    "verl.workers.rollout.vllm": {"vLLMRollout": _PROCESS},
+    "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd": {"vLLMRollout": _PROCESS},
+    "verl.workers.sharding_manager": {},
+    "verl.workers.sharding_manager.fsdp_ulysses": names(
+        "verl.utils.ulysses", "FSDPUlyssesShardingManager"
+    ),
+    "verl.workers.utils": {},
+    "verl.workers.utils.padding": names(
+        "verl.utils.attention_utils", "left_right_2_no_padding", "no_padding_2_padding"
+    ),
+}
+
+
+class OldPaths(MetaPathFinder, Loader):
+    """Makes the modules of the table; asked last, so a file of that name would win."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname in OLD_PATHS else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        entry = OLD_PATHS[module.__name__]
+        module.__doc__ = "An older import path; `verl.utils.old_paths` says what it stands for."
+        if isinstance(entry, str):
+            module.__dict__["__getattr__"] = partial(of_module, entry)
+        else:
+            module.__dict__["__all__"] = list(entry)
+            module.__dict__["__getattr__"] = partial(lazy_attribute, module.__name__, entry)
+
+
+def of_module(home: str, name: str) -> Any:
+    """What `home` has under a name; `__all__` is every name without an underscore."""
+    module = import_module(home)
+    if name == "__all__" and "__all__" not in vars(module):
+        return [one for one in vars(module) if not one.startswith("_")]
+    return getattr(module, name)
+
+
+def install() -> None:
+    """Let Python find the modules of the table; doing so twice changes nothing."""
+    if not any(isinstance(finder, OldPaths) for finder in sys.meta_path):
+        sys.meta_path.append(OldPaths())
