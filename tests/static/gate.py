@@ -43,7 +43,7 @@ FORBIDDEN_CALLS = {
 FORBIDDEN_TRUE_KEYWORDS = {"shell", "trust_remote_code", "allow_pickle"}
 UNPICKLING_IMPORTS = re.compile(
     r"multiprocessing\.(reduction|managers|pool|queues|sharedctypes)\b.*|torch\.multiprocessing\b.*"
-    r"|torch\.distributed\.(checkpoint|rpc)\b.*"
+    r"|torch\.distributed\.(checkpoint(?!\.state_dict\.)|rpc)\b.*"
     r"|multiprocessing\.(Manager|Pool|Pipe|Queue|SimpleQueue|JoinableQueue)"
     r"|concurrent\.futures\.(process\b.*|ProcessPoolExecutor)"
 )
