@@ -19,6 +19,7 @@ from verl.config.generation import GenerationConfig
 from verl.config.load import Loaded, load_config
 from verl.config.validate import validate
 from verl.trainer.generation.plan import Start, generation_faults, plan_lines
+from verl.utils.environment import choose_openmp
 from verl.utils.import_utils import lazy_attribute
 
 CONFIG_NAME = "generation"
@@ -59,7 +60,7 @@ def run(loaded: Loaded) -> None:
     elif faults:
         raise ConfigError(faults)
     else:
-        command.say(idle_notices(config, loaded.user_set))
+        command.say([*idle_notices(config, loaded.user_set), *choose_openmp()])
         generate_and_report(loaded)
 
 

@@ -15,6 +15,7 @@ from verl.config.faults import ConfigError
 from verl.config.load import Loaded, load_config
 from verl.config.ppo import PPOConfig
 from verl.trainer.serving.checks import serving_faults, serving_notices
+from verl.utils.environment import choose_openmp
 from verl.utils.import_utils import lazy_attribute, require
 
 CONFIG_NAME = "ppo_trainer"
@@ -45,7 +46,7 @@ def run(loaded: Loaded) -> None:
     if faults:
         raise ConfigError(faults)
     require("fastapi", extra="server")
-    command.say(serving_notices(config, loaded.user_set))
+    command.say([*serving_notices(config, loaded.user_set), *choose_openmp()])
     dtype = "actor_rollout_ref.rollout.dtype"
     has_dtype = dtype in loaded.user_set
     lazy_attribute(__name__, _LAZY, "serve_model")(config, is_dtype_chosen=has_dtype)

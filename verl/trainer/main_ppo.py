@@ -20,6 +20,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.validate import validate
 from verl.trainer.plan.layout import controller, row_faults
 from verl.trainer.plan.render import make_plan, print_plan
+from verl.utils.environment import choose_openmp
 from verl.utils.import_utils import lazy_attribute
 
 CONFIG_NAME = "ppo_trainer"
@@ -79,7 +80,7 @@ def run(
     elif faults:
         raise ConfigError(faults)
     else:
-        command.say(idle_notices(config, loaded.user_set))
+        command.say([*idle_notices(config, loaded.user_set), *choose_openmp()])
         train(loaded, task_runner_class)
 
 

@@ -6,11 +6,22 @@ the import. Torch-style rank variables (`RANK`, `WORLD_SIZE`, ...) are read here
 Exit codes are the other thing a process shares with its scheduler (sysexits.h): 65 is data that no
 run can start with, 70 a run that failed by itself. A command that catches `EndsTheRun` prints the
 message without a traceback and exits with its code.
+
+OpenMP reads its variables when torch is loaded, so `choose_openmp` sets them before. Threads that
+wait for each other spin by default, for milliseconds: the fastest way on a quiet machine; beside
+other busy processes the kernel takes a processor from one thread while the others spin for it, and
+a step takes many times as long. So threads sleep while they wait where processors are in demand,
+and spin briefly elsewhere. How threads wait changes no number. How many there are may, so that
+follows from the machine (the CPU quota of a container), never from its load.
 """
 
+import logging
 import os
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 _OWN_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -31,6 +42,26 @@ def external_modules() -> list[str]:
 def logging_level() -> str:
     """`VERL_LOGGING_LEVEL`, default WARN."""
     return variable("VERL_LOGGING_LEVEL", "WARN")
+
+
+class QuietBesideOthers(logging.StreamHandler):
+    """Shows verl's log lines on stderr where the program has set up no logging of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            super().emit(record)
+
+
+def set_up_logging() -> None:
+    """Give verl's loggers the level of `VERL_LOGGING_LEVEL`, in this process."""
+    logger = logging.getLogger("verl")
+    logger.setLevel(logging_level())
+    if logger.level < logging.WARNING and not logger.handlers:
+        logger.addHandler(QuietBesideOthers())
 
 
 def sft_logging_level() -> str:
@@ -141,9 +172,18 @@ def tensorboard_dir() -> str | None:
     return variable("TENSORBOARD_DIR") or None
 
 
+def cache_folder() -> Path:
+    """`VERL_CACHE`, default `verl` in `XDG_CACHE_HOME` (`~/.cache`): copies of remote files."""
+    general = variable("XDG_CACHE_HOME") or "~/.cache"
+    return Path(variable("VERL_CACHE") or f"{general}/verl").expanduser()
+
+
 def mlflow_tracking_uri() -> str:
-    """`MLFLOW_TRACKING_URI`, default a SQLite file."""
-    return variable("MLFLOW_TRACKING_URI") or "sqlite:////tmp/mlruns.db"
+    """`MLFLOW_TRACKING_URI`, default a SQLite file in the cache folder, which is then created."""
+    if variable("MLFLOW_TRACKING_URI"):
+        return variable("MLFLOW_TRACKING_URI")
+    cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    return f"sqlite:///{cache_folder().absolute()}/mlruns.db"
 
 
 def server_token() -> str | None:
@@ -256,3 +296,117 @@ class BadData(EndsTheRun):
 
 class WentWrong(EndsTheRun):
     exit_code = 70
+
+
+# ---- processors ----------------------------------------------------------------------------------
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+QUIET_SPINS = 1000
+"""About 50 microseconds: more than most gaps between two operations, less than a time slice."""
+
+LOOK_SECONDS = 0.2
+_chosen: set[str] = set()
+SPARE_CORES = 0.5
+"""What others may use before the machine counts as busy."""
+
+
+def choose_openmp() -> list[str]:
+    """Set what the user has not; a line about each choice that is worth knowing."""
+    notices: list[str] = []
+    if not is_set("OMP_NUM_THREADS") and usable_cores() < len(allowed_cores()):
+        set_variable("OMP_NUM_THREADS", str(usable_cores()))
+        _chosen.add("OMP_NUM_THREADS")
+        notices.append(
+            f"threads: {usable_cores()}, because the container may use {cpu_quota():g} of "
+            f"{len(allowed_cores())} processors (OMP_NUM_THREADS sets another number)"
+        )
+    if not any(map(is_set, WAITING)):
+        demand = demand_of_others()
+        if demand is None:
+            set_variable("GOMP_SPINCOUNT", str(QUIET_SPINS))
+        else:
+            set_variable("OMP_WAIT_POLICY", "PASSIVE")
+            when = " in processes that start now" if "torch" in sys.modules else ""
+            notices.append(
+                f"threads sleep while they wait{when}, because {demand} "
+                "(OMP_WAIT_POLICY=ACTIVE lets them spin)"
+            )
+    return notices
+
+
+def has_chosen_threads() -> bool:
+    """Whether the user says how many threads a process has."""
+    return is_set("OMP_NUM_THREADS") and "OMP_NUM_THREADS" not in _chosen
+
+
+def usable_cores() -> int:
+    """Processors for the threads of this process, or for those of all its ranks."""
+    quota = cpu_quota()
+    allowed = len(allowed_cores())
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def demand_of_others() -> str | None:
+    """Why threads of ours would wait for processors, in words; None on a quiet machine."""
+    cores = allowed_cores()
+    before, start = busy_seconds(cores), time.monotonic()
+    load = os.getloadavg()[0]
+    if load > len(cores) + SPARE_CORES:  # more than a run of ours that has just ended
+        return f"the load is {load:.1f} on {len(cores)} processors"
+    if before is None:
+        return None
+    time.sleep(LOOK_SECONDS)
+    after = busy_seconds(cores) or before
+    used = (after - before) / (time.monotonic() - start)
+    if used > SPARE_CORES:
+        return f"other processes use {used:.1f} of {len(cores)} processors"
+    return None
+
+
+def allowed_cores() -> set[int]:
+    """The processors that this process may run on."""
+    if sys.platform == "linux":
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def busy_seconds(cores: set[int], stat: Path = Path("/proc/stat")) -> float | None:
+    """What these processors have worked since the machine started; None where nobody counts."""
+    if not stat.exists():
+        return None
+    ticks = 0
+    for line in stat.read_text().splitlines():
+        name, *counts = line.split()
+        if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in cores:
+            user, nice, system, _idle, _io, interrupts, soft, stolen = map(int, counts[:8])
+            ticks += user + nice + system + interrupts + soft + stolen
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_quota(
+    root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
+) -> float | None:
+    """How many processors' time the control groups of this process allow; None for no limit."""
+    limits: list[float] = []
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            for folder in _with_parents(root, path):
+                limits += _quota(folder / "cpu.max")
+        elif "cpu" in controllers.split(","):
+            for folder in _with_parents(root / controllers, path):
+                limits += _quota(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+    return min(limits, default=None)
+
+
+def _with_parents(root: Path, path: str) -> list[Path]:
+    """The group's folder and those above it; in a container the group may be the root itself."""
+    folder = root / path.lstrip("/")
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+
+
+def _quota(*files: Path) -> list[float]:
+    words = [word for file in files if file.is_file() for word in file.read_text().split()]
+    if len(words) == 2 and words[0].isdigit():  # "max" and -1 mean none
+        return [int(words[0]) / int(words[1])]
+    return []

@@ -5,7 +5,6 @@ A single rank of the local controller is this very process, where the roles are 
 pool beside it has processes of its own.
 """
 
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from verl.single_controller.controllers import Controller
 from verl.single_controller.local import CONTROLLER as LOCAL
 from verl.trainer.ppo.utils import Role
 from verl.utils.device import get_visible_devices_keyword
-from verl.utils.environment import is_set
+from verl.utils.environment import has_chosen_threads, usable_cores
 
 POOL = "global_pool"
 REWARD_POOL = "reward_pool"
@@ -131,10 +130,10 @@ class Placer:
     def _worker_env(self, pool_name: str) -> dict[str, str]:
         """Ranks compute on the run's kind of device, whatever else their machine has."""
         variables = {"VERL_FORCE_DEVICE": self.device}
-        if self.device == "cpu" and not is_set("OMP_NUM_THREADS"):
+        if self.device == "cpu" and not has_chosen_threads():
             # Ranks of one machine share its cores; each taking all of them is much slower.
             num_ranks = sum(sum(counts) for counts in self.pools.resource_pool_spec.values())
-            variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_ranks))
+            variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_ranks))
         devices = devices_of(self.config, pool_name)
         if self.controller is LOCAL and self.device != "cpu" and devices is not None:
             variables[get_visible_devices_keyword()] = ",".join(map(str, devices))

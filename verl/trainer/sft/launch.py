@@ -27,7 +27,7 @@ from verl.config.roles import world_size as configured_world_size
 from verl.config.sft import EACH_EPOCH, SFTConfig, SFTEngineConfig
 from verl.config.validate import validate
 from verl.utils.checkpoint.layout import holding
-from verl.utils.environment import EndsTheRun, rank, world_size
+from verl.utils.environment import EndsTheRun, choose_openmp, rank, world_size
 from verl.utils.import_utils import is_available, lazy_attribute
 
 AnySFTConfig = SFTConfig | SFTEngineConfig
@@ -68,6 +68,7 @@ def run(loaded: Loaded, train: Train) -> None:
     if config.trainer.dry_run:
         sys.stdout.write(f"{plan(config)}\n")
         return
+    say(choose_openmp())
     train(loaded)
 
 
