@@ -172,9 +172,18 @@ def tensorboard_dir() -> str | None:
     return variable("TENSORBOARD_DIR") or None
 
 
+def cache_folder() -> Path:
+    """`VERL_CACHE`, default `verl` in `XDG_CACHE_HOME` (`~/.cache`): copies of remote files."""
+    general = variable("XDG_CACHE_HOME") or "~/.cache"
+    return Path(variable("VERL_CACHE") or f"{general}/verl").expanduser()
+
+
 def mlflow_tracking_uri() -> str:
-    """`MLFLOW_TRACKING_URI`, default a SQLite file."""
-    return variable("MLFLOW_TRACKING_URI") or "sqlite:////tmp/mlruns.db"
+    """`MLFLOW_TRACKING_URI`, default a SQLite file in the cache folder, which is then created."""
+    if variable("MLFLOW_TRACKING_URI"):
+        return variable("MLFLOW_TRACKING_URI")
+    cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    return f"sqlite:///{cache_folder().absolute()}/mlruns.db"
 
 
 def server_token() -> str | None:
