@@ -271,6 +271,18 @@ def test_scores_that_are_there_already_are_taken():
     assert torch.equal(made(data), data.batch["rm_scores"])
 
 
+def test_the_model_manager_returns_a_reward_models_scores_and_asks_for_them():
+    data = batch("7", "8")
+    made = get_reward_manager_cls("model")(tiny_tokenizer(), 0, None)
+    with pytest.raises(ValueError, match="the batch has no rm_scores"):
+        made(data)
+    data.batch["rm_scores"] = torch.full((2, 2), 0.5)
+    assert torch.equal(made(data), data.batch["rm_scores"])
+    found = made(data, return_dict=True)
+    assert torch.equal(found["reward_tensor"], data.batch["rm_scores"])
+    assert found["reward_extra_info"] == {}
+
+
 def test_without_a_function_the_data_source_decides():
     data = batch("####7", "7")
     data.non_tensor_batch["data_source"][:] = "gsm8k"
