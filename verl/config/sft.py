@@ -344,9 +344,7 @@ class SFTConfig(BaseConfig):
     optim: SFTOptimizerConfig = option(default_factory=SFTOptimizerConfig)
     """The optimizer."""
 
-    ulysses_sequence_parallel_size: int = option(
-        1, minimum=1, absent=Absent("a sequence runs on one device: set it to 1")
-    )
+    ulysses_sequence_parallel_size: int = option(1, minimum=1)
     """Devices that share one sequence, for long contexts. Needs `use_remove_padding`."""
 
     use_remove_padding: bool = option(False, used_if=never(PACKED.reason))
