@@ -366,8 +366,8 @@ class SFTEngineConfig(BaseConfig):
 
     engine: EngineConfig = option(
         default_factory=FSDPEngineConfig,
-        reads=("dtype", "strategy"),
-        unread="each rank holds the whole model, and divides nothing",
+        reads=("dtype", "strategy", "ulysses_sequence_parallel_size"),
+        unread="each rank holds the whole model",
     )
     """Training back-end: choose another with `engine=megatron` or `engine=veomni`."""
 

@@ -205,7 +205,9 @@ class Ranks:
         size = self.per_sequence
         starts = range(0, self.size, size)
         groups = [dist.new_group(list(range(first, first + size))) for first in starts]
-        return groups[self.rank // size]
+        own = groups[self.rank // size]
+        assert isinstance(own, dist.ProcessGroup)
+        return own
 
     @property
     def is_first(self) -> bool:

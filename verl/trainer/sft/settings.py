@@ -231,7 +231,7 @@ def ranks_per_sequence(config: SFTConfig | SFTEngineConfig) -> int:
 def build_engine(settings: SFTSettings, ranks: Ranks, *, total_steps: int) -> SteppingEngine:
     """The model with its optimizer, loaded; the same on every rank."""
     optim = settings.optim
-    shared = {"sequence_group": ranks.sequence_group()} if ranks.size > 1 else {}
+    shared: dict[str, Any] = {"sequence_group": ranks.sequence_group()} if ranks.size > 1 else {}
     engine = (ReplicatedEngine if ranks.size > 1 else OneDeviceEngine)(
         partial(load_model, settings),
         engine_optimizer(settings, total_steps),
