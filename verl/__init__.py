@@ -4,10 +4,9 @@ Importing this package is cheap: `DataProto` (and torch with it) is loaded on fi
 reading a configuration or printing a help text does not wait for torch.
 """
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.environment import external_modules, logging_level
+from verl.utils.environment import external_modules, set_up_logging
 from verl.utils.import_utils import import_external_libs, lazy_attribute
 from verl.utils.old_paths import install as install_old_paths
 
@@ -25,5 +24,5 @@ def __getattr__(name: str) -> Any:
 
 
 install_old_paths()
-logging.getLogger(__name__).setLevel(logging_level())
+set_up_logging()
 import_external_libs(external_modules())

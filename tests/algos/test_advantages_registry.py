@@ -8,6 +8,7 @@ from verl.algos.registry import (
     AdvantageEstimator,
     get_adv_estimator_fn,
     get_policy_loss_fn,
+    loss_and_metrics,
     register_adv_est,
     register_policy_loss,
 )
@@ -79,3 +80,12 @@ def test_a_policy_loss_is_found_with_dashes_or_underscores(own_names):
 
     assert get_policy_loss_fn("my_loss") is my_loss
     assert get_policy_loss_fn("my-loss") is my_loss
+
+
+def test_policy_losses_may_return_four_numbers():
+    assert loss_and_metrics((1.0, {"a": 2.0})) == (1.0, {"a": 2.0})
+    loss, metrics = loss_and_metrics((1.0, 0.1, 0.2, 0.3))
+    assert loss == 1.0
+    assert metrics == {
+        "actor/pg_clipfrac": 0.1, "actor/ppo_kl": 0.2, "actor/pg_clipfrac_lower": 0.3,
+    }  # fmt: skip

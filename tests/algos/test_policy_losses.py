@@ -265,7 +265,11 @@ def test_bypass_ppo_clip_has_no_weights_beside_the_ratio():
     correction = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="ppo_clip")
     loss, metrics = loss_of(ppo_batch(), bypass(correction))
     assert loss.item() == loss_of(ppo_batch(), actor())[0].item()
-    assert not any("rollout_is" in name for name in metrics)
+    reinforce = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="reinforce")
+    _, expected = loss_of(ppo_batch(), bypass(reinforce))
+    reported = {name: value for name, value in metrics.items() if "rollout_is" in name}
+    assert reported == {name: value for name, value in expected.items() if "rollout_is" in name}
+    assert reported["rollout_corr/rollout_is_max"] > 1
 
 
 def test_bypass_reinforce_truncates_the_weights_of_sequences():

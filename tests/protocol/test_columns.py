@@ -167,6 +167,12 @@ def test_union_adds_to_the_batch_itself():
     assert set(other.batch.keys()) == {"new"}
 
 
+def test_union_puts_metrics_together():
+    data = DataProto.from_dict({"x": torch.ones(2)}, meta_info={"metrics": {"a": 1, "b": 2}})
+    other = DataProto.from_dict({"y": torch.ones(2)}, meta_info={"metrics": {"b": 3, "c": 4}})
+    assert data.union(other).meta_info == {"metrics": {"a": 1, "b": 3, "c": 4}}
+
+
 def test_union_leaves_meta_info_of_batches_that_share_it_alone():
     data = numbered(4)
     part = data[:2]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.toy import ACTOR, ROLLOUT, toy_run, weights
+from verl.agent_loop.buffer import TooFewGroups
 from verl.models.loading import load_causal_lm
 
 SMALL = ["data.max_response_length=4", f"{ROLLOUT}.n=3"]
@@ -155,6 +156,7 @@ def test_a_reference_exists_exactly_when_some_kl_needs_it(toy, tmp_path):
     metrics, with_it = run(toy, tmp_path, "grpo")
     assert with_it.ref_policy_wg is with_it.actor_rollout_wg
     assert metrics[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[0]["actor/kl_coef"] == pytest.approx(0.001)
 
 
 def test_dynamic_sampling_trains_only_on_prompts_whose_responses_differ(toy, tmp_path):
@@ -177,7 +179,7 @@ def test_dynamic_sampling_gives_up_at_its_limit(toy, tmp_path):
         f"custom_reward_function.path={tmp_path / 'dull.py'}",
         "algorithm.filter_groups.max_num_gen_batches=2",
     ]
-    with pytest.raises(ValueError, match="2 generation batches gave 0 of 4 prompts"):
+    with pytest.raises(TooFewGroups, match="2 generation batches gave 0 of 4 prompts"):
         toy_run(toy, tmp_path, *SMALL, *estimator("grpo", *FILTER), *dull)
 
 

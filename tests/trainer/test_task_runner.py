@@ -1,6 +1,10 @@
 """What a run needs before it can be built is refused by name when it is not there."""
 
 import asyncio
+import json
+import re
+from functools import partial
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -15,6 +19,8 @@ from verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.trainer.task_runner import NoTokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.utils.dataset.tables import DataError
+from verl.utils.reward_score import grading_fault
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
 
@@ -71,3 +77,53 @@ def test_agent_loops_take_sections_wrapped_and_bare(name, wrap, composed, tokeni
     loop = asyncio.run(make())
     assert loop.data_config.max_prompt_length == 6
     assert loop.config.trainer.n_gpus_per_node == 1
+
+
+GRADED = {"prompt": "1+1=", "data_source": "gsm8k", "reward_model": {"ground_truth": "2"}}
+UNGRADABLE = {
+    "an answer that is null": ({**GRADED, "reward_model": {"ground_truth": None}}, "no answer"),
+    "no reward_model": ({"prompt": "1+1=", "data_source": "gsm8k"}, "no answer"),
+    "a source that is null": ({**GRADED, "data_source": None}, "no data source"),
+    "a source nobody grades": ({**GRADED, "data_source": "mine"}, "no built-in reward function"),
+}
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(("row", "reason"), UNGRADABLE.values(), ids=UNGRADABLE)
+def test_rows_that_cannot_be_graded_are_named_and_left_out(
+    row, reason, composed, tokenizer, tmp_path, caplog
+):
+    config = OmegaConf.merge(composed.data, {"cache_dir": str(tmp_path)})
+    path = written(tmp_path / "rows.jsonl", [GRADED] * 3 + [row] + [GRADED] * 200)
+    make = partial(create_rl_dataset, str(path), config, tokenizer, None)
+    assert len(make()) == 204  # a reward function of one's own may grade all of them
+    assert len(make(grading_fault=grading_fault)) == 203
+    assert f"{path}:4: " in caplog.text
+    assert reason in caplog.text
+
+
+def test_a_run_stops_at_data_that_its_scorer_cannot_grade(toy, tmp_path):
+    rows = written(tmp_path / "rows.jsonl", [UNGRADABLE["no reward_model"][0]] * 8)
+    data = [f"data.train_files={rows}", f"data.val_files={rows}"]
+    with pytest.raises(DataError, match="8 of 8 rows are bad"):
+        toy_run(toy, tmp_path, *data, "custom_reward_function.path=null")
+    toy_run(toy, tmp_path, *data, f"custom_reward_function.path={toy / 'parity.py'}")
+
+
+def test_the_agent_loop_of_the_documentation_runs(toy, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "agent_loops.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "documented_loops.py").write_text(code)
+    entry = "- {name: two_tries, _target_: documented_loops.TwoTries, remark: '+'}"
+    (tmp_path / "loops.yaml").write_text(entry)
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = "actor_rollout_ref.rollout.agent"
+    _, trainer = toy_run(
+        toy, tmp_path, f"{agent}.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+        f"{agent}.default_agent_loop=two_tries", "trainer.total_training_steps=1",
+    )  # fmt: skip
+    assert set(trainer.batch.non_tensor_batch["__num_turns__"]) <= {2, 3}

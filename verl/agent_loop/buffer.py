@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl.protocol.trajectory import Group, Score
+from verl.utils.environment import WentWrong
 
 SEQUENCE_SCORES = ("score", "seq_reward", "seq_final_reward")
 """Names of a trajectory's own score; any other name is something that graders reported."""
@@ -75,6 +76,10 @@ class OnPolicy(BufferPolicy):
         return None if state.num_running(step) else state.ended_of(step)
 
 
+class TooFewGroups(WentWrong, ValueError):
+    """The generation batches of a step gave too few prompts that teach something."""
+
+
 class DynamicSampling(BufferPolicy):
     """Train where there is something to learn (DAPO, arXiv:2503.14476, section 3.2).
 
@@ -100,7 +105,7 @@ class DynamicSampling(BufferPolicy):
             return 0
         num_batches = -(-num_drawn // self.gen_batch_size)
         if 0 < self.max_num_gen_batches <= num_batches:
-            raise ValueError(
+            raise TooFewGroups(
                 f"{num_batches} generation batches gave {num_kept} of {self.num_prompts} prompts "
                 f"whose responses differ in {self.metric!r}; the task may be too easy or too hard "
                 "for the policy. Raise algorithm.filter_groups.max_num_gen_batches (0 has no "

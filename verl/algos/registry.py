@@ -8,7 +8,7 @@ functions under one name are a ValueError. The functions themselves live in `ver
 and `verl.algos.policy_losses`; importing any module of `verl.algos` loads both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -22,6 +22,9 @@ AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Called with the keywords old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
 and rollout_is_weights; returns a scalar loss and metrics."""
+
+OLDER_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+"""What functions that return four numbers report beside the loss, in this order."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -62,6 +65,14 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
 def register_policy_loss(name: str, *, built_in: bool = False) -> Callable[[Function], Function]:
     """Decorator: make a policy loss available as `actor.policy_loss.loss_mode`."""
     return POLICY_LOSS_REGISTRY.register(plain_name(name), built_in=built_in)
+
+
+def loss_and_metrics(returned: Sequence[Any]) -> tuple[Tensor, Mapping[str, Any]]:
+    """What a policy loss returns: `loss, metrics`, or the older four numbers."""
+    if len(returned) == 4:
+        return returned[0], dict(zip(OLDER_METRICS, returned[1:], strict=True))
+    loss, metrics = returned
+    return loss, metrics
 
 
 def get_policy_loss_fn(loss_name: str) -> PolicyLossFn:

@@ -42,9 +42,13 @@ def union_numpy_dict(
 
 
 def union_meta_info(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """One new dictionary of both; values in both must be equal."""
+    """One new dictionary of both; values in both must be equal, but `metrics` are put together."""
+    both = [one.get("metrics") for one in (first, second)]
+    if all(isinstance(one, Mapping) for one in both):
+        first = {**first, "metrics": {**both[0], **both[1]}}
     for key, value in second.items():
-        if key in first and not deep_equal(first[key], value):
+        is_merged = key == "metrics" and isinstance(first.get(key), Mapping)
+        if key in first and not is_merged and not deep_equal(first[key], value):
             raise BatchError(
                 f"cannot unite batches: meta_info {key!r} is {first[key]!r} and {value!r}"
             )

@@ -15,6 +15,7 @@ and spin briefly elsewhere. How threads wait changes no number. How many there a
 follows from the machine (the CPU quota of a container), never from its load.
 """
 
+import logging
 import os
 import sys
 import time
@@ -41,6 +42,26 @@ def external_modules() -> list[str]:
 def logging_level() -> str:
     """`VERL_LOGGING_LEVEL`, default WARN."""
     return variable("VERL_LOGGING_LEVEL", "WARN")
+
+
+class QuietBesideOthers(logging.StreamHandler):
+    """Shows verl's log lines on stderr where the program has set up no logging of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            super().emit(record)
+
+
+def set_up_logging() -> None:
+    """Give verl's loggers the level of `VERL_LOGGING_LEVEL`, in this process."""
+    logger = logging.getLogger("verl")
+    logger.setLevel(logging_level())
+    if logger.level < logging.WARNING and not logger.handlers:
+        logger.addHandler(QuietBesideOthers())
 
 
 def sft_logging_level() -> str:
@@ -151,9 +172,18 @@ def tensorboard_dir() -> str | None:
     return variable("TENSORBOARD_DIR") or None
 
 
+def cache_folder() -> Path:
+    """`VERL_CACHE`, default `verl` in `XDG_CACHE_HOME` (`~/.cache`): copies of remote files."""
+    general = variable("XDG_CACHE_HOME") or "~/.cache"
+    return Path(variable("VERL_CACHE") or f"{general}/verl").expanduser()
+
+
 def mlflow_tracking_uri() -> str:
-    """`MLFLOW_TRACKING_URI`, default a SQLite file."""
-    return variable("MLFLOW_TRACKING_URI") or "sqlite:////tmp/mlruns.db"
+    """`MLFLOW_TRACKING_URI`, default a SQLite file in the cache folder, which is then created."""
+    if variable("MLFLOW_TRACKING_URI"):
+        return variable("MLFLOW_TRACKING_URI")
+    cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    return f"sqlite:///{cache_folder().absolute()}/mlruns.db"
 
 
 def server_token() -> str | None:

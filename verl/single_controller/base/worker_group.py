@@ -15,6 +15,7 @@ make a batch divisible are dropped again, so neither workers nor users see that 
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -57,6 +58,8 @@ from verl.single_controller.base.futures import GroupFuture, expand_futures
 from verl.single_controller.base.resource_pool import ResourcePool
 from verl.utils import tensordict_utils
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["ClassWithInitArgs", "ResourcePool", "WorkerGroup"]
 
 Group = TypeVar("Group", bound="WorkerGroup")
@@ -91,6 +94,8 @@ class WorkerGroup:
         self._collect_info: dict[str, list[bool]] = {}
         if worker_class is not None:
             self._bind_worker_method(worker_class)
+        kind = "attached" if worker_class is None else worker_class.__name__
+        logger.info("worker group %s: %d ranks started (%s)", name, self.world_size, kind)
 
     @property
     def world_size(self) -> int:

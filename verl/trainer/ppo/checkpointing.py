@@ -107,6 +107,8 @@ class RunCheckpoints:
         """Commit a step, or see to it that it will be."""
         self.finish()
         step = state.global_steps
+        manner = "in the background" if self.is_async else "now"
+        logger.info("checkpoint of step %d: written below %s %s", step, self.store.root, manner)
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.saving(step))
             receipts = self._write_roles(folder, step)
@@ -175,6 +177,7 @@ class RunCheckpoints:
             collect_receipts(receipts, COMMIT_TIMEOUT_SECONDS)
             write_state(folder, RUN_STATE, run_state)
         self.committed_step = step
+        logger.info("checkpoint of step %d: committed", step)
         sys.stdout.write(f"COMMITTED step={step}\n")
         sys.stdout.flush()
         if self.config.default_hdfs_dir is not None:

@@ -22,7 +22,9 @@ from verl.utils.dataset.rl_dataset import (
     AbstractCurriculumSampler,
     AbstractSampler,
     EpochSampler,
+    GradingFault,
     RandomOrder,
+    RLHFDataset,
     SequentialOrder,
     Stateful,
     get_dataset_class,
@@ -141,6 +143,7 @@ class PromptLoader:
                 f"{self.epoch}, but its length is {self.epoch_rows}; both must agree"
             )
         self.position += len(chosen)
+        logger.debug("batch of rows %s of epoch %d", chosen, self.epoch)
         return chosen
 
     def _wound_forward(self) -> Iterator[int]:
@@ -169,12 +172,19 @@ def create_rl_dataset(
     processor: Any,
     is_train: bool = True,
     max_samples: int = -1,
+    *,
+    grading_fault: GradingFault | None = None,
 ) -> Dataset[Any]:
-    """`data.custom_cls`, or the built-in dataset; with `data.datagen` it grows in training."""
+    """`data.custom_cls`, or the built-in dataset; with `data.datagen` it grows in training.
+
+    The built-in ones leave out rows that cannot be graded.
+    """
     cls: Any = get_dataset_class(data_config)
     if is_train and data_config.custom_cls.path is None and data_config.datagen.path is not None:
         cls = DynamicGenDataset
-    limit = {"max_samples": max_samples} if max_samples >= 0 else {}
+    limit: dict[str, Any] = {"max_samples": max_samples} if max_samples >= 0 else {}
+    if cls in (RLHFDataset, DynamicGenDataset):
+        limit["grading_fault"] = grading_fault
     return cls(
         data_files=data_paths,
         tokenizer=tokenizer,

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.config.roles import has_own_loops
 from verl.protocol import DataProto
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_class_from_fqn, load_extern_object, load_module, require
@@ -143,6 +144,23 @@ def default_reward_function(config: Any) -> RewardFunction:
         sandbox_fusion_url=sandbox.url,
         concurrent_semaphore=threading.Semaphore(sandbox.max_concurrent),
         memory_limit_mb=sandbox.memory_limit_mb,
+    )
+
+
+def grades_by_source(config: Any) -> bool:
+    """Whether every response is graded by the function built in for its data source.
+
+    A reward function, a manager, a reward model or an agent loop of the user's own may do without
+    data source and answer.
+    """
+    manager = config.reward_manager
+    return (
+        not config.custom_reward_function.path
+        and not config.reward_model.enable
+        and config.reward_model.reward_loop_source != "importlib"
+        and manager.source == "register"
+        and manager.name in ("naive", "dapo", "prime", "rate_limited", "limited", "remote")
+        and not has_own_loops(None, config)
     )
 
 

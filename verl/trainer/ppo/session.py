@@ -43,7 +43,7 @@ from verl.trainer.ppo.data import (
 from verl.trainer.ppo.metric_utils import batch_metrics
 from verl.trainer.ppo.placing import Placer
 from verl.trainer.ppo.recipe_members import RecipeMembers
-from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.reward import grades_by_source, load_reward_manager
 from verl.trainer.ppo.scoring import (
     add_model_scores,
     is_asked_per_response,
@@ -64,6 +64,7 @@ from verl.utils.checkpoint.layout import (
 from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
 from verl.utils.device import collecting_seldom, resolve_device, seed_everything
 from verl.utils.metric import reduce_metrics
+from verl.utils.reward_score import grading_fault
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 logger = logging.getLogger(__name__)
@@ -149,12 +150,17 @@ class TrainingRun(RunWorkers, RecipeMembers):
         """Make the loaders, and what they need where the caller did not pass it."""
         config, data = self.config, self.config.data
         make = (data, self.tokenizer, self.processor)
+        fault = grading_fault if grades_by_source(config) else None
         if train_dataset is None:
             limit = data.train_max_samples
-            train_dataset = create_rl_dataset(data.train_files, *make, max_samples=limit)
+            train_dataset = create_rl_dataset(
+                data.train_files, *make, max_samples=limit, grading_fault=fault
+            )
         if val_dataset is None and data.val_files:
             limit = data.val_max_samples
-            val_dataset = create_rl_dataset(data.val_files, *make, False, max_samples=limit)
+            val_dataset = create_rl_dataset(
+                data.val_files, *make, False, max_samples=limit, grading_fault=fault
+            )
         if train_sampler is None:
             train_sampler = create_rl_sampler(data, train_dataset)
         self.train_dataset, self.val_dataset = train_dataset, val_dataset

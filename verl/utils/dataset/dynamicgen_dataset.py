@@ -72,8 +72,9 @@ class DynamicGenDataset(RLHFDataset):
         config: DataConfig | DictConfig | Mapping[str, Any],
         processor: Any = None,
         max_samples: int = -1,
+        **options: Any,
     ) -> None:
-        super().__init__(data_files, tokenizer, config, processor, max_samples)
+        super().__init__(data_files, tokenizer, config, processor, max_samples, **options)
         if not isinstance(self.dataframe, RowTable):
             raise TypeError(f"a {type(self.dataframe).__name__} cannot grow; read a RowTable")
         self._from_files = self.dataframe

@@ -14,7 +14,7 @@ of users (`data.sampler`) may change their order as training goes on; with `stat
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SEED = 1
 UNKNOWN_SOURCE = "unknown"
+GradingFault = Callable[[Any, Any], str | None]
 
 
 @runtime_checkable
@@ -76,7 +77,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     """Prompts from parquet, JSON or JSON Lines files.
 
     `max_samples` limits the rows: random ones when `config.shuffle` is on, else the first ones.
-    Pickled, it takes no rows along: the copy opens the files again.
+    `grading_fault` says of a data source and an answer why a row with them cannot be graded; such
+    rows are left out as other bad rows are. Pickled, it takes no rows along: the copy opens the
+    files again.
     """
 
     dataframe: Rows
@@ -88,8 +91,11 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         config: DataConfig | DictConfig | Mapping[str, Any],
         processor: Any = None,
         max_samples: int = -1,
+        *,
+        grading_fault: GradingFault | None = None,
     ) -> None:
         self.config = as_data_config(config)
+        self._grading_fault = grading_fault
         self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
         self.tokenizer = tokenizer
         set_chat_template(tokenizer, self.config.chat_template)
@@ -159,6 +165,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def _fault(self, row: Mapping[str, Any]) -> str | None:
         prompt_key, image_key, video_key = self._keys
         fault = fault_of(row, prompt_key)
+        if fault is None and self._grading_fault is not None:
+            fault = self._grading_fault(row.get(self.config.reward_fn_key), ground_truth_of(row))
         images, videos = row.get(image_key) or (), row.get(video_key) or ()
         if fault is not None or not (images or videos):
             return fault

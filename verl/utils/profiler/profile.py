@@ -37,6 +37,8 @@ from verl.utils import environment
 from verl.utils.device import get_device_name, get_torch_device, is_cuda_available, is_npu_available
 from verl.utils.registry import Registry
 
+logger = logging.getLogger(__name__)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -364,8 +366,10 @@ def marked_timer(
     `color`, `domain` and `category` are accepted for scripts that pass them; torch's NVTX ranges
     carry a name only.
     """
+    logger.info("phase %s", name)
     with mark(name), simple_timer(name, timing_raw):
         yield
+    logger.debug("phase %s: %.3f s so far", name, timing_raw[name])
 
 
 @contextmanager

@@ -69,6 +69,25 @@ def _scorer_for(data_source: str) -> Scorer:
     )
 
 
+def grading_fault(data_source: Any, ground_truth: Any) -> str | None:
+    """Why the built-in functions cannot grade a row, or None; those of users may need no answer."""
+    if data_source is None:
+        return (
+            "has no data source, which chooses the built-in reward function; fill the column that "
+            "data.reward_fn_key names, or set custom_reward_function.path"
+        )
+    try:
+        scorer = _scorer_for(data_source)
+    except NotImplementedError as error:
+        return str(error)
+    if ground_truth is None and scorer.__module__ == __name__:
+        return (
+            f"has no answer to compare with, which {data_source!r} needs; fill "
+            "reward_model.ground_truth, or set custom_reward_function.path"
+        )
+    return None
+
+
 # ---- the functions behind the data sources -------------------------------------------------------
 
 

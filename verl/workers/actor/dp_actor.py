@@ -9,7 +9,7 @@ from torch import Tensor
 from verl.algos.aggregate import agg_loss
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_losses.terms import is_prepared, prepare_loss
-from verl.algos.registry import get_policy_loss_fn
+from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
 from verl.config.actor import FSDPActorConfig
 from verl.models.lora import as_started
 from verl.utils.metric import Metric
@@ -124,7 +124,7 @@ class Policy:
         config = self.config
         log_prob, entropy, mask = columns["log_probs"], columns["entropy"], rows["response_mask"]
         stored = rows["old_log_probs"]
-        loss, report = self.policy_loss(
+        returned = self.policy_loss(
             old_log_prob=log_prob.detach() if is_on_policy else stored,
             log_prob=log_prob,
             advantages=rows["advantages"],
@@ -134,6 +134,7 @@ class Policy:
             rollout_is_weights=rows.get("rollout_is_weights", None),
             **{name: rows[name] for name in prepared},
         )
+        loss, report = loss_and_metrics(returned)
         report = {**report, NUM_TOKENS: mask.sum(), "actor/pg_loss": loss.detach()}
         drift = ((log_prob.detach() - stored).abs() * mask).sum() / mask.sum().clamp_min(1)
         if is_on_policy:
@@ -147,6 +148,7 @@ class Policy:
             kl_loss = self._aggregate(kl, mask)
             loss = loss + config.kl_loss_coef * kl_loss
             report["actor/kl_loss"] = kl_loss.detach()
+            report["actor/kl_coef"] = config.kl_loss_coef
         return loss, report
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ memory decide: `one_device` for a rank alone, `zero1` where each rank can hold t
 `fsdp` where weights must be sharded.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from math import prod
@@ -23,6 +24,8 @@ from verl.utils.registry import Registry
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.memory import CudaMemory
 from verl.workers.engine.spec import EngineSpec
+
+logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("language_model", "value_model")
 DEVICES = ("cpu", "cuda", "npu")
@@ -71,6 +74,7 @@ class EngineRegistry:
         if spec.engine.full_determinism:
             use_deterministic_kernels()
         backend = spec.backend or choose_backend(spec)
+        logger.info("training engine %s for %s on %s", backend, spec.model.path, spec.device)
         engine = cls.get(spec.model_type, backend, spec.device.partition(":")[0]).from_spec(spec)
         engine.initialize()
         return engine

@@ -155,6 +155,7 @@ class Generator:
         The ranks of `tp_group` shard the module, which must be the engine's own.
         """
         build = rollout_engines[self.config.rollout.name].build
+        logger.info("rollout engine %s on the trainer's module", self.config.rollout.name)
         self._serve(
             build(
                 ModuleEngineSpec(
@@ -273,6 +274,7 @@ class Generator:
                 visible_devices=devices,
                 adapter=adapter,
             )
+            logger.info("rollout engine %s in a process of its own", config.rollout.name)
             process = EngineProcess(rollout_engines[config.rollout.name].build(order))
             process.start()
             exempt_from_collection()  # memory is given back before each update

@@ -231,6 +231,10 @@ class Fleet:
         if is_held:
             return
         assert job.slot is not None
+        logger.debug(
+            "request of %d tokens, %d samples: to engine %d",
+            len(job.request.prompt_ids), job.request.num_samples, job.slot.index,
+        )  # fmt: skip
         try:
             job.outputs = job.slot.engine.submit(
                 self._sent(job.request), lambda *sample: self._end_sample(job, *sample)
@@ -344,6 +348,7 @@ class Fleet:
             return False
         with self._lock:
             self.num_redispatched += job.request.num_samples
+        logger.info("retry: a request of rollout engine %d goes to another: %s", slot.index, error)
         return True
 
     def _abort_cancelled(self, job: Job) -> None:
@@ -392,6 +397,8 @@ class Fleet:
             except BaseException as error:  # told to the requests that wait for the engine
                 logger.error("rollout engine %d stays lost: %s", slot.index, error)
                 failure = error
+            else:
+                logger.info("retry: rollout engine %d is back", slot.index)
             with self._lock:
                 slot.failure = failure
                 if failure is None:

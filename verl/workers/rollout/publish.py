@@ -70,6 +70,7 @@ class SharedStorage(Publisher):
     """Engines that generate with the very storage that is trained."""
 
     def publish(self, *, in_flight: bool = False) -> dict[str, float]:
+        logger.info("weights published: the engines generate with the trained storage")
         return {}
 
     def recover(self, engine: Rollout) -> None:
@@ -94,6 +95,7 @@ class SentWeights(Publisher):
             raise NotImplementedError(
                 "weights are sent to engines that run no requests; publish after they have ended"
             )
+        logger.info("weights published: sent to the engines")
         if self._is_apart:
             start = time.perf_counter()
             self.send()

@@ -201,6 +201,7 @@ def slots_that_fit(
     `shape` is that of a slot; the ranks of `group` agree on the smallest number.
     """
     size = _slots(shape, limits, group)
+    logger.info("cache: keys and values of %d sequences at once", size.num_rows)
     if size.num_slots < limits.max_num_seqs:
         logger.warning(
             "%d sequences run at once instead of rollout.max_num_seqs=%d: each takes %d MiB of "
