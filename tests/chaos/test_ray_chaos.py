@@ -23,7 +23,8 @@ from verl.single_controller import ClassWithInitArgs
 from verl.single_controller.ray import RayWorkerGroup, RayResourcePool
 
 ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-group = RayWorkerGroup(RayResourcePool([2]), ClassWithInitArgs(Counting))
+pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
+group = RayWorkerGroup(pool, ClassWithInitArgs(Counting))
 num_calls = int(sys.argv[1])
 pending = []
 for number in range(num_calls):
