@@ -124,7 +124,7 @@ class PackingBackend(Backend):
         if not isinstance(reference.answer, Payload):
             return Outcome(reference.answer, reference.failure)
         self.num_bytes += len(reference.answer.content)
-        return Outcome(reference.answer.open())
+        return Outcome(reference.answer.unpickle())
 
     def stopped_ranks(self, ranks: Sequence[int]) -> list[int]:
         return []

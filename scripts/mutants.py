@@ -117,6 +117,8 @@ def mutable_nodes(node: ast.AST) -> Iterator[Any]:
         return
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "logger"):
         return
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return  # of zip: an assertion
     if isinstance(node, ast.expr | ast.stmt):
         yield node
     for name, value in ast.iter_fields(node):

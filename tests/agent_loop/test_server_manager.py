@@ -120,6 +120,14 @@ def test_a_request_that_is_refused_says_why_in_its_own_words():
         ask(manager, ("a", [1], 1))
 
 
+@pytest.mark.parametrize("media", ["image_data", "video_data"])
+def test_an_engine_never_gets_the_ids_of_a_prompt_without_its_images(media):
+    manager = AsyncLLMServerManager(loop_config(), [FakeRollout(error=OSError("asked"))])
+    generation = manager.generate("a", prompt_ids=[1], sampling_params={}, **{media: [b"png"]})
+    with pytest.raises(ValueError, match="images and videos need an engine that reads them"):
+        asyncio.run(generation)
+
+
 def test_there_must_be_an_engine():
     with pytest.raises(ValueError, match="at least one rollout engine"):
         AsyncLLMServerManager(loop_config(), [])

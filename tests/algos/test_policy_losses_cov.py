@@ -32,6 +32,34 @@ def test_covariance_is_the_product_of_deviations_from_the_masked_means():
     assert covariance.tolist() == [[3.0, 0.0, 1.0, 0.0, 0.0]]
 
 
+def test_a_single_token_has_nothing_to_vary_with():
+    batch = four_tokens()
+    alone = torch.tensor([[0, 0, 1, 0, 0]])
+    assert not token_covariance(batch.log_prob, batch.advantages, alone).any()
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("clip_cov", {"clip_cov_ratio": 0.125, "clip_cov_lb": -1.0, "clip_cov_ub": 1.0}),
+        ("kl_cov", {"kl_cov_ratio": 0.125}),
+    ],
+)
+def test_among_equals_each_sequence_draws_lots_of_its_own(case, options):
+    log_prob = -torch.rand(32, 8, dtype=torch.float64)
+    batch = Batch(
+        old_log_prob=log_prob,
+        log_prob=log_prob,
+        advantages=torch.zeros(32, 8, dtype=torch.float64),
+        response_mask=torch.ones(32, 8, dtype=torch.long),
+    )
+    config = cov_actor(case, **options)
+    columns = prepare_loss(get_policy_loss_fn(case), **vars(batch), config=config)
+    selected = columns["selected_tokens"]
+    assert selected.sum() == 32
+    assert (selected.sum(0) > 0).sum() > 4, "not the same places in all sequences"
+
+
 def test_clip_cov_drops_the_gradient_of_tokens_within_the_bounds_only():
     config = cov_actor("clip_cov", clip_cov_ratio=1.0, clip_cov_lb=0.5, clip_cov_ub=2.0)
     loss, metrics = loss_of(four_tokens(), config)

@@ -76,12 +76,12 @@ def test_token_weight_metrics():
             "rollout_is_mean": mean,
             "rollout_is_max": 4.0,
             "rollout_is_min": 0.5,
-            "rollout_is_std": math.sqrt((4 + 1 + 16 + 0.25 + 0.25) / 5 - mean**2),
+            "rollout_is_std": math.sqrt((4 + 1 + 9 + 0.25 + 0.25) / 5 - (7 / 5) ** 2),
             "rollout_is_eff_sample_size": 7.0**2 / (5 * (4 + 1 + 9 + 0.25 + 0.25)),
             "rollout_is_ratio_fraction_high": 1 / 5,
             "rollout_is_ratio_fraction_low": 0.0,
             "rollout_is_seq_mean": (7 / 3 + 0.5) / 2,
-            "rollout_is_seq_std": (7 / 3 - 0.5) / 2,
+            "rollout_is_seq_std": (7 / 3 - 0.5) / math.sqrt(2),
             "rollout_is_seq_max": 7 / 3,
             "rollout_is_seq_min": 0.5,
             "rollout_is_seq_max_deviation": 4 / 3,
@@ -96,7 +96,19 @@ def test_sequence_weight_metrics_count_sequences_beyond_the_threshold():
     assert metrics["rollout_is_seq_max"] == pytest.approx(8)
     assert metrics["rollout_is_seq_fraction_high"] == 0.5
     assert metrics["rollout_is_seq_fraction_low"] == 0.5
-    assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(3 / 5)
+    assert metrics["rollout_is_ratio_fraction_high"] == 0.5
+    assert metrics["rollout_is_ratio_fraction_low"] == 0.5
+
+
+def test_std_and_effective_sample_size_are_of_ratios_bounded_on_both_sides():
+    _, metrics = compute_rollout_correction_weights(
+        log_ratios([[4.0, 0.25]]), torch.ones(1, 2), "token", 2.0
+    )
+    # 4 counts as 2 and 1/4 as 1/2: mean 5/4, mean square 17/8.
+    assert metrics["rollout_is_std"] == pytest.approx(3 / 4)
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx((25 / 16) / (17 / 8))
+    assert metrics["rollout_is_mean"] == pytest.approx(17 / 8)
+    assert metrics["rollout_is_seq_std"] == 0  # of one sequence
 
 
 def test_equal_policies_have_weight_one_and_the_full_sample_size():
@@ -180,40 +192,49 @@ def test_one_threshold_serves_all_criteria():
     assert kept([[3.0, 1.0], [1.1, 1.0]], "token_k2,seq_mean_k3", 0.1) == [[0, 0], [1, 1]]
 
 
-def test_rejection_metrics_are_in_the_unit_of_the_threshold():
+def test_rejection_metrics_are_those_of_the_divergence():
     mask, metrics = compute_rollout_rejection_mask(
         log_ratios(RATIOS), MASK, "token_k1,seq_sum_k2", "0.6_3.0,1.0"
     )
     assert mask.tolist() == [[0, 0, 0], [0, 0, 0]]
+    log_2 = math.log(2)  # k1 is -1, 0, -2 and 1, 1 of it; the bounds are -1.1 and 0.51
     expected_k1 = {
-        "mean": 8 / 5,
-        "max": 4.0,
-        "min": 0.5,
-        "std": math.sqrt(21.5 / 5 - 1.6**2),
-        "fraction_high": 1 / 5,
-        "fraction_low": 2 / 5,
+        "mean": -log_2 / 5,
+        "max": log_2,
+        "min": -2 * log_2,
+        "std": math.sqrt(7 / 5 - 1 / 25) * log_2,
+        "fraction_high": 2 / 5,
+        "fraction_low": 1 / 5,
         "masked_fraction": 3 / 5,
         "seq_masked_fraction": 1.0,
-        "seq_mean": (7 / 3 + 0.5) / 2,
-        "seq_std": (7 / 3 - 0.5) / 2,
-        "seq_max": 7 / 3,
-        "seq_min": 0.5,
-        "seq_max_deviation": 4 / 3,
-        "seq_fraction_high": 0.0,
-        "seq_fraction_low": 0.5,
+        "seq_mean": 0.0,
+        "seq_std": math.sqrt(2) * log_2,
+        "seq_max": log_2,
+        "seq_min": -log_2,
+        "seq_max_deviation": log_2,
+        "seq_fraction_high": 0.5,
+        "seq_fraction_low": 0.0,
     }
     found = {
         name.removeprefix("rollout_rs_token_k1_"): value
         for name, value in metrics.items()
         if name.startswith("rollout_rs_token_k1_")
     }
-    assert found == pytest.approx(expected_k1)
+    assert found == pytest.approx(expected_k1, abs=1e-6)
     k2 = [math.log(2) ** 2 * (1 + 4) / 2, math.log(2) ** 2]
     assert metrics["rollout_rs_seq_sum_k2_seq_max"] == pytest.approx(k2[0])
     assert metrics["rollout_rs_seq_sum_k2_mean"] == pytest.approx((3 * k2[0] + 2 * k2[1]) / 5)
+    assert metrics["rollout_rs_seq_sum_k2_fraction_high"] == 0.5  # of sequences
     assert metrics["rollout_rs_seq_sum_k2_seq_masked_fraction"] == 0.5
     assert metrics["rollout_rs_masked_fraction"] == 1.0
     assert metrics["rollout_rs_seq_masked_fraction"] == 1.0
+
+
+def test_what_stands_outside_the_mask_is_never_looked_at():
+    old, rollout = log_ratios(RATIOS), torch.zeros(2, 3)
+    clean = compute_offpolicy_metrics(old, rollout, MASK)
+    noisy = [torch.where(MASK.bool(), values, torch.nan) for values in (old, rollout)]
+    assert compute_offpolicy_metrics(*noisy, MASK) == clean
 
 
 def test_a_batch_without_tokens_has_no_metrics_and_stays_empty():

@@ -230,7 +230,7 @@ class Soak:
     def check_slopes(self) -> None:
         self.growth: dict[str, float] = {}
         last = self.calm.last_step()
-        settled = [one for one in self.calm.samples if one["step"] >= last / 2]
+        settled = [one for one in self.calm.samples if last / 2 <= one["step"] < last]
         times = [one["time"] for one in settled]
         for name, limit in SLOPES.items():
             values = [one[name] for one in settled]
@@ -262,9 +262,14 @@ class Soak:
         yield ""
         calm = self.calm.samples
         seconds = calm[-1]["time"] - calm[0]["time"] if calm else 0.0
-        yield f"| undisturbed, {self.calm.last_step()} steps, {seconds:.0f} s | growth | limit |"
-        yield "|---|---|---|"
-        yield from (f"| {n} | {self.growth[n]:+.2f} | {SLOPES[n]:g} |" for n in SLOPES)
+        yield f"undisturbed: {self.calm.last_step()} steps in {seconds:.0f} s"
+        yield ""
+        yield "| | growth in its second half | limit | highest | highest when struck |"
+        yield "|---|---|---|---|---|"
+        for name, limit in SLOPES.items():
+            highest = [max(s[name] for s in run.samples) for run in (self.calm, self.struck)]
+            shown = (f"{self.growth[name]:+.2f}", f"{limit:g}", *(f"{h:.0f}" for h in highest))
+            yield f"| {name} | {' | '.join(shown)} |"
         yield ""
         yield f"{self.struck.num_lives - 2} dead controllers, {self.calm.last_step()} steps"
         yield from (f"VIOLATION: {one}" for one in self.violations)

@@ -119,6 +119,7 @@ def test_each_prompt_is_consumed_exactly_once(policy):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ten_thousand_schedules_consume_each_prompt_once(policy):
     assert sum(deaths_of(policy, seed) for seed in range(10_000)) > 10_000

@@ -22,8 +22,9 @@ from tests.chaos.counting import Counting
 from verl.single_controller import ClassWithInitArgs
 from verl.single_controller.ray import RayWorkerGroup, RayResourcePool
 
-ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-group = RayWorkerGroup(RayResourcePool([2]), ClassWithInitArgs(Counting))
+ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
+group = RayWorkerGroup(pool, ClassWithInitArgs(Counting))
 num_calls = int(sys.argv[1])
 pending = []
 for number in range(num_calls):
@@ -39,28 +40,31 @@ for rank, seen in enumerate(group.seen()):
 group.shutdown()
 print("CALLS", num_calls)
 """
-TASKS = ("CoreWorkerService.grpc_client.PushTask",)
-PLACEMENT = (
-    "NodeManagerService.grpc_client.RequestWorkerLease",
-    "NodeManagerService.grpc_client.PrepareBundleResources",
-    "NodeManagerService.grpc_client.CommitBundleResources",
-    "ray::rpc::ActorInfoGcsService.grpc_client.CreateActor",
-)
-FAILURES = {"actor tasks": (TASKS, 2), "placement": (PLACEMENT, 10), "all": (("*",), 2)}
-"""Which RPCs lose their request, and as often their reply, with that many percent."""
+FAILURES = {
+    "calls": ("CoreWorkerService.grpc_client.PushTask",),
+    "placement": (
+        "NodeManagerService.grpc_client.PrepareBundleResources",
+        "NodeManagerService.grpc_client.CommitBundleResources",
+        "NodeManagerService.grpc_client.RequestWorkerLease",
+        "ray::rpc::ActorInfoGcsService.grpc_client.CreateActor",
+    ),
+    "all": ("*",),
+}
+PERCENT = 5
+"""So often each of these RPCs loses its request, and as often its reply."""
 
 
-def injected(names, percent):
-    once = {"num_failures": -1, "req_failure_prob": percent, "resp_failure_prob": percent}
+def injected(names):
+    once = {"num_failures": -1, "req_failure_prob": PERCENT, "resp_failure_prob": PERCENT}
     return json.dumps(dict.fromkeys(names, once))
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_each_call_runs_once_when_rpcs_fail_on_ray(name):
-    num_calls = 2000
+    num_calls = 5000
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(num_calls)],
-        env={**os.environ, "RAY_testing_rpc_failure": injected(*FAILURES[name])},
+        env={**os.environ, "RAY_testing_rpc_failure": injected(FAILURES[name])},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from verl.config import validate_machine
-from verl.config.faults import nearest_divisors, nearest_multiples, nearest_path
+from verl.config.faults import Fault, nearest_divisors, nearest_multiples, nearest_path
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.roles import ESTIMATORS, POLICY_LOSSES, ROLLOUTS
 from verl.config.schema import nested
 from verl.config.sft import SFTConfig, SFTEngineConfig
-from verl.config.validate import advice, relation_faults, validate
+from verl.config.validate import advice, relation_faults, validate, without_followers
 from verl.utils.config import update_dict_with_config, validate_config
 from verl.utils.environment import temp_env_var
 
@@ -333,6 +333,16 @@ def test_a_mistake_is_not_repeated_for_the_keys_that_follow_it():
     assert len(messages) == 1
     messages = mistakes({"critic.loss_agg_mode": "token_mean"})
     assert messages[0].startswith("critic.loss_agg_mode is 'token_mean'")
+
+
+@pytest.mark.parametrize(
+    ("user_set", "named"),
+    [((), "a"), (("a",), "a"), (("b",), "b"), (("c",), "c"), (("b", "c"), "b"), (("a", "c"), "a")],
+)
+def test_of_equal_mistakes_the_first_that_the_user_wrote_is_named(user_set, named):
+    faults = [Fault(f"{key} is 0; it must be 1", (key,)) for key in "abc"]
+    (kept,) = without_followers([*faults], frozenset(user_set))
+    assert kept.keys == (named,)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.single_controller.workers import Actor, Calculator, Counted
+from tests.single_controller.workers import Actor, Calculator, Counted, Forks
 from verl import DataProto
 from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerTimeout
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.failures import WorkerDied
 from verl.single_controller.controllers import controllers
 from verl.single_controller.local import (
     LocalWorkerGroup,
@@ -240,7 +241,7 @@ def test_controllers_are_found_by_name():
     ids=str,
 )
 def test_tensors_travel_by_value(tensor):
-    copy = Payload.of(tensor, "a tensor").open()
+    copy = Payload.of(tensor, "a tensor").unpickle()
     assert type(copy) is type(tensor)
     assert (copy.dtype, copy.shape, copy.requires_grad) == (
         tensor.dtype,
@@ -254,7 +255,7 @@ def test_tensors_travel_by_value(tensor):
 def test_an_opened_tensor_can_be_written_to_and_is_nobodys_but_ours():
     tensor = torch.zeros(2)
     payload = Payload.of(tensor, "a tensor")
-    first, second = payload.open(), payload.open()
+    first, second = payload.unpickle(), payload.unpickle()
     first += 1
     assert (tensor.sum(), first.sum(), second.sum()) == (0, 2, 0)
 
@@ -263,7 +264,7 @@ def test_a_batch_survives_packing():
     batch = DataProto.from_dict(
         {"x": torch.arange(2)}, {"label": ["a", "b"]}, {"metrics": {"n": [1]}}
     )
-    copy = Payload.of(batch, "a batch").open()
+    copy = Payload.of(batch, "a batch").unpickle()
     assert copy.batch["x"].tolist() == [0, 1]
     assert copy.non_tensor_batch["label"].tolist() == ["a", "b"]
     assert copy.meta_info == {"metrics": {"n": [1]}}
@@ -311,6 +312,20 @@ def run_driver(script):
     words = driver.stdout.readline().split()
     assert words[:1] == ["pids"], driver.stdout.read()
     return driver, [int(word) for word in words[1:]]
+
+
+@pytest.mark.parametrize("how", ["return", "raise", "exit"])
+def test_a_fork_of_a_rank_does_not_answer(how):
+    group = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Forks), in_process=False)
+    assert [group.answer(number, how) for number in range(4)] == [[0], [1], [2], [3]]
+    group.shutdown()
+
+
+def test_a_rank_that_says_what_nobody_asked_for_is_lost():
+    group = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Forks), in_process=False)
+    with pytest.raises(WorkerDied, match="broke the line to it: a reply came to call 1, for which"):
+        group.speak(1, b"hello")
+    group.shutdown()
 
 
 def test_no_process_outlives_a_killed_driver():

@@ -18,6 +18,7 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from verl.utils import line
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.tensordict_utils import get_tensordict
 
@@ -269,3 +270,26 @@ class FailsToStart(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ready(self):
         return True
+
+
+class Forks(Worker):
+    """Its method forks, and the fork comes back through the frames of the rank before it does."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def answer(self, value, how):
+        child = os.fork()
+        if child == 0:
+            if how == "raise":
+                raise ValueError("in a fork")
+            if how == "exit":
+                raise SystemExit(0)
+            return "from a fork"
+        os.waitpid(child, 0)
+        return value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def speak(self, number, body):
+        """Say something that nobody has asked for."""
+        (end,) = [end for end in line._ends if end.fileno() >= 0]
+        end.sendall(line.header_of(number, body) + body)
+        return "asked"

@@ -2,6 +2,10 @@
 
 `violations(source)` gives one line per offence. There is no allow-list: code that needs an
 exception to a rule is written differently.
+
+`unpicklings(source)` gives the constructs that make objects, and so run code, out of bytes: those
+by name, and those that the standard library, torch and others use behind their backs between
+processes. Files that have some are listed with the reason in `test_gate.UNPICKLED`.
 """
 
 import ast
@@ -10,7 +14,10 @@ from collections.abc import Iterator
 from re import _constants as regex_ops  # the standard library's own pattern parser
 from re import _parser as regex_parser
 
-FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_IMPORTS = {
+    *("pickle", "_pickle", "cPickle", "pickle5", "cloudpickle", "dill", "marshal", "shelve"),
+    *("joblib", "jsonpickle", "multiprocess", "pathos"),
+}
 FORBIDDEN_CALLS = {
     "eval": "runs text as code",
     "exec": "runs text as code",
@@ -18,6 +25,10 @@ FORBIDDEN_CALLS = {
     "builtins.exec": "runs text as code",
     "torch.load": "unpickles",
     "torch.save": "pickles; use safetensors",
+    "torch.package": "unpickles",
+    "torch.jit.load": "unpickles",
+    "pd.read_pickle": "unpickles",
+    "pandas.read_pickle": "unpickles",
     "yaml.load": "builds arbitrary objects; use yaml.safe_load",
     "yaml.unsafe_load": "builds arbitrary objects",
     "yaml.full_load": "builds arbitrary objects",
@@ -30,6 +41,20 @@ FORBIDDEN_CALLS = {
     "hydra.utils.instantiate": "calls whatever a config names",
 }
 FORBIDDEN_TRUE_KEYWORDS = {"shell", "trust_remote_code", "allow_pickle"}
+UNPICKLING_IMPORTS = re.compile(
+    r"multiprocessing\.(reduction|managers|pool|queues|sharedctypes)\b.*|torch\.multiprocessing\b.*"
+    r"|torch\.distributed\.(checkpoint(?!\.state_dict\.)|rpc)\b.*"
+    r"|multiprocessing\.(Manager|Pool|Pipe|Queue|SimpleQueue|JoinableQueue)"
+    r"|concurrent\.futures\.(process\b.*|ProcessPoolExecutor)"
+)
+UNPICKLING_CALLS = re.compile(
+    r".*\b(Unpickler|ProcessPoolExecutor|unpickle)|.*[Pp]ickle\w*\.loads?|.*\.read_pickle"
+    r"|.*\.(Manager|Pool|Pipe|JoinableQueue|imap|imap_unordered|starmap)"
+    r"|(?!queue\.|asyncio\.).*\.(Queue|SimpleQueue)"
+    r"|.*\b(all_gather|broadcast|gather|scatter|send|recv)_object(_list)?"
+    r"|.*DataLoader"
+)
+"""Calls of these names, with what stands before the last dot."""
 WAITS_WITHOUT_ARGUMENTS = {"join", "wait", "result", "get", "acquire", "communicate"}
 CALLS_THAT_NEED_TIMEOUT = re.compile(
     r"(ray\.(get|wait)|subprocess\.(run|call|check_call|check_output)"
@@ -62,6 +87,28 @@ def offences(node: ast.AST, *, may_read_environment: bool) -> Iterator[str]:
     elif not may_read_environment and isinstance(node, ast.Attribute):
         is_read = ast.unparse(node) in ENVIRONMENT
         yield from ["reads the environment outside verl/utils/environment.py"] * is_read
+
+
+def unpicklings(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = []
+        yield from (name for name in names if UNPICKLING_IMPORTS.fullmatch(name))
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+            if UNPICKLING_CALLS.fullmatch(name):
+                yield name
+            if name.endswith(".recv") and not node.args:  # a socket's says how many bytes
+                yield name
+            if "num_proc" in keywords:
+                yield f"{name}(num_proc)"
+            if not is_constant(keywords.get("allow_pickle", ast.Constant(False)), False):
+                yield f"{name}(allow_pickle)"
 
 
 def call_offences(node: ast.Call) -> Iterator[str]:

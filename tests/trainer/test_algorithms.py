@@ -156,6 +156,7 @@ def test_a_reference_exists_exactly_when_some_kl_needs_it(toy, tmp_path):
     metrics, with_it = run(toy, tmp_path, "grpo")
     assert with_it.ref_policy_wg is with_it.actor_rollout_wg
     assert metrics[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[0]["actor/kl_coef"] == pytest.approx(0.001)
 
 
 def test_dynamic_sampling_trains_only_on_prompts_whose_responses_differ(toy, tmp_path):

@@ -122,6 +122,10 @@ def test_variance_proxies_follow_their_formula():
         sum_pi_squared=torch.full((3, 3), 0.5),
     )
     # w_t = 1 - 2 * 0.5 + 0.5 = 0.5, so W = 1.0 and 0.5; A^2 = 4 and 1.
+    loud = compute_variance_proxy_metrics(data, gradient_norm=2.0)  # more signal than power
+    assert loud["variance_proxy/proxy3_pure_noise"] == 0.0
+    quiet = compute_variance_proxy_metrics(data, gradient_norm=1.0)
+    assert quiet["variance_proxy/proxy3_pure_noise"] == 1.25  # (2.25 - 1) / (2 - 1)
     metrics = compute_variance_proxy_metrics(data, gradient_norm=1.5)
     assert metrics == pytest.approx(
         {

@@ -11,6 +11,7 @@ from verl.trainer.ppo.validation_metrics import (
     name_validation_metrics,
     pass_at_k,
     process_validation_metrics,
+    prompt_metrics,
     subset_sizes,
 )
 
@@ -119,6 +120,21 @@ def test_core_metrics_are_those_of_acc_at_the_largest_n():
 @pytest.mark.parametrize(("n", "sizes"), [(2, [2]), (3, [2, 3]), (4, [2, 4]), (9, [2, 4, 8, 9])])
 def test_subsets_are_the_powers_of_two_below_n_and_n(n, sizes):
     assert subset_sizes(n) == sizes
+
+
+@pytest.mark.parametrize(("count", "n"), [(4, 2), (5, 4), (16, 16)])
+def test_draws_are_those_of_numpys_choice_one_after_another(count, n):
+    chance = np.random.RandomState(42)
+    draws = np.stack([chance.choice(count, size=n, replace=True) for _ in range(1000)])
+    answers = np.arange(count, dtype=float)
+    votes = [str(i // 2) for i in range(count)]
+    found = prompt_metrics(answers, votes, count, 42)
+    assert found[f"best@{n}/mean"] == draws.max(1).mean()
+    assert found[f"worst@{n}/std"] == draws.min(1).std()
+    elected = [calc_maj_val([{"v": votes[i], "x": i} for i in row], "v", "x") for row in draws]
+    assert found[f"maj@{n}/mean"] == np.mean(elected)
+    (best,) = bootstrap_metric(answers.tolist(), n, [np.max])
+    assert best == (draws.max(1).mean(), draws.max(1).std())
 
 
 def test_bootstrap_gives_mean_and_spread_of_each_function():

@@ -1,4 +1,7 @@
+import json
 import logging
+import os
+import stat
 import threading
 import uuid
 from pathlib import Path
@@ -47,11 +50,84 @@ def test_a_directory_is_copied_whole_and_only_once(remote, tmp_path):
     assert local.name == "model"
     assert (local / "config.json").read_text() == "{}"
     assert (local / "part" / "weights").read_bytes() == b"12345"
-    (local / "config.json").write_text("changed")
+    before = (local / "config.json").stat()
     assert copy_to_local(remote + "/", cache_dir=str(tmp_path)) == str(local)
-    assert (local / "config.json").read_text() == "changed"
+    assert (local / "config.json").stat().st_ino == before.st_ino
     copy_local_path_from_hdfs(remote, cache_dir=str(tmp_path), always_recopy=True)
-    assert (local / "config.json").read_text() == "{}"
+    assert (local / "config.json").stat().st_ino != before.st_ino
+
+
+@pytest.mark.parametrize("harm", ["changed", "added", "removed", "record"])
+def test_a_copy_that_is_not_what_was_copied_is_made_again(remote, tmp_path, harm, caplog):
+    local = Path(copy_to_local(remote, cache_dir=str(tmp_path)))
+    if harm == "changed":
+        (local / "part" / "weights").write_bytes(b"54321")
+    elif harm == "added":
+        (local / "modeling.py").write_text("planted")
+    elif harm == "removed":
+        (local / "config.json").unlink()
+    else:
+        (local.parent / fs.RECORD).unlink()
+    assert copy_to_local(remote, cache_dir=str(tmp_path)) == str(local)
+    files = {path.name: path.read_bytes() for path in local.rglob("*") if path.is_file()}
+    assert files == {"config.json": b"{}", "weights": b"12345"}
+    assert "copying again" in caplog.text
+
+
+def test_copies_lie_in_a_folder_of_the_user(remote, tmp_path, monkeypatch):
+    monkeypatch.delenv("VERL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    local = Path(copy_to_local(remote))
+    assert local.is_relative_to(tmp_path / "verl" / "copies")
+    for folder in (local.parent, local.parent.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "own"))
+    assert Path(copy_to_local(remote)).is_relative_to(tmp_path / "own" / "copies")
+
+
+def planted(remote: str, cache: Path) -> Path:
+    """A model of somebody else, under the name that the cache would use."""
+    folder = fs._cached_path(remote, cache)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("planted")
+    record = {"copy": fs.fingerprint(folder), "source": None}
+    (folder.parent / fs.RECORD).write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize("way", ["writable", "link", "owner", "owner of the cache"])
+def test_a_folder_that_is_not_the_users_alone_is_refused(remote, tmp_path, way, monkeypatch):
+    folder = planted(remote, tmp_path / "cache")
+    if way == "writable":
+        folder.parent.chmod(0o777)
+    elif way == "link":
+        folder.parent.rename(tmp_path / "theirs")
+        folder.parent.symlink_to(tmp_path / "theirs")
+    elif way == "owner" and os.geteuid() == 0:
+        os.chown(folder.parent, 12345, 12345)
+    elif way == "owner of the cache" and os.geteuid() == 0:
+        os.chown(tmp_path / "cache", 12345, 12345)
+    else:
+        monkeypatch.setattr(fs.os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="VERL_CACHE"):
+        copy_to_local(remote, cache_dir=str(tmp_path / "cache"))
+
+
+def test_of_a_large_file_samples_are_hashed(tmp_path, monkeypatch):
+    monkeypatch.setattr(fs, "SAMPLE_BYTES", 4)
+    file = tmp_path / "weights"
+
+    def fingerprint_of(content: bytes) -> dict[str, str]:
+        file.write_bytes(content)
+        os.utime(file, ns=(0, 0))
+        return fs.fingerprint(file)
+
+    before = fingerprint_of(bytes(200))
+    for changed in (0, 91, 199):
+        assert fingerprint_of(bytes(changed) + b"x" + bytes(199 - changed)) != before
+    assert fingerprint_of(bytes(90) + b"x" + bytes(109)) == before  # between two samples
+    os.utime(file, ns=(0, 1))
+    assert fs.fingerprint(file) != before
 
 
 def test_a_file_is_copied_too(remote, tmp_path):
@@ -109,6 +185,13 @@ def test_shared_memory_serves_when_it_has_room(tmp_path, monkeypatch, caplog):
     assert staged.is_relative_to(shm)
     assert (staged / "weights").read_bytes() == b"12345"
     assert copy_to_shm("org/hub-name") == "org/hub-name"
+    (source / "weights").write_bytes(b"54321")
+    assert copy_to_shm(str(source)) == str(staged)
+    assert (staged / "weights").read_bytes() == b"54321"
+    staged.parent.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        assert copy_to_shm(str(source)) == str(source)
+    assert "can be written by others" in caplog.text
 
     monkeypatch.setattr(fs.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 3}))
     other = tmp_path / "other"

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.utils import hf_processor, hf_tokenizer
+from verl.utils.dataset.prompts import CHATML
 from verl.utils.tokenizer import decode_texts, set_pad_token_id
 
 WORDS = {"<unk>": 0, "<eos>": 1, "<end_of_turn>": 2, "<pad>": 3, "one": 4, "two": 5}
@@ -85,3 +86,42 @@ def test_a_tokenizer_with_a_decoder_of_its_own_is_asked():
     tokenizer = Shouting(tokenizer_object=tiny_tokenizer().backend_tokenizer)
     ids = [tokenizer.encode("abc", add_special_tokens=False)]
     assert decode_texts(tokenizer, ids)[0].replace(" ", "") == "ABC"
+
+
+BOMBS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "text": "{{ 'a' * 10 ** 12 }}",
+    "some text": "{{ 'a' * 10 ** 7 }}",
+    "width": "{{ '%9999999999d' % 1 }}",
+    "filter": "{{ 'a' | center(9999999999) }}",
+    "doubling": "{% set n = namespace(t='ab') %}{% for m in messages %}{% set n.t = n.t + n.t %}"
+    "{% endfor %}{{ n.t }}",
+    "laughs": "{% set n = namespace(t=['a']) %}{% for i in range(40) %}{% set n.t = [n.t, n.t] %}"
+    "{% endfor %}{{ n.t | tojson }}",
+    "with tools": "{% if tools %}{{ 'a' * 10 ** 12 }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_chat_template_without_end_is_refused_with_its_model(saved, kind):
+    path = saved(eos_token="<eos>", chat_template=BOMBS[kind])
+    with pytest.raises(ValueError, match=r"the chat template of .* (takes more than|writes \d+)"):
+        hf_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        "{{ raise_exception('only with images') }}",
+        "{{ messages[7].content.nothing.there }}",
+        "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% endfor %}"
+        "{{ strftime_now('%Y') }}{{ tools | tojson }}",
+        "{% for m in messages %}{{ m.content }}",
+    ],
+    ids=["chatml", "refuses", "undefined", "extensions", "syntax"],
+)
+def test_a_chat_template_that_ends_is_taken(saved, template):
+    assert hf_tokenizer(saved(eos_token="<eos>", chat_template=template)).chat_template == template

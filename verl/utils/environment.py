@@ -172,9 +172,18 @@ def tensorboard_dir() -> str | None:
     return variable("TENSORBOARD_DIR") or None
 
 
+def cache_folder() -> Path:
+    """`VERL_CACHE`, default `verl` in `XDG_CACHE_HOME` (`~/.cache`): copies of remote files."""
+    general = variable("XDG_CACHE_HOME") or "~/.cache"
+    return Path(variable("VERL_CACHE") or f"{general}/verl").expanduser()
+
+
 def mlflow_tracking_uri() -> str:
-    """`MLFLOW_TRACKING_URI`, default a SQLite file."""
-    return variable("MLFLOW_TRACKING_URI") or "sqlite:////tmp/mlruns.db"
+    """`MLFLOW_TRACKING_URI`, default a SQLite file in the cache folder, which is then created."""
+    if variable("MLFLOW_TRACKING_URI"):
+        return variable("MLFLOW_TRACKING_URI")
+    cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    return f"sqlite:///{cache_folder().absolute()}/mlruns.db"
 
 
 def server_token() -> str | None:
@@ -292,8 +301,8 @@ class WentWrong(EndsTheRun):
 # ---- processors ----------------------------------------------------------------------------------
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-QUIET_SPINS = 1000
-"""About 50 microseconds: more than most gaps between two operations, less than a time slice."""
+QUIET_SPINS = 10_000
+"""About half a millisecond: more than most gaps between two operations, less than a time slice."""
 
 LOOK_SECONDS = 0.2
 _chosen: set[str] = set()

@@ -1,15 +1,18 @@
 """A local path for whatever the user gave as a model or a data file.
 
-A remote path (`hdfs://`, `s3://`, anything fsspec knows) is copied to a cache directory once per
-machine: a lock makes the other processes wait, and a copy appears under its name only when it is
-whole. Local paths and names on a model hub are passed through.
+A remote path (`hdfs://`, `s3://`, anything fsspec knows) is copied once per machine and user, to a
+folder that nobody else can write: a lock makes the other processes wait, and a copy appears under
+its name only when it is whole. Beside it stands what was copied, sizes and hashes; a copy that
+differs, or whose local source has changed, is made again. Local paths and names on a model hub are
+passed through.
 """
 
 import hashlib
+import json
 import logging
 import os
 import shutil
-import tempfile
+import stat
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,7 @@ import fsspec
 from filelock import FileLock
 
 from verl.utils import hdfs_io
-from verl.utils.environment import use_modelscope
+from verl.utils.environment import cache_folder, use_modelscope
 from verl.utils.hdfs_io import copy, makedirs
 from verl.utils.import_utils import require
 
@@ -28,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 LOCK_TIMEOUT_SECONDS = 4 * 3600.0
+RECORD = ".copied.json"
+SAMPLE_BYTES = 1 << 20
+NUM_SAMPLES = 16
+"""Of a larger file that many blocks are hashed, evenly spread and with both ends."""
 
 
 def is_non_local(path: str) -> bool:
@@ -72,7 +79,8 @@ def copy_local_path_from_hdfs(
     src = str(src).rstrip("/") or "/"
     if not is_non_local(src):
         return src.removeprefix("file://")
-    target = _cached_path(src, Path(cache_dir or tempfile.gettempdir()))
+    root = Path(cache_dir).expanduser() if cache_dir else cache_folder() / "copies"
+    target = _cached_path(src, root)
     if verbose:
         logger.warning("copying %s to %s", src, target)
     _copy_once(target, filelock, always_recopy, lambda partial: _download(src, partial))
@@ -86,7 +94,7 @@ def copy_to_shm(src: str, filelock: str = ".file.lock", always_recopy: bool = Fa
     if not SHARED_MEMORY.is_dir():
         logger.warning("use_shm: this machine has no %s; reading %s directly", SHARED_MEMORY, src)
         return src
-    target = _cached_path(os.path.abspath(src), SHARED_MEMORY / "verl-cache")
+    target = _cached_path(os.path.abspath(src), SHARED_MEMORY / f"verl-{os.geteuid()}")
     needed, free = _num_bytes(Path(src)), shutil.disk_usage(SHARED_MEMORY).free
     if not target.exists() and needed > free:
         logger.warning(
@@ -99,8 +107,30 @@ def copy_to_shm(src: str, filelock: str = ".file.lock", always_recopy: bool = Fa
         hdfs_io.copy(src, str(partial))
         verify_copy(src, str(partial))
 
-    _copy_once(target, filelock, always_recopy, copy)
+    try:
+        _copy_once(target, filelock, always_recopy, copy, source=Path(src))
+    except PermissionError as foreign:
+        logger.warning("use_shm: %s; reading %s directly", foreign, src)
+        return src
     return str(target)
+
+
+def own_folder(path: Path) -> Path:
+    """Create a folder that only this user can write to, or refuse one that is somebody else's.
+
+    What lies under a name that others can guess may be theirs: a model to train on, answers to
+    learn from.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_own or found.st_mode & 0o022:
+        raise PermissionError(
+            f"{path} is a link, belongs to another user (uid {found.st_uid}) or can be written by "
+            f"others (mode {stat.S_IMODE(found.st_mode):o}), so nobody knows who wrote what it "
+            "holds; remove it, or choose another folder (VERL_CACHE for copies of remote files)"
+        )
+    return path
 
 
 def verify_copy(src: str, dest: str) -> None:
@@ -119,22 +149,72 @@ def _cached_path(src: str, root: Path) -> Path:
 
 
 def _copy_once(
-    target: Path, lock_name: str, always_recopy: bool, fetch: Callable[[Path], None]
+    target: Path,
+    lock_name: str,
+    always_recopy: bool,
+    fetch: Callable[[Path], None],
+    source: Path | None = None,
 ) -> None:
-    """Let `fetch` write a sibling of `target` and rename it when it is complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.parent / lock_name, timeout=LOCK_TIMEOUT_SECONDS):
-        if target.exists() and not always_recopy:
+    """Let `fetch` write a sibling of `target` and rename it when it is complete.
+
+    A copy that is there stays, if it is as it was written and `source`, where local, is too.
+    """
+    root = target.parent.parent
+    if not root.is_dir():
+        own_folder(root)
+    elif root.stat().st_uid not in (0, os.geteuid()):
+        raise PermissionError(
+            f"{root} belongs to uid {root.stat().st_uid}, who could replace a copy in it; set "
+            "VERL_CACHE (data.cache_dir for data) to a folder of your own"
+        )
+    with FileLock(own_folder(target.parent) / lock_name, timeout=LOCK_TIMEOUT_SECONDS):
+        record = target.parent / RECORD
+        source_now = None if source is None else fingerprint(source)
+        if not always_recopy and _is_as_recorded(target, record, source_now):
             logger.info("cache: %s is used", target)
             return
         logger.info("cache: %s is made", target)
         partial = target.parent / f".{uuid.uuid4().hex}.partial"
         try:
             fetch(partial)
+            copied = {"copy": fingerprint(partial), "source": source_now}
+            record.unlink(missing_ok=True)
             _remove(target)
             os.replace(partial, target)
+            record.write_text(json.dumps(copied))
         finally:
             _remove(partial)
+
+
+def _is_as_recorded(target: Path, record: Path, source_now: dict[str, str] | None) -> bool:
+    if not target.exists():
+        return False
+    try:
+        copied = json.loads(record.read_text())
+    except (FileNotFoundError, ValueError):  # the process that copied was killed before it wrote it
+        copied = None
+    if copied == {"copy": fingerprint(target), "source": source_now}:
+        return True
+    logger.warning("%s is not what was copied, or its source has changed; copying again", target)
+    return False
+
+
+def fingerprint(root: Path) -> dict[str, str]:
+    """Size, time and hash of every file below a folder, or of a file; of large files in samples."""
+    files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(file.relative_to(root)): _file_fingerprint(file) for file in files}
+
+
+def _file_fingerprint(path: Path) -> str:
+    digest, size, time = hashlib.sha256(), path.stat().st_size, path.stat().st_mtime_ns
+    with path.open("rb") as file:
+        if size <= NUM_SAMPLES * SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for number in range(NUM_SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return f"{size} {time} {digest.hexdigest()}"
 
 
 def _download(src: str, target: Path) -> None:

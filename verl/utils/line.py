@@ -51,6 +51,9 @@ class BrokenLineError(RuntimeError):
     """What came cannot be the next frame of this line."""
 
 
+Octets = bytes | bytearray | memoryview
+
+
 class Frame(NamedTuple):
     number: int
     kind: int
@@ -69,7 +72,7 @@ def call_numbers() -> Iterator[int]:
     return itertools.count(int.from_bytes(os.urandom(6), "big"))
 
 
-def header_of(number: int, body: bytes | bytearray | memoryview, kind: int = 0) -> bytes:
+def header_of(number: int, body: Octets, kind: int = 0) -> bytes:
     return HEADER.pack(MARK, kind, number, len(body), checksum(body))
 
 
@@ -82,12 +85,12 @@ def parse_header(octets: bytes | bytearray, max_bytes: int = MAX_BYTES) -> Heade
     return Header(number, kind, length, expected)
 
 
-def check_body(header: Header, body: bytes | bytearray | memoryview) -> None:
+def check_body(header: Header, body: Octets) -> None:
     if checksum(body) != header.checksum:
         raise BrokenLineError(f"the {header.length} bytes of frame {header.number} are damaged")
 
 
-def checksum(body: bytes | bytearray | memoryview) -> int:
+def checksum(body: Octets) -> int:
     """Of both ends of a long body: bytes that are lost, added or moved shift the second."""
     view = memoryview(body)
     if len(view) <= 2 * _CHECKED_BYTES:
@@ -107,22 +110,19 @@ class Line:
         self._connection = connection
         self._max_bytes = max_bytes
 
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
     def close(self) -> None:
         self._connection.close()
 
-    def has_bytes(self) -> bool:
+    def has_bytes(self, wait_seconds: float = 0.0) -> bool:
         """Whether there is something to read, if only the end."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(wait_seconds * 1000))
 
     def send(
         self,
         number: int,
-        body: bytes | bytearray | memoryview,
+        body: Octets,
         *,
         kind: int = 0,
         deadline: float | None = None,
@@ -143,11 +143,12 @@ class Line:
         check_body(header, body)
         return Frame(header.number, header.kind, body)
 
-    def begin_call(
-        self, number: int, body: bytes | bytearray | memoryview, *, deadline: float
-    ) -> None:
-        """Send a call. Nothing may have been said since the last reply."""
+    def begin_call(self, number: int, body: Octets, *, deadline: float) -> None:
+        """Send a call. Nothing may have been said since the last reply; EOFError if the other
+        process has ended."""
         if self.has_bytes():
+            if not self._connection.recv(1, socket.MSG_PEEK):
+                raise EOFError(f"the other process ended before call {number}")
             raise BrokenLineError(f"something came before call {number} was made")
         self.send(number, body, deadline=deadline)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.protocol import DataProto
+from verl.utils.fs import own_folder
 
 __all__ = ["DataProto", "RolloutSkip"]
 
@@ -85,6 +86,7 @@ class RolloutSkip:
         path = self._path(prompts)
         if not path.exists():
             return None
+        own_folder(self.dumped_dir)  # the default is where anybody may write
         generated = DataProto.load_from_disk(path)
         if generated.meta_info.pop(_FINGERPRINT) != fingerprint(prompts):
             raise ValueError(
@@ -98,7 +100,7 @@ class RolloutSkip:
 
     def _dump(self, prompts: DataProto, generated: DataProto) -> None:
         path = self._path(prompts)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(self.dumped_dir)
         dump = DataProto(
             batch=generated.batch,
             non_tensor_batch=generated.non_tensor_batch,

@@ -16,6 +16,8 @@ from transformers import (
 )
 from transformers.utils.hub import has_file
 
+from verl.utils.template_probe import check_chat_template
+
 logger = logging.getLogger(__name__)
 
 _GEMMA2_TURN_END = "<end_of_turn>"
@@ -32,7 +34,7 @@ def hf_tokenizer(
     correct_gemma2: bool = True,
     **kwargs: Any,
 ) -> PreTrainedTokenizerBase:
-    """`AutoTokenizer.from_pretrained`, with a pad token.
+    """`AutoTokenizer.from_pretrained`, with a pad token and a chat template that can be rendered.
 
     Gemma 2's chat models end their turn with a token that is not their end-of-sequence token;
     `correct_gemma2` makes it so, or generation would not stop there.
@@ -41,6 +43,8 @@ def hf_tokenizer(
         logger.warning("%s: the end-of-sequence token is set to %s", name_or_path, _GEMMA2_TURN_END)
         kwargs["eos_token"] = _GEMMA2_TURN_END
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+    if tokenizer.chat_template is not None:
+        check_chat_template(tokenizer.chat_template, str(name_or_path))
     if correct_pad_token:
         set_pad_token_id(tokenizer)
     return tokenizer

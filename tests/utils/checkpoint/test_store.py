@@ -55,6 +55,23 @@ def test_the_newest_steps_are_kept(tmp_path, limit, kept):
     assert list(list_steps(tmp_path)) == kept
 
 
+def test_every_file_and_folder_reaches_the_disk_before_a_step_has_its_name(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, (tmp_path / "global_step_1").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with store(tmp_path).saving(1) as folder:
+        (folder / "part").mkdir()
+        (folder / "part" / "state.txt").write_text("step 1")
+        staging = folder.name
+    before = {name for name, has_name in synced if not has_name}
+    assert {"state.txt", "part", "manifest.json", staging} <= before
+
+
 def test_the_old_step_is_there_until_the_new_one_is_committed(tmp_path):
     run = store(tmp_path, 1)
     save(run, 1)

@@ -195,6 +195,11 @@ def test_anything_else_is_refused_with_its_place(tmp_path, value, reason):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_that_occurs_twice_does_not_contain_itself(tmp_path):
+    part = [1, {"x": 2}]
+    assert round_trip(tmp_path, {"a": part, "b": (part, part)}) == {"a": part, "b": (part, part)}
+
+
 def test_nesting_beyond_the_limit_is_refused(tmp_path):
     state: list = []
     for _ in range(300):

@@ -1,8 +1,12 @@
 """Which function a data source gets, and what comes back."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
-from verl.utils.reward_score import default_compute_score, scorers
+from verl.utils import reward_score
+from verl.utils.reward_score import default_compute_score, graders_identity, scorers
 
 MATH = {"solution_str": r"\boxed{\dfrac{1}{2}}", "ground_truth": r"\frac{1}{2}"}
 DAPO = {"solution_str": "Answer: 5", "ground_truth": "5"}
@@ -63,3 +67,13 @@ def test_an_unknown_data_source_lists_those_that_are_known(source):
 @pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])
 def test_code_has_a_function_for_each_of_its_data_sources(source):
     assert scorers[source] is scorers["apps"]
+
+
+def test_other_source_of_the_graders_is_another_identity(tmp_path, monkeypatch):
+    shutil.copytree(Path(reward_score.__file__).parent, tmp_path / "graders")
+    before = graders_identity()
+    monkeypatch.setattr(reward_score, "__file__", str(tmp_path / "graders" / "__init__.py"))
+    assert graders_identity() == before
+    with open(tmp_path / "graders" / "math_grader" / "numbers.py", "a") as file:
+        file.write("# changed")
+    assert graders_identity() != before

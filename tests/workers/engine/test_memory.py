@@ -136,3 +136,7 @@ def test_where_there_is_nothing_to_measure_the_configured_size_stays_and_it_is_s
     for _ in range(2):
         assert built.train_batch(batch(), weighted_sum, micro_batching=CUT).num_micro_batches == 7
     assert caplog.text.count("probe_micro_batch has no effect") == 1
+
+
+def test_nothing_is_traded_for_memory_unless_it_is_asked_for():
+    assert not any(vars(MemoryOptions()).values())

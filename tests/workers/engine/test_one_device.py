@@ -169,3 +169,10 @@ def test_an_engine_that_is_dropped_leaves_no_parameter_behind():
     gc.collect()
     assert references
     assert not [reference for reference in references if reference() is not None]
+
+
+def test_one_device_is_the_only_rank_of_its_data():
+    engine = OneDeviceEngine(lambda: tiny_model("llama"))
+    assert (engine.get_data_parallel_rank(), engine.get_data_parallel_size()) == (0, 1)
+    assert engine.get_data_parallel_group() is None
+    assert engine.is_mp_src_rank_with_outputs()

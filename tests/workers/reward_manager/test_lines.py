@@ -284,7 +284,7 @@ def test_no_damage_to_the_line_gives_a_wrong_grade(script):
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SCRIPTS)
 def test_no_damage_to_the_line_gives_a_wrong_grade_in_many_runs(script):
     check_grades(script)

@@ -10,10 +10,12 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.utils.environment import temp_env_var
+from verl.workers.engine.inputs import ModelInputs, prompt_owners
 from verl.workers.roles.dispatch import (
     UpdateSettings,
     dispatch_inference,
     dispatch_update,
+    model_rows,
     planned_passes,
     row_column,
     update_plan,
@@ -22,6 +24,25 @@ from verl.workers.roles.dispatch import (
 from verl.workers.schedule import MicroBatching
 
 COLUMNS = ("attention_mask", "input_ids", "responses")
+
+
+def test_prompts_equal_in_ids_and_different_in_images_are_not_shared():
+    images = [torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(2, 1)]
+    data = DataProto.from_dict(
+        tensors={
+            "input_ids": torch.tensor([[3, 4, 5]] * 4),
+            "attention_mask": torch.ones(4, 3, dtype=torch.long),
+            "position_ids": torch.arange(3).repeat(4, 1),
+            "responses": torch.full((4, 1), 5),
+        },
+        non_tensors={
+            "uid": np.array(["a"] * 4, dtype=object),
+            "multi_modal_inputs": np.array([{"pixel_values": x} for x in images], dtype=object),
+        },
+    )
+    assert prompt_owners(model_rows(data), 2) == [0, 1, 0, 2]
+    shared = ModelInputs.of(model_rows(data), prefix_sharing=True).parts
+    assert (shared.prompts, shared.owners) == ([2, 2, 2], [0, 0, 1, 2])
 
 
 class Lengths(Worker):

@@ -50,6 +50,17 @@ def test_log_probs_equal_those_of_the_training_pass(model_type):
             torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-6)
 
 
+def test_attention_sinks_belong_to_their_heads():
+    model = tiny_model("gpt_oss", num_attention_heads=6, num_key_value_heads=2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.linspace(-3, 3, 6))
+    params = SamplingParams(max_tokens=8, seed=4)
+    (output,) = build_engine(model).generate_batch(requests(params, PROMPTS[:1]))[0]
+    expected = training_log_probs(model, PROMPTS[0], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "model_type", ["llama", "qwen2", "qwen3", "gemma2", "mistral", "phi", "olmo2"]
 )

@@ -67,7 +67,8 @@ def compute_policy_loss_bypass_mode(
 ) -> tuple[Tensor, dict[str, Tensor | float]]:
     """The loss named by `rollout_correction.loss_type`; `old_log_prob` is the rollout's.
 
-        ppo_clip    vanilla PPO, r = pi / pi_rollout: the ratio is the importance weight
+        ppo_clip    vanilla PPO, r = pi / pi_rollout: the ratio is the importance weight, and
+                    those of `rollout_is` are only reported
         reinforce   -w A log pi, w = the truncated importance weight (1 without `rollout_is`)
 
     The metrics of the correction describe the given rows.
@@ -85,9 +86,9 @@ def compute_policy_loss_bypass_mode(
         log_prob,
         old_log_prob,
         response_mask,
-        rollout_is=correction.rollout_is if is_reinforce else None,
+        rollout_is=correction.rollout_is,
         rollout_is_threshold=correction.rollout_is_threshold,
-        rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
+        rollout_is_batch_normalize=is_reinforce and correction.rollout_is_batch_normalize,
         rollout_rs=correction.rollout_rs,
         rollout_rs_threshold=correction.rollout_rs_threshold,
     )
@@ -99,7 +100,7 @@ def compute_policy_loss_bypass_mode(
         response_mask,
         loss_agg_mode,
         config,
-        rollout_is_weights=kept if weights is None else kept * weights,
+        rollout_is_weights=kept * weights if is_reinforce and weights is not None else kept,
     )
     return loss, {**loss_metrics, **metrics}
 

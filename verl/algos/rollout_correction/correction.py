@@ -11,7 +11,7 @@ the price of a bias; they carry no gradient and multiply the policy loss. Reject
 or sequences from the response mask on which the policies disagree too much. Its options are a level
 and a divergence, as in `seq_mean_k1`:
 
-    k1   log r, bounded on both sides: "0.5_2.0" keeps 0.5 <= r <= 2.0; a single x means 1/x to x
+    k1   -log r, bounded on both sides: "0.5_2.0" keeps 0.5 <= r <= 2.0; a single x means 1/x to x
     k2   (log r)^2 / 2, bounded above
     k3   r - 1 - log r, bounded above
 
@@ -90,7 +90,9 @@ def compute_rollout_correction_weights(
         log_ratio = sequence_sum(log_ratio, response_mask).expand_as(log_ratio)
     ratio = torch.where(response_mask.bool(), safe_exp(log_ratio), 0)
     weights = ratio.clamp(max=rollout_is_threshold)
-    metrics = _weight_metrics(ratio, weights, response_mask, rollout_is_threshold)
+    metrics = _weight_metrics(
+        ratio, response_mask, rollout_is_threshold, by_sequence=rollout_is == "sequence"
+    )
     if rollout_is_batch_normalize and metrics:
         mean = _mean_weight(weights, response_mask, rollout_is)
         weights = weights / mean
@@ -105,9 +107,11 @@ def _mean_weight(weights: Tensor, mask: Tensor, rollout_is: str) -> Tensor:
 
 
 def _weight_metrics(
-    ratio: Tensor, weights: Tensor, mask: Tensor, threshold: float
+    ratio: Tensor, mask: Tensor, threshold: float, *, by_sequence: bool
 ) -> dict[str, Tensor]:
-    """What the ratios are before truncation; the effective sample size is of the weights in use.
+    """What the ratios are before truncation. Their std and effective sample size, which one outlier
+    would decide, are of ratios within [1/threshold, threshold]. Sequence weights are counted once
+    per sequence in the fractions outside of that.
 
     Nothing can be said of a batch without a token.
     """
@@ -115,13 +119,15 @@ def _weight_metrics(
         return {}
     tokens = kept_tokens(ratio, mask)
     sequences = kept_sequences(sequence_mean(ratio, mask), mask)
-    used = kept_tokens(weights, mask)
+    counted = sequences if by_sequence else tokens
+    bounded = tokens.clamp(min(threshold, 1 / threshold), max(threshold, 1 / threshold))
     metrics = {
-        **spread(tokens, ""),
-        "eff_sample_size": used.mean() ** 2 / (used**2).mean(),
-        "ratio_fraction_high": fraction(tokens > threshold),
-        "ratio_fraction_low": fraction(tokens < 1 / threshold),
-        **spread(sequences, "seq_"),
+        **spread(tokens, "", correction=0),
+        "std": bounded.std(correction=0),
+        "eff_sample_size": bounded.mean() ** 2 / (bounded**2).mean(),
+        "ratio_fraction_high": fraction(counted > threshold),
+        "ratio_fraction_low": fraction(counted < 1 / threshold),
+        **spread(sequences, "seq_", correction=1),
         "seq_max_deviation": (sequences - 1).abs().max(),
         "seq_fraction_high": fraction(sequences > threshold),
         "seq_fraction_low": fraction(sequences < 1 / threshold),
@@ -152,7 +158,7 @@ def compute_rollout_rejection_mask(
 
 @dataclass(frozen=True)
 class Criterion:
-    """One option with its bounds; for k1 they are logarithms of ratios."""
+    """One option with its bounds; for k1 they are negative logarithms of ratios."""
 
     option: str
     lower: float
@@ -170,7 +176,7 @@ class Criterion:
 def statistic(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> Tensor:
     """What the criterion bounds, for each token (B, T)."""
     if criterion.divergence == "k1":
-        divergence = log_ratio
+        divergence = -log_ratio
     elif criterion.divergence == "k2":
         divergence = log_ratio**2 / 2
     else:
@@ -184,25 +190,22 @@ def statistic(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> Tensor:
 def _criterion_metrics(
     criterion: Criterion, value: Tensor, kept: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """In the unit of the threshold: ratios for k1, the divergence itself for k2 and k3."""
+    """Of the divergence itself, in nats for k1: above 0 where training finds a token less likely.
+    What is bounded by sequence is counted once per sequence in the fractions."""
     if not mask.any():
         return {}
-    bounds = torch.tensor([criterion.lower, criterion.upper], dtype=torch.float64)
-    if criterion.divergence == "k1":
-        value, bounds = safe_exp(value), bounds.exp()
-    low, high = bounds.tolist()
     tokens = kept_tokens(value, mask)
     sequences = kept_sequences(sequence_mean(value, mask), mask)
+    counted = tokens if criterion.level == "token" else sequences
     prefix = f"rollout_rs_{criterion.option}_"
-    neutral = 1.0 if criterion.divergence == "k1" else 0.0
     metrics = {
-        **spread(tokens, prefix),
-        f"{prefix}fraction_high": fraction(tokens > high),
-        f"{prefix}fraction_low": fraction(tokens < low),
-        **spread(sequences, f"{prefix}seq_"),
-        f"{prefix}seq_max_deviation": (sequences - neutral).abs().max(),
-        f"{prefix}seq_fraction_high": fraction(sequences > high),
-        f"{prefix}seq_fraction_low": fraction(sequences < low),
+        **spread(tokens, prefix, correction=0),
+        f"{prefix}fraction_high": fraction(counted > criterion.upper),
+        f"{prefix}fraction_low": fraction(counted < criterion.lower),
+        **spread(sequences, f"{prefix}seq_", correction=1),
+        f"{prefix}seq_max_deviation": sequences.abs().max(),
+        f"{prefix}seq_fraction_high": fraction(sequences > criterion.upper),
+        f"{prefix}seq_fraction_low": fraction(sequences < criterion.lower),
     }
     return metrics | _masked_fractions(prefix, kept, mask)
 
@@ -257,7 +260,7 @@ def parse_criteria(rollout_rs: str, rollout_rs_threshold: str | float | None) ->
 def _criterion(option: str, threshold: str) -> Criterion:
     if option.endswith("k1"):
         low, high = _ratio_bounds(option, threshold)
-        return Criterion(option, math.log(low), math.log(high))
+        return Criterion(option, -math.log(high), -math.log(low))
     upper = _number(option, threshold)
     if not upper > 0:
         raise ValueError(
@@ -391,13 +394,13 @@ def kept_sequences(values: Tensor, mask: Tensor) -> Tensor:
     return values[:, 0][mask.bool().any(-1)]
 
 
-def spread(values: Tensor, prefix: str) -> dict[str, Tensor]:
-    """Mean, max, min and (population) standard deviation of at least one value."""
+def spread(values: Tensor, prefix: str, *, correction: int) -> dict[str, Tensor]:
+    """Mean, max, min and standard deviation (over n - `correction`; 0 of a single value)."""
     return {
         f"{prefix}mean": values.mean(),
         f"{prefix}max": values.max(),
         f"{prefix}min": values.min(),
-        f"{prefix}std": values.std(correction=0),
+        f"{prefix}std": values.std(correction=min(correction, len(values) - 1)),
     }
 
 

@@ -1,8 +1,8 @@
 """A process that forks ranks, so that their imports are paid once per driver.
 
     driver ------- control socket -------> fork server    one thread, runs no torch operation
-      |   modules, a pipe's end, streams      | imports the modules, forks, reports exit codes
-      +------------- pipe ---------------> rank
+      |   modules, a line's end, streams      | imports the modules, forks, reports exit codes
+      +------------- line ---------------> rank
 
 The server is a fresh interpreter, not a copy of the driver: what the driver has in memory, its
 threads and its locks are not inherited. It imports the modules of each worker class before it forks
@@ -16,7 +16,6 @@ which imports do, already makes a fork unable to use it.
 """
 
 import atexit
-import ctypes
 import gc
 import importlib
 import json
@@ -34,7 +33,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing import connection
-from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
@@ -43,13 +41,17 @@ import numpy as np
 from verl.single_controller.local.rank import run_rank
 from verl.utils import environment
 from verl.utils.device import is_cuda_available, is_npu_available
+from verl.utils.line import call_numbers, close_in_forks
+from verl.utils.processes import die_with_parent
 
 NUMBER = struct.Struct("i")
+ANSWER = struct.Struct("Qi")
+"""The number of the request, and the pid of the rank."""
+
 MAX_REQUEST_BYTES = 1 << 17
 START_SECONDS = 120.0
 END_SECONDS = 5.0
 ATTEMPTS = 3
-PR_SET_PDEATHSIG = 1
 BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -107,8 +109,8 @@ def is_available() -> bool:
     return True
 
 
-def fork_rank(theirs: "Connection[Any, Any]", modules: Sequence[str]) -> ForkedProcess:
-    """Start a rank that has imported `modules` and serves its end of a pipe."""
+def fork_rank(theirs: socket.socket, modules: Sequence[str]) -> ForkedProcess:
+    """Start a rank that has imported `modules` and serves its end of a line."""
     variables = sorted(environment.all_variables().items())
     read = [(name, value) for name, value in variables if name.startswith(IMPORT_PREFIXES)]
     key = (os.getpid(), *read)  # a fork of the driver needs its own
@@ -136,6 +138,8 @@ class ForkServer:
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_SECONDS)
+        close_in_forks(self._control)
+        self._numbers = call_numbers()
         descriptor = theirs.fileno()
         with theirs:
             self._process = subprocess.Popen(
@@ -151,15 +155,18 @@ class ForkServer:
 
     def fork(self, pipe: int, modules: Sequence[str]) -> ForkedProcess:
         status, theirs = os.pipe()
-        request = {"path": sys.path, "folder": os.getcwd(), "modules": list(modules)}
+        number = next(self._numbers)
+        request = {"number": number, "path": sys.path, "folder": os.getcwd()}
+        request["modules"] = list(modules)
         try:
             descriptors = [pipe, theirs, 1, 2]
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
-            answer = self._control.recv(NUMBER.size)
+            answer = self._control.recv(ANSWER.size)
         except ConnectionError:
             answer = b""
         except OSError:
             os.close(status)
+            self._process.kill()  # a late answer would be taken for another one's
             raise
         finally:
             os.close(theirs)
@@ -173,7 +180,9 @@ class ForkServer:
                 f"the fork server of the ranks ended while it imported {list(modules)}; "
                 "what it wrote is in this program's error output"
             )
-        return ForkedProcess(NUMBER.unpack(answer)[0], self._process.pid, status)
+        answered, pid = ANSWER.unpack(answer)
+        assert answered == number, "an answer to another request"
+        return ForkedProcess(pid, self._process.pid, status)
 
     def end(self) -> None:
         self._control.close()
@@ -213,7 +222,7 @@ def main(control: int, driver_pid: int) -> None:
         _run_and_exit(pipe)
 
 
-def _run_and_exit(pipe: "Connection[Any, Any]") -> NoReturn:
+def _run_and_exit(pipe: socket.socket) -> NoReturn:
     """Be a rank, then run the exit handlers and leave the inherited objects to the kernel."""
     code = 1
     try:
@@ -231,8 +240,8 @@ def _run_and_exit(pipe: "Connection[Any, Any]") -> NoReturn:
         os._exit(code)
 
 
-def serve(control: socket.socket, driver_pid: int) -> "Connection[Any, Any] | None":
-    """None in the server when its driver is gone; in a rank, its end of the pipe."""
+def serve(control: socket.socket, driver_pid: int) -> socket.socket | None:
+    """None in the server when its driver is gone; in a rank, its end of the line."""
     driver = os.pidfd_open(driver_pid)
     if os.getppid() != driver_pid:
         return None
@@ -255,20 +264,21 @@ def serve(control: socket.socket, driver_pid: int) -> "Connection[Any, Any] | No
             for received in descriptors:
                 os.set_inheritable(received, False)
             pipe, status, *streams = descriptors
-            _import(json.loads(message))
+            request = json.loads(message)
+            _import(request)
             pid = _fork()
             if pid == 0:
                 control.close()
                 for unused in (driver, status, *ranks, *(report for _, report in ranks.values())):
                     os.close(unused)
                 _become_rank(server_pid, streams)
-                return Connection(pipe)
+                return socket.socket(fileno=pipe)
             pidfd = os.pidfd_open(pid)
             poll.register(pidfd, select.POLLIN)
             ranks[pidfd] = pid, status
             for passed_on in (pipe, *streams):
                 os.close(passed_on)
-            control.sendall(NUMBER.pack(pid))
+            control.sendall(ANSWER.pack(request["number"], pid))
 
 
 def _import(request: dict[str, Any]) -> None:
@@ -292,7 +302,7 @@ def _fork() -> int:
 
 
 def _become_rank(server_pid: int, streams: Sequence[int]) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != server_pid:  # it has died before we asked
         os._exit(1)
     for descriptor, stream in zip(streams, (1, 2), strict=True):

@@ -44,7 +44,7 @@ class LocalFuture:
     @property
     def outcome(self) -> Outcome:
         """Only when done. Unpacks the answer anew each time."""
-        answer = self._answer.open() if isinstance(self._answer, Payload) else self._answer
+        answer = self._answer.unpickle() if isinstance(self._answer, Payload) else self._answer
         return Outcome(answer, self._failure)
 
     def result(self, timeout: float | None = None) -> Any:

@@ -1,15 +1,20 @@
-"""What travels over the pipe between the driver and a worker process.
+"""What travels over the line between the driver and a worker process.
 
-A message is a small header followed by the payloads it announces. The driver sends `Setup` once,
-then `Request`s; the worker sends its `ProcessAddress` once, then one `Reply` per request, in their
-order. `None` instead of a request asks the worker to end.
+A message is a frame of `verl.utils.line` with the number of its call, and JSON in it; the frames of
+the payloads that it announces follow it, under the same number. The driver sends `Setup` once, then
+requests; the worker sends its `ProcessAddress` once, then one reply per request, in their order. An
+empty request asks the worker to end.
 
 A payload is a pickled object, as `multiprocessing` would send it, with two differences. It is
 packed once however many ranks get it, and forwarded without being unpacked. And tensors travel by
 value: the default of torch, shared memory, would let a worker change the driver's batch and fails
-when the same bytes are opened twice. The bytes come from our own processes only.
+when the same bytes are opened twice. Ranks are the trainer: they run its classes and hold its
+weights, so what they pickle is trusted as it is. Nothing that runs a reward function or a model's
+code may be read this way; see docs/faults.md.
 """
 
+import json
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -17,10 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.single_controller.base.failures import Failure
+from verl.utils.line import Octets
 
 PROTOCOL = 5  # large arrays are copied once
 
+
+MAX_BYTES = 1 << 40
+"""Of a frame: a payload may be as large as memory."""
+
+VALUE, FAILURE = 0, 1
+"""Kinds of replies."""
 
 CONSTRUCT = "__init__"
 """The method name of the first request, whose only payload is a `ClassWithInitArgs`."""
@@ -41,23 +52,30 @@ class Setup(NamedTuple):
     """What `multiprocessing` makes a forked process like its driver with; None if it was spawned,
     which includes this."""
 
+    def encoded(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def of(cls, body: Octets) -> "Setup":
+        return cls(*json.loads(bytes(body)))
+
 
 class Request(NamedTuple):
-    number: int
     method: str
     num_args: int
-    keywords: tuple[str, ...]
+    keywords: Sequence[str]
     """Names of the payloads that follow the positional ones."""
+
+    def encoded(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def of(cls, body: Octets) -> "Request":
+        return cls(*json.loads(bytes(body)))
 
     @property
     def num_payloads(self) -> int:
         return self.num_args + len(self.keywords)
-
-
-class Reply(NamedTuple):
-    number: int
-    failure: Failure | None
-    """None when a payload with the value follows."""
 
 
 class Payload:
@@ -65,7 +83,7 @@ class Payload:
 
     __slots__ = ("content",)
 
-    def __init__(self, content: bytes | memoryview) -> None:
+    def __init__(self, content: Octets) -> None:
         self.content = content
 
     @classmethod
@@ -80,7 +98,7 @@ class Payload:
                 f"locks, open files or generators"
             ) from error
 
-    def open(self) -> Any:
+    def unpickle(self) -> Any:
         return ForkingPickler.loads(self.content)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __reduce__(self) -> tuple[Any, ...]:

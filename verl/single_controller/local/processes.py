@@ -9,14 +9,16 @@ is ever waited for:
     caller's thread          sender thread                     receiver thread
       submit: queue, return    waits for futures among the       reads replies, completes futures
                                arguments, packs, writes          end of file: the process has died,
-                               (a full pipe blocks only here)     fail all that is pending,
-                               told so: close the pipe, end  <--  tell the sender, end
+                               (a full line blocks only here)     fail all that is pending,
+                               told so: close the line, end  <--  tell the sender, end
 """
 
+import json
 import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -34,10 +36,18 @@ from verl.single_controller.base.failures import SHUT_DOWN, Failure
 from verl.single_controller.local import fork_server
 from verl.single_controller.local.fork_server import ForkedProcess
 from verl.single_controller.local.future import LocalFuture, finished_positions
-from verl.single_controller.local.payload import CONSTRUCT, Payload, Reply, Request, Setup
+from verl.single_controller.local.payload import (
+    CONSTRUCT,
+    FAILURE,
+    MAX_BYTES,
+    Payload,
+    Request,
+    Setup,
+)
 from verl.single_controller.local.rank import run_rank
 from verl.utils import environment
 from verl.utils import processes as process_probe
+from verl.utils.line import BrokenLineError, Frame, Line, call_numbers
 from verl.utils.processes import ProcessAddress
 
 STOP_SECONDS = 5.0
@@ -175,7 +185,7 @@ class Outgoing(NamedTuple):
 
 
 def start_process(
-    theirs: Any, variables: dict[str, str], modules: Sequence[str]
+    theirs: socket.socket, variables: dict[str, str], modules: Sequence[str]
 ) -> tuple[BaseProcess | ForkedProcess, Setup]:
     """A process that serves `theirs`, and the first message that it expects there."""
     variables = {**environment.all_variables(), **variables}
@@ -200,13 +210,16 @@ class RankProcess:
         self.death: Failure | None = None
         self._is_stopping = False
         self._pending: dict[int, LocalFuture] = {}
-        self._count = 0
+        self._broken: BrokenLineError | None = None
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
-        self._connection, theirs = multiprocessing.Pipe()
+        ours, theirs = socket.socketpair()
         with theirs:
             self.process, setup = start_process(theirs, variables, modules)
-        self._connection.send(setup)
+        self._line = Line(ours, max_bytes=MAX_BYTES)
+        self._numbers = call_numbers()
+        self._first = next(self._numbers)
+        self._line.send(self._first, setup.encoded())
         for target in (self._send_all, self._receive_all):
             threading.Thread(target=target, name=f"rank {rank}", daemon=True).start()
 
@@ -234,9 +247,9 @@ class RankProcess:
                 self._send(outgoing)
             elif self.death is None:
                 with suppress(OSError):  # the process has ended already
-                    self._connection.send(None)
+                    self._line.send(next(self._numbers), b"")
             else:
-                self._connection.close()  # here, where nobody can be writing
+                self._line.close()  # here, where nobody can be writing
                 return
 
     def _send(self, outgoing: Outgoing) -> None:
@@ -266,34 +279,44 @@ class RankProcess:
         with self._lock:
             if self.death is not None:
                 return self.death
-            self._count += 1
-            self._pending[self._count] = outgoing.future
-        keywords = tuple(outgoing.kwargs)
-        request = Request(self._count, outgoing.method, len(outgoing.args), keywords)
-        with suppress(OSError):  # a broken pipe: the receiver tells why and fails what is pending
-            self._connection.send(request)
-            for payload in payloads:
-                self._connection.send_bytes(payload.content)
+            number = next(self._numbers)
+            self._pending[number] = outgoing.future
+        request = Request(outgoing.method, len(outgoing.args), tuple(outgoing.kwargs))
+        with suppress(OSError):  # it has ended: the receiver tells why and fails what is pending
+            for content in (request.encoded(), *(payload.content for payload in payloads)):
+                self._line.send(number, content)
         return None
 
     # ---- receiver thread -------------------------------------------------------------------------
 
     def _receive_all(self) -> None:
-        with suppress(EOFError, OSError):  # the process, or this side, has closed the pipe
-            while self._has_message():
-                message: ProcessAddress | Reply = self._connection.recv()
-                if isinstance(message, ProcessAddress):
-                    self.address = message
-                    continue
-                content = None if message.failure else Payload(self._connection.recv_bytes())
-                with self._lock:
-                    future = self._pending.pop(message.number)
-                future.complete(content, message.failure)
+        try:
+            with suppress(OSError):  # this side has closed the line
+                while self._has_message() and (frame := self._line.receive()) is not None:
+                    self._take(frame)
+        except BrokenLineError as error:
+            self._broken = error
+            self.kill()
         self._bury()
+
+    def _take(self, frame: Frame) -> None:
+        """The reply to a call that is pending; anything else breaks the line."""
+        if frame.number == self._first and self.address is None:
+            self.address = ProcessAddress(**json.loads(frame.body))
+            return
+        with self._lock:
+            future = self._pending.pop(frame.number, None)
+        if future is None:
+            raise BrokenLineError(f"a reply came to call {frame.number}, for which nobody waits")
+        payload = Payload(frame.body)
+        if frame.kind == FAILURE:
+            future.complete(failure=payload.unpickle())
+        else:
+            future.complete(payload)
 
     def _has_message(self) -> bool:
         """False when the process has ended, even if a child of its holds the pipe open."""
-        while not wait([self._connection], DEATH_POLL_SECONDS):
+        while not self._line.has_bytes(DEATH_POLL_SECONDS):
             if not self.process.is_alive():
                 return False
         return True
@@ -312,9 +335,11 @@ class RankProcess:
             future.complete(failure=self.death)
 
     def _exit_text(self) -> str:
+        if self._broken is not None:
+            return f"the process was killed, for it broke the line to it: {self._broken}"
         code = self.process.exitcode
         if code is None:
-            return "the process closed its pipe and cannot be ended"
+            return "the process closed its line and cannot be ended"
         if code >= 0:
             hint = "" if self.address else START_HINT
             return f"the process exited with code {code}{hint}"

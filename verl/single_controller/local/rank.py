@@ -1,4 +1,4 @@
-"""The worker process: one rank that answers requests from the pipe, one at a time.
+"""The worker process: one rank that answers requests from its line, one at a time.
 
     main thread                            watching thread
       read a request                         waits for the driver's end
@@ -11,66 +11,80 @@ parent, which is the driver or its fork server; the watching thread does the sam
 ends, where the kernel cannot be asked.
 """
 
-import ctypes
+import json
 import multiprocessing
 import os
 import signal
-import sys
+import socket
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing import spawn
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 from verl.single_controller.base.failures import Failure, Guard
 from verl.single_controller.local.in_process import call_method
-from verl.single_controller.local.payload import CONSTRUCT, Payload, Reply, Request, Setup
+from verl.single_controller.local.payload import (
+    CONSTRUCT,
+    FAILURE,
+    MAX_BYTES,
+    VALUE,
+    Payload,
+    Request,
+    Setup,
+)
 from verl.utils.environment import replace_variables
-from verl.utils.processes import announce
+from verl.utils.line import BrokenLineError, Line
+from verl.utils.processes import announce, die_with_parent, forks_end_here
 
-PR_SET_PDEATHSIG = 1
 
-
-def run_rank(connection: "Connection[Any, Any]") -> None:
+def run_rank(connection: socket.socket) -> None:
     os.setpgid(0, 0)
-    setup: Setup = connection.recv()
+    line = Line(connection, max_bytes=MAX_BYTES)
+    first = line.receive()
+    if first is None:  # the driver has ended
+        return
+    setup = Setup.of(first.body)
     die_with_driver(setup)
     replace_variables(setup.variables)
     if setup.preparation is not None:
         import_main_module(setup.preparation)
-    connection.send(announce())
-    Rank(connection).serve()
+    line.send(first.number, json.dumps(asdict(announce())).encode())
+    Rank(line).serve()
 
 
 class Rank:
     """The worker object and the loop around it."""
 
-    def __init__(self, connection: "Connection[Any, Any]") -> None:
-        self.connection = connection
+    def __init__(self, line: Line) -> None:
+        self.line = line
         self.worker: Any = None
 
     def serve(self) -> None:
-        while (request := self.next_request()) is not None:
-            contents = [self.connection.recv_bytes() for _ in range(request.num_payloads)]
-            failure, payload = self.attempt(request, contents)
-            self.connection.send(Reply(request.number, failure))
-            if payload is not None:
-                self.connection.send_bytes(payload.content)
+        while (call := self.line.receive()) is not None and call.body:
+            request = Request.of(call.body)
+            payloads = [self.payload(call.number) for _ in range(request.num_payloads)]
+            with forks_end_here():
+                failure, result = self.attempt(request, payloads)
+            if failure is not None:
+                result = Payload.of(failure, "a failure")
+            assert result is not None
+            self.line.send(call.number, result.content, kind=FAILURE if failure else VALUE)
+
+    def payload(self, number: int) -> Payload:
+        frame = self.line.receive()
+        if frame is None or frame.number != number:
+            raise BrokenLineError(f"call {number} came without all of its arguments")
+        return Payload(frame.body)
 
     def attempt(
-        self, request: Request, contents: list[bytes]
+        self, request: Request, payloads: list[Payload]
     ) -> tuple[Failure | None, Payload | None]:
-        payload = None
+        result = None
         with Guard() as guard:
-            value = self.run(request, [Payload(content).open() for content in contents])
-            payload = Payload.of(value, f"the result of {request.method}")
-        return guard.failure and portable(guard.failure), payload
-
-    def next_request(self) -> Request | None:
-        try:
-            return self.connection.recv()
-        except EOFError:  # the driver has closed its end
-            return None
+            value = self.run(request, [payload.unpickle() for payload in payloads])
+            result = Payload.of(value, f"the result of {request.method}")
+        return guard.failure and portable(guard.failure), result
 
     def run(self, request: Request, values: list[Any]) -> Any:
         if request.method == CONSTRUCT:
@@ -85,13 +99,13 @@ class Rank:
 def portable(failure: Failure) -> Failure:
     """Without the exception object when that would not survive the way to the driver."""
     with Guard() as guard:
-        Payload.of(failure.cause, "an exception").open()
+        Payload.of(failure.cause, "an exception").unpickle()
     return failure if guard.failure is None else replace(failure, cause=None)
 
 
 def die_with_driver(setup: Setup) -> None:
-    if sys.platform == "linux" and setup.dies_with_thread:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if setup.dies_with_thread:
+        die_with_parent()
     if os.getppid() != setup.parent_pid:  # it has died before we asked
         os.killpg(0, signal.SIGKILL)
     driver = multiprocessing.parent_process()

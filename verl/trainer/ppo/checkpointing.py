@@ -41,6 +41,7 @@ from verl.utils.checkpoint.tensor_store import (
     write_state,
 )
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.reward_score import graders_identity
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class RunCheckpoints:
             Path(trainer.default_local_dir).expanduser(),
             fingerprint=fingerprint(
                 config=config_identity(to_dict(config)), data=identity_of(dataset)
-            ),
+            )
+            | {"graders": graders_identity()},
             num_to_keep=1 if trainer.remove_previous_ckpt_in_save else steps_to_keep(limits),
             accepted=trainer.resume_may_change,
         )

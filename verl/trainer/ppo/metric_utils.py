@@ -123,7 +123,7 @@ def compute_variance_proxy_metrics(
 
         signal  = |mean gradient|^2                 from `gradient_norm`
         power   = mean_i(A_i^2 W_i)
-        noise   = (power - signal) / (N - 1)        the variance of the mean gradient
+        noise   = max(power - signal, 0) / (N - 1)  the variance of the mean gradient
 
     Sequence-weighted; empty where the batch lacks `sum_pi_squared`, `old_log_probs` or advantages.
     """
@@ -147,7 +147,7 @@ def compute_variance_proxy_metrics(
         signal = float(gradient_norm) ** 2
         metrics["variance_proxy/proxy1_signal_strength"] = signal
         if len(advantages) > 1:
-            noise = (power - signal) / (len(advantages) - 1)
+            noise = max(power - signal, 0.0) / (len(advantages) - 1)
             metrics["variance_proxy/proxy3_pure_noise"] = noise
     return metrics
 

@@ -169,10 +169,11 @@ def subset_sizes(num_answers: int) -> list[int]:
 
 
 def bootstrap_rows(count: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
-    """Which of `count` entries each draw takes, (n_bootstrap, subset_size)."""
+    """Which of `count` entries each draw takes, (n_bootstrap, subset_size); the numbers of numpy's
+    legacy generator, `choice` for one draw after another."""
     if not count:
         raise ValueError("there is nothing to draw from: the data is empty")
-    return np.random.default_rng(seed).integers(0, count, size=(n_bootstrap, subset_size))
+    return np.random.RandomState(seed).choice(count, size=(n_bootstrap, subset_size))
 
 
 def _mean_and_std(name: str, values: np.ndarray) -> dict[str, float]:

@@ -302,7 +302,7 @@ MODEL_KEYS = (
 )  # fmt: skip
 CODE_SUFFIXES = {".py", ".yaml", ".yml", ".json", ".jinja"}
 MODULE_KEYS = ("*.external_lib", "*.agent_loop_manager_class")
-NEW_SECTIONS = {"weights", "code"}
+NEW_SECTIONS = {"weights", "code", "graders"}
 """Steps that were saved before these existed are not asked for them."""
 
 

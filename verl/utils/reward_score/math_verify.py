@@ -5,7 +5,7 @@ sums, cases) and math-verify is installed, the verdict of math-verify. That may 
 so it runs in worker processes that end at a limit and are then replaced:
 
     calling thread                         worker process (`math_verify_worker`)
-      takes an idle worker, or starts one     waits for a line
+      takes an idle worker, or starts one     waits for a question
       writes the question                     compares: 1 s of CPU time, 256 MB at most
       waits for the answer, 5 s at most       writes the answer
       gives the worker back, or kills it
@@ -15,11 +15,12 @@ A killed worker has not said that the answer is wrong: `second_opinion` abstains
 """
 
 import atexit
+import itertools
 import json
 import os
 import re
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +29,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verl.utils import line
 from verl.utils.import_utils import is_available
+from verl.utils.line import BrokenLineError, Line
 from verl.utils.reward_score.math_grader import Abstain, Correct, Verdict, Wrong, grade
 
 CPU_SECONDS = 1.0
@@ -41,6 +44,7 @@ MAX_CHARACTERS = 10_000
 """Of the end of a response, where the answer is. A question fits into a pipe: no write waits."""
 
 MAX_GOLD_CHARACTERS = 2000
+MAX_REPLY_BYTES = 1 << 16
 
 MAX_IDLE_WORKERS = 8
 COMMANDS = frozenset({"int", "sum", "prod", "lim", "max", "min", "gcd", "lcm"})
@@ -123,57 +127,52 @@ def _asked(answer: str, gold: str) -> Verdict:
 class _Worker:
     def __init__(self) -> None:
         script = str(Path(__file__).with_name("math_verify_worker.py"))
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", script, str(MEMORY_MB), str(CPU_SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            start_new_session=True,
-        )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", script, str(MEMORY_MB), str(CPU_SECONDS), line.__file__],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={},
+                start_new_session=True,
+            )
+        self._line = Line(ours, max_bytes=MAX_REPLY_BYTES)
+        self._numbers = itertools.count()
         try:
-            self._reply(START_SECONDS)
+            self._reply(next(self._numbers), time.monotonic() + START_SECONDS)
         except WorkerKilled as error:
             raise RuntimeError(f"the worker for math-verify did not start: {error}") from error
 
     def ask(self, question: dict[str, str]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        line = json.dumps(question, ensure_ascii=False).encode(errors="replace")
+        content = json.dumps(question, ensure_ascii=False).encode(errors="replace")
+        number, deadline = next(self._numbers), time.monotonic() + DEADLINE_SECONDS
         try:
-            os.write(self._process.stdin.fileno(), line + b"\n")
-        except BrokenPipeError as error:
+            self._line.begin_call(number, content, deadline=deadline)
+        except (OSError, EOFError, BrokenLineError) as error:
             self.kill()
-            raise WorkerKilled("the worker for math-verify is gone") from error
-        return self._reply(DEADLINE_SECONDS)
+            raise WorkerKilled(f"the worker for math-verify is gone: {error}") from error
+        return self._reply(number, deadline)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=10)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
+        self._line.close()
 
-    def _reply(self, seconds: float) -> dict[str, Any]:
-        """The next line; a worker that does not give one in time is killed."""
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        deadline = time.monotonic() + seconds
-        received = b""
-        while not received.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                self.kill()
-                raise WorkerKilled(f"math-verify took longer than {seconds:g} s")
-            chunk = os.read(descriptor, 65536)
-            if not chunk:
-                self.kill()
-                raise WorkerKilled(self._cause_of_death())
-            received += chunk
-        return json.loads(received)
+    def _reply(self, number: int, deadline: float) -> dict[str, Any]:
+        """What it says to that question; a worker that says nothing or something else is killed."""
+        try:
+            return json.loads(self._line.end_call(number, deadline=deadline))
+        except TimeoutError as error:
+            self.kill()
+            raise WorkerKilled("math-verify did not reply in time") from error
+        except (OSError, EOFError) as error:
+            self.kill()
+            raise WorkerKilled(self._cause_of_death()) from error
+        except (BrokenLineError, ValueError) as error:
+            self.kill()
+            raise WorkerKilled(f"math-verify gave no reply: {error}") from error
 
     def _cause_of_death(self) -> str:
         if self._process.returncode == -signal.SIGPROF:

@@ -1,33 +1,45 @@
-"""The process in which the package math-verify runs: one question a line, one answer a line.
+"""The process in which the package math-verify runs: an answer to each numbered question.
 
 Started by `math_verify` as a script of its own, without importing verl, so that its memory limit
-holds little else than sympy. A timer of CPU time ends the process if a question takes too long,
-also when nobody is left to kill it, and not when only the machine is busy.
+holds little else than sympy; of ours it loads one file, `verl/utils/line.py`. A timer of CPU time
+ends the process if a question takes too long, also when nobody is left to kill it, and not when
+only the machine is busy.
 
-    stdin   {"answer": "...", "gold": "..."}
-    stdout  {"ready": true}   {"equal": true}   {"error": "ValueError: ..."}
+    from the parent   {"answer": "...", "gold": "..."}
+    to the parent     {"ready": true}   {"equal": true}   {"error": "ValueError: ..."}
 """
 
 import json
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 
 def main() -> None:
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    sys.stdout = sys.stderr  # what packages print must not reach the parent
+    memory_mb, cpu_seconds, line_file = sys.argv[1:]
+    line = load(line_file).Line(socket.socket(fileno=os.dup(0)))
     equal = comparison()
-    memory_bytes, cpu_seconds = int(sys.argv[1]) * 2**20, float(sys.argv[2])
+    memory_bytes = int(memory_mb) * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    reply(replies, {"ready": True})
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF, which nothing here handles
-        reply(replies, respond(equal, json.loads(line)))
+    line.send(0, json.dumps({"ready": True}).encode())
+    while (question := line.receive()) is not None:
+        signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # SIGPROF, which nothing handles
+        line.send(question.number, json.dumps(respond(equal, json.loads(question.body))).encode())
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def load(path: str) -> Any:
+    spec = spec_from_file_location("line", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def comparison() -> Callable[[str, str], bool]:
@@ -54,11 +66,6 @@ def respond(equal: Callable[[str, str], bool], question: dict[str, str]) -> dict
         os._exit(1)  # whatever is left of this process is not to be trusted
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
-
-
-def reply(stream: Any, message: dict[str, Any]) -> None:
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()
 
 
 if __name__ == "__main__":

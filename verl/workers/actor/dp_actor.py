@@ -148,6 +148,7 @@ class Policy:
             kl_loss = self._aggregate(kl, mask)
             loss = loss + config.kl_loss_coef * kl_loss
             report["actor/kl_loss"] = kl_loss.detach()
+            report["actor/kl_coef"] = config.kl_loss_coef
         return loss, report
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:

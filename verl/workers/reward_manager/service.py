@@ -326,8 +326,7 @@ class GradingService:
                 self._timeouts_in_a_row = self._timeouts_in_a_row + 1 if is_timeout else 0
             for trajectory, grade in zip(call, grades, strict=True):
                 trajectory.grade = grade
-                if was_tried:
-                    self._breaker.note(grade.reason if isinstance(grade, InfraError) else None)
+                self._breaker.note(grade.reason if isinstance(grade, InfraError) else None)
                 if isinstance(grade, Score) and self._may_probe:
                     self._known_good.append(trajectory)
                 self._in_flight.pop(id(trajectory), None)

@@ -36,7 +36,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 import numpy as np
@@ -46,7 +45,7 @@ from verl.protocol import codec
 from verl.protocol.trajectory import Abstain, Grade, InfraError, Score
 from verl.single_controller.local.payload import Payload
 from verl.utils.import_utils import require
-from verl.utils.line import BrokenLineError, Line, call_numbers, close_in_forks
+from verl.utils.line import BrokenLineError, Line, Octets, call_numbers, close_in_forks
 from verl.utils.processes import (
     adopt_orphans,
     die_with_parent,
@@ -114,16 +113,17 @@ class WorkerPool:
             is_final=True,
         )
 
-    def _call_once(self, content: bytes | memoryview) -> Grade:
+    def _call_once(self, content: Octets) -> Grade:
         """The worker is killed unless it gives a grade."""
         worker = self._processes.take()
         deadline = time.monotonic() + self.timeout_seconds
         number = next(self._numbers)
-        grade = None
+        is_graded = False
         try:
             worker.line.begin_call(number, content, deadline=deadline)
             await_reply(worker, deadline)
             grade = unpacked(worker.line.end_call(number, deadline=deadline))
+            is_graded = True
         except TimeoutError:
             raise
         except (OSError, EOFError) as error:
@@ -131,7 +131,7 @@ class WorkerPool:
         except (BrokenLineError, ValueError) as error:
             raise LostWorkerError(f"process {worker.pid} was killed: {error}") from error
         finally:
-            if grade is None:
+            if not is_graded:
                 self._processes.kill(worker)
         self._processes.put_back(worker)
         return grade
@@ -152,7 +152,7 @@ def await_reply(worker: WorkerProcess, deadline: float) -> None:
     twice."""
     was_stopped = False
     while (remaining := deadline - time.monotonic()) > 0:
-        if wait([worker.line], min(PROBE_SECONDS, remaining)):
+        if worker.line.has_bytes(min(PROBE_SECONDS, remaining)):
             return
         if was_stopped and is_stopped(worker.pid):
             raise LostWorkerError(f"process {worker.pid} was stopped by a signal")
@@ -341,7 +341,7 @@ def work(connection: socket.socket, function: Callable[..., Any]) -> None:
     last = -1
     while (call := line.receive()) is not None and call.number > last:
         last = call.number
-        grade = grade_of(function, Payload(call.body).open(), loop)
+        grade = grade_of(function, Payload(call.body).unpickle(), loop)
         sys.stdout.flush()
         line.send(call.number, packed(grade))
 

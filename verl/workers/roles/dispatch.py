@@ -10,9 +10,10 @@ user's own loop; any number of rows will do. The role has the settings of the sp
 (`verl.workers.schedule`). With one data-parallel rank the role makes its own plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from verl.single_controller.base.dispatch import (
     dispatch_nd_compute_dataproto,
 )
 from verl.single_controller.base.worker_group import WorkerGroup
-from verl.workers.engine.inputs import PROMPT_INDEX, first_appearance, prompt_groups
+from verl.workers.engine.inputs import MEDIA_HASH, PROMPT_INDEX, first_appearance, prompt_groups
 from verl.workers.schedule import (
     MicroBatching,
     Passes,
@@ -132,13 +133,25 @@ def with_prompt_index(batch: DataProto) -> DataProto:
 
 
 def model_rows(data: DataProto) -> TensorDict:
-    """The tensors of a batch as an engine takes them: `uid`, if there is one, becomes a column."""
-    uids = data.non_tensor_batch.get("uid")
-    if uids is None or PROMPT_INDEX in data.batch.keys():  # noqa: SIM118 (a TensorDict)
-        return data.batch
+    """The tensors of a batch as an engine takes them: `uid` and what identifies the images of a
+    row (`multi_modal_inputs`), if there are any, become columns."""
+    uids, media = (data.non_tensor_batch.get(name) for name in ("uid", "multi_modal_inputs"))
     rows = data.batch.copy()
-    rows[PROMPT_INDEX] = torch.tensor(first_appearance(uids))
+    if uids is not None and PROMPT_INDEX not in rows.keys():  # noqa: SIM118 (a TensorDict)
+        rows[PROMPT_INDEX] = torch.tensor(first_appearance(uids))
+    if media is not None and MEDIA_HASH not in rows.keys():  # noqa: SIM118 (a TensorDict)
+        rows[MEDIA_HASH] = torch.tensor(first_appearance(map(media_digest, media)))
     return rows
+
+
+def media_digest(inputs: Mapping[str, Tensor] | None) -> str:
+    """A hash of a processor's outputs for one row: equal for equal media only."""
+    digest = sha256()
+    for name, tensor in sorted((inputs or {}).items()):
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
+        digest.update(values.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) -> DataProto:

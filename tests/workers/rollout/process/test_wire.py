@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from verl.utils.line import HEADER, header_of
 from verl.workers.rollout.process.host import Heartbeat, Host
 from verl.workers.rollout.process.wire import (
     MAX_MESSAGE_BYTES,
@@ -14,6 +15,11 @@ from verl.workers.rollout.process.wire import (
     WireError,
     encode,
 )
+
+
+def frame(number, content):
+    content = content if isinstance(content, bytes) else encode(content)
+    return header_of(number, content) + content
 
 
 @pytest.fixture
@@ -26,7 +32,7 @@ def ends():
 def test_messages_arrive_in_order_however_they_are_cut(ends):
     raw, wire = ends
     numbers = [0.1, -4.7927937507629395, 1e-45, -0.0, 3.4028234663852886e38]
-    content = encode({"numbers": numbers}) + encode({"text": "ä" * 5})
+    content = frame(0, {"numbers": numbers}) + frame(1, {"text": "ä" * 5})
     messages = []
     for place in range(len(content)):
         raw.sendall(content[place : place + 1])
@@ -39,7 +45,7 @@ def test_messages_arrive_in_order_however_they_are_cut(ends):
 def test_many_messages_are_read_at_once(ends):
     raw, wire = ends
     thread = threading.Thread(
-        target=lambda: [raw.sendall(encode({"n": n, "pad": "x" * 5000})) for n in range(400)]
+        target=lambda: [raw.sendall(frame(n, {"n": n, "pad": "x" * 5000})) for n in range(400)]
     )
     thread.start()
     got = []
@@ -70,12 +76,17 @@ def test_a_descriptor_comes_with_its_own_message(ends):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"\xff\xff\xff\xff", "4294967295 bytes was announced"),
-        ((MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"), "the limit is"),
-        (b"\0\0\0\x05hello", "is not JSON"),
-        (b"\0\0\0\x02\xff\xfe", "is not JSON"),
-        (b"\0\0\0\x03[1]", "a message is a list"),
-        (encode({"descriptor": True}), "did not come with it"),
+        (b"\xff" * 100, "a frame begins with"),
+        (HEADER.pack(b"verl", 0, 0, 2**32 - 1, 0), "4294967295 bytes was announced"),
+        (HEADER.pack(b"verl", 0, 0, MAX_MESSAGE_BYTES + 1, 0), "the limit is"),
+        (frame(0, b"hello"), "is not JSON"),
+        (frame(0, b"\xff\xfe"), "is not JSON"),
+        (frame(0, b"[1]"), "a message is a list"),
+        (frame(0, {"descriptor": True}), "did not come with it"),
+        (frame(1, {}), "message 1 came instead of 0"),
+        (frame(0, {}) * 2, "message 0 came instead of 1"),
+        (frame(0, {}) + frame(2, {}), "message 2 came instead of 1"),
+        (frame(0, b"{}")[:-1] + b"]", "are damaged"),
     ],
 )
 def test_a_peer_that_does_not_speak_the_protocol_is_refused(ends, content, complaint):
@@ -89,7 +100,7 @@ def test_a_peer_that_does_not_speak_the_protocol_is_refused(ends, content, compl
 def test_nesting_without_end_is_refused(ends):
     raw, wire = ends
     content = b"[" * 200_000
-    thread = threading.Thread(target=raw.sendall, args=[len(content).to_bytes(4, "big") + content])
+    thread = threading.Thread(target=raw.sendall, args=[frame(0, content)])
     thread.start()
     with pytest.raises(WireError, match="is not JSON"):
         assert [wire.arrived(5.0) for _ in range(1000)] == "never reached"
@@ -115,7 +126,7 @@ def test_a_closed_end_is_told_apart_from_garbage(ends):
 
 def test_the_host_ends_with_an_error_when_it_reads_garbage(ends):
     raw, wire = ends
-    raw.sendall(b"\0\0\0\x05hello")
+    raw.sendall(frame(0, b"hello"))
     with pytest.raises(WireError, match="is not JSON"):
         Host(wire, Heartbeat(wire, parent=0, heartbeat_seconds=1.0, folder="")).serve()
     wire.close()

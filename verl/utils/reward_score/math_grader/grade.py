@@ -32,7 +32,9 @@ from verl.utils.reward_score.math_grader.parser import parse
 
 _LOOSE_SPACE = re.compile(r"(?<![0-9A-Za-z\\,])\s+|(?<!\\)\s+(?![0-9A-Za-z])")
 _IN_TEXT = re.compile(r"\\(?:text[a-z]{0,6}|math[a-z]{2}|mbox)\s?\{([^{}]*)\}")
-_WORDS = re.compile(r"[\w\s.,:;'()]*[^\W\d_]{2}[\w\s.,:;'()]*|[A-J](?:,? ?(?:and )?[A-J])+")
+_PHRASE = re.compile(r"[\w\s.,:;'()]*")
+_WORD = re.compile(r"[^\W\d_]{2}")
+_LETTERS = re.compile(r"[A-J](?:,? ?(?:and )?[A-J])+")
 _FORMULA_IN_TEXT = re.compile(
     r"\\text[a-z]{0,6}\{\s?(?:\$(.*)\$|(-?[0-9.,]*[0-9])[.,]?)\s?\}", re.DOTALL
 )
@@ -98,7 +100,8 @@ def _trimmed(text: str) -> str:
     """Without what surrounds an answer: spaces, dollars, a full stop, an equals sign, a box."""
     text = _FINAL_STOP.sub("", _LOOSE_SPACE.sub("", text).strip("$"))
     text = text.strip("$").lstrip("=").rstrip("\\ ").strip()
-    text = _FORMULA_IN_TEXT.sub(r"\1\2", text) if text.startswith("\\text") else text
+    formula = _FORMULA_IN_TEXT.fullmatch(text)
+    text = formula.group(1) or formula.group(2) if formula else text
     return unboxed(text) if text.startswith("\\boxed{") and last_boxed(text) == text else text
 
 
@@ -107,8 +110,12 @@ def _is_same_phrase(answer: str, gold: str) -> bool:
     if not _IN_TEXT.search(answer + gold):
         return False
     answer, gold = (_IN_TEXT.sub(r" \1 ", text).replace("$", "") for text in (answer, gold))
-    phrases = [" ".join(text.replace(".", "").split()) for text in (answer, gold)]
-    return all(map(_WORDS.fullmatch, phrases)) and _phrase(answer) == _phrase(gold)
+    for text in (answer, gold):
+        text = " ".join(text.replace(".", "").split())
+        is_phrase = _PHRASE.fullmatch(text) and _WORD.search(text)
+        if not is_phrase and not _LETTERS.fullmatch(text):
+            return False
+    return _phrase(answer) == _phrase(gold)
 
 
 def _phrase(text: str) -> str:

@@ -9,7 +9,6 @@ import re
 from fractions import Fraction
 
 MAX_DIGITS = 400
-MAX_EXPONENT = 400
 
 _UNSIGNED = r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!|\\,|\\!)\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _FRACTION = (
@@ -30,25 +29,26 @@ def ascii_minus(text: str) -> str:
     return text if text.isascii() else text.translate(_MINUS_SIGNS)
 
 
-def exact_number(text: str) -> Fraction | None:
+def exact_number(text: str) -> Fraction | int | None:
     """The value of a plain number; None for any other text, and for a fraction over zero."""
     if len(text) > MAX_DIGITS:
         return None
+    if text.isdecimal() and text.isascii():  # most answers
+        return int(text)
     match = _NUMBER.fullmatch(ascii_minus(text).strip())
     if match is None:
         return None
     sign, literal, *exponents, above, below = match.groups()[:7]
     if literal is not None:
-        exponent = next((int(digits) for digits in exponents if digits is not None), 0)
-        value = _decimal(_SEPARATORS.sub("", literal)) * Fraction(10) ** exponent
+        whole, _, decimals = _SEPARATORS.sub("", literal).partition(".")
+        value: Fraction | int = int(whole + decimals)
+        power = next((int(digits) for digits in exponents if digits is not None), 0)
+        power -= len(decimals)
+        if power:
+            value = value * 10**power if power > 0 else Fraction(value, 10**-power)
     else:
         parts = [part for part in (above, below, *match.groups()[7:]) if part is not None]
         if int(parts[1]) == 0:
             return None
         value = Fraction(int(parts[0]), int(parts[1]))
     return -value if sign == "-" else value
-
-
-def _decimal(digits: str) -> Fraction:
-    whole, _, decimals = digits.partition(".")
-    return Fraction(int(whole + decimals), 10 ** len(decimals))

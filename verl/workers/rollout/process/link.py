@@ -151,6 +151,7 @@ class Link:
         """Version of the weights that the process holds complete."""
 
         self._numbers = itertools.count()
+        self._last = -1
         self._pending: dict[int, PendingCall] = {}
         self._lock = threading.Lock()  # guards what is pending and `_end`
         self._busy_seconds = 0.0
@@ -254,6 +255,7 @@ class Link:
         with self._lock:
             self.require_alive()
             self._pending[pending.number] = pending
+            self._last = max(self._last, pending.number)
             self._outgoing.put((encoded, descriptor))
 
     def _write(self) -> None:
@@ -311,15 +313,21 @@ class Link:
         self._busy_seconds = float(message.get("heartbeat", 0.0))
         for row in message.get("deltas", ()):
             number, delta = delta_of(row)
-            pending = self._pending.get(number)
+            pending = self._pending.get(self._asked(number))
             if isinstance(pending, PendingRequest) and pending.add(delta):
                 self._forget(number)
         if "answer" in message:
-            pending = self._forget(message["answer"])
+            pending = self._forget(self._asked(message["answer"]))
             if pending is not None and "error" in message:
                 pending.fail(error_of(message))
             elif pending is not None:
                 pending.succeed(message["value"])
+
+    def _asked(self, number: int) -> int:
+        """The number of a call that was made, though its caller may have given up."""
+        if not 0 <= number <= self._last:
+            raise ValueError(f"an answer to call {number}, which was never made")
+        return number
 
     def _forget(self, number: int) -> PendingCall | None:
         with self._lock:

@@ -1,9 +1,11 @@
-"""Messages between a process and the engine it started: lengths and JSON over a Unix socket.
+"""Messages between a process and the engine it started: frames with JSON over a Unix socket.
 
 Both ends come from one `socketpair`, so nobody else can connect; both still prove that they know a
 token before anything is read, since a wrong descriptor may be open at that number. A message is a
-JSON object, whose length is checked before memory is taken for it. Python writes floats so that
-they read back as they were. A message may bring one open file descriptor along.
+JSON object in a frame of `verl.utils.line`. The frames of each direction are numbered one after
+another, so that none is lost, repeated or out of its order; calls and answers have numbers of their
+own (`messages`). Python writes floats so that they read back as they were. A message may bring one
+open file descriptor along.
 """
 
 import json
@@ -15,6 +17,14 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from verl.utils.line import (
+    HEADER,
+    BrokenLineError,
+    check_body,
+    close_in_forks,
+    header_of,
+    parse_header,
+)
 from verl.workers.weight_sync.bucket import ChannelError
 from verl.workers.weight_sync.tcp import Stream, key_of
 
@@ -23,7 +33,6 @@ READ_BYTES = 1 << 20
 SEND_SECONDS = 600.0
 """A peer that takes nothing for so long is stuck; long before that its silence is noticed."""
 
-_LENGTH = 4  # bytes
 _DESCRIPTOR = "descriptor"
 
 Message = dict[str, Any]
@@ -41,8 +50,10 @@ class Wire:
     """One end. Any thread may send; one reads."""
 
     def __init__(self, connection: socket.socket) -> None:
+        close_in_forks(connection)
         self._connection = connection
         self._connection.settimeout(SEND_SECONDS)
+        self._num_sent = self._num_received = 0
         self._sending = threading.Lock()
         self._bytes = bytearray()
         self._descriptors: deque[int] = deque()
@@ -92,10 +103,12 @@ class Wire:
 
     def _send(self, encoded: bytes, descriptor: int | None) -> None:
         try:
+            frame = header_of(self._num_sent, encoded) + encoded
+            self._num_sent += 1
             sent = 0
             if descriptor is not None:
-                sent = socket.send_fds(self._connection, [encoded], [descriptor])
-            self._connection.sendall(memoryview(encoded)[sent:])
+                sent = socket.send_fds(self._connection, [frame], [descriptor])
+            self._connection.sendall(memoryview(frame)[sent:])
         except OSError as error:  # closed, or full for SEND_SECONDS
             raise WireClosedError(f"the other end takes nothing any more: {error}") from error
 
@@ -115,16 +128,21 @@ class Wire:
         self._bytes += content
 
     def _whole_messages(self) -> Iterator[Message]:
-        while len(self._bytes) >= _LENGTH:
-            length = int.from_bytes(self._bytes[:_LENGTH], "big")
-            if length > MAX_MESSAGE_BYTES:
-                raise WireError(
-                    f"a message of {length} bytes was announced; the limit is {MAX_MESSAGE_BYTES}"
-                )
-            end = _LENGTH + length
-            if len(self._bytes) < end:
-                return
-            message = decode(bytes(self._bytes[_LENGTH:end]))
+        while len(self._bytes) >= HEADER.size:
+            try:
+                header = parse_header(self._bytes[: HEADER.size], MAX_MESSAGE_BYTES)
+                if header.number != self._num_received:
+                    text = f"message {header.number} came instead of {self._num_received}"
+                    raise BrokenLineError(text)
+                end = HEADER.size + header.length
+                if len(self._bytes) < end:
+                    return
+                content = bytes(self._bytes[HEADER.size : end])
+                check_body(header, content)
+            except BrokenLineError as error:
+                raise WireError(str(error)) from error
+            self._num_received += 1
+            message = decode(content)
             del self._bytes[:end]
             if _DESCRIPTOR in message:
                 message[_DESCRIPTOR] = self._next_descriptor()
@@ -144,7 +162,7 @@ def encode(message: Message) -> bytes:
             f"a message to the engine's process has {len(content)} bytes; the limit is "
             f"{MAX_MESSAGE_BYTES}: shorten the prompt"
         )
-    return len(content).to_bytes(_LENGTH, "big") + content
+    return content
 
 
 def decode(content: bytes) -> Message:

@@ -78,9 +78,16 @@ def published_form(
         return iter
     with torch.device("meta"):
         skeleton = getattr(transformers, architecture)(config)
+    # Asked once for all: looking for the conversions of one tensor goes through every module.
+    parameters = dict(skeleton.named_parameters())
+    published = revert_weight_conversion(skeleton, parameters)
+    unchanged = {name for name, weight in parameters.items() if published.get(name) is weight}
 
     def convert(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            yield from revert_weight_conversion(skeleton, {name: tensor}).items()
+            if name in unchanged:
+                yield name, tensor
+            else:
+                yield from revert_weight_conversion(skeleton, {name: tensor}).items()
 
     return convert
