@@ -301,8 +301,8 @@ class WentWrong(EndsTheRun):
 # ---- processors ----------------------------------------------------------------------------------
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-QUIET_SPINS = 1000
-"""About 50 microseconds: more than most gaps between two operations, less than a time slice."""
+QUIET_SPINS = 10_000
+"""About half a millisecond: more than most gaps between two operations, less than a time slice."""
 
 LOOK_SECONDS = 0.2
 _chosen: set[str] = set()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pace import pace
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.batches import batch
 from verl.workers.reward_manager import get_reward_manager_cls
@@ -159,12 +160,10 @@ def test_a_function_that_hangs_is_left_behind_at_its_deadline_and_the_others_are
 
     def function(solution_str, **kw):
         if solution_str == "6":
-            release.wait(60)
+            release.wait(600)
         return 1.0
 
-    start = time.perf_counter()
-    found = grade(function, "5", "6", "7", timeout_seconds=0.3)
-    assert time.perf_counter() - start < 5
+    found = grade(function, "5", "6", "7", timeout_seconds=0.3 * pace())
     release.set()
     assert [type(g) for g in found] == [Score, InfraError, Score]
     assert found[1].is_timeout

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.pace import pace
 from verl.protocol.trajectory import Abstain, Group, InfraError, Score, Trajectory
 from verl.workers.reward_manager.grader import Grader
 from verl.workers.reward_manager.service import GradingService, drop_reason
@@ -320,22 +321,21 @@ def test_a_call_that_hangs_is_given_up_and_the_others_are_graded(service_of, kin
 
     def function(number):
         if number == 1:
-            release.wait(20)
+            release.wait(600)
         return Score(number)
 
     async def function_later(number):
         if number == 1:
-            await asyncio.sleep(20)
+            await asyncio.sleep(600)
         return Score(number)
 
+    limit = 0.2 * pace()
     service = service_of(
-        function if kind is plain else function_later, timeout_seconds=0.2, max_concurrent=1
+        function if kind is plain else function_later, timeout_seconds=limit, max_concurrent=1
     )
-    start = time.perf_counter()
-    first, second, third = grades(service, 0, 1, 2)
-    assert time.perf_counter() - start < 5
+    first, second, third = grades(service, 0, 1, 2)  # ends, though the call does not
     assert (first, third) == (Score(0), Score(2))
-    assert second == InfraError("the reward function took longer than 0.2 s", is_timeout=True)
+    assert second == InfraError(f"the reward function took longer than {limit} s", is_timeout=True)
     release.set()
     assert grades(service, 3) == [Score(3)]
 
@@ -358,15 +358,16 @@ def test_a_late_result_changes_nothing(service_of):
 
 
 def test_a_function_that_blocks_the_event_loop_is_given_up_and_the_others_are_graded(service_of):
+    release = threading.Event()
+
     async def function(number):
         if number == 1:
-            time.sleep(3)  # a mistake: nothing else runs meanwhile
+            release.wait(600)  # a mistake: nothing else runs meanwhile
         return Score(number)
 
-    service = service_of(function, timeout_seconds=0.3, max_concurrent=1)
-    start = time.perf_counter()
+    service = service_of(function, timeout_seconds=0.3 * pace(), max_concurrent=1)
     first, second, third = grades(service, 0, 1, 2)
-    assert time.perf_counter() - start < 2.5
+    release.set()
     assert (first, third) == (Score(0), Score(2))
     assert second.is_timeout
 

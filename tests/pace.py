@@ -1,0 +1,15 @@
+"""How slow this machine is at the moment, for limits that a busy machine must not break."""
+
+import os
+import time
+
+WORK_SECONDS = 0.02
+
+
+def pace() -> float:
+    """How many times longer work takes than on a machine with nothing else to do; at least 1."""
+    start, cpu_start = time.perf_counter(), time.thread_time()
+    while time.thread_time() - cpu_start < WORK_SECONDS:
+        pass
+    measured = (time.perf_counter() - start) / WORK_SECONDS
+    return max(1.0, measured, os.getloadavg()[0] / (os.cpu_count() or 1))
