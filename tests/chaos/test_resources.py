@@ -24,6 +24,7 @@ WALL_CLOCK = {"time.time", "datetime.now", "datetime.utcnow", "datetime.today"}
 DATES = {
     "server/service.py",  # `created` of a response
     "utils/checkpoint/checkpoint_manager.py",  # when a rented instance ends
+    "utils/template_probe.py",  # the date that chat templates may print
 }
 
 
