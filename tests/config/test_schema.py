@@ -165,7 +165,7 @@ def test_every_target_names_a_class_that_can_hold_its_section():
 @pytest.mark.parametrize("module", PUBLIC_NAMES)
 def test_old_import_paths_give_dataclasses_of_the_schema(module: str):
     for name in PUBLIC_NAMES[module]:
-        cls = vars(import_module(module))[name]
+        cls = getattr(import_module(module), name)
         assert issubclass(cls, BaseConfig)
         assert cls.__module__.startswith("verl.config.")
 
