@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -211,6 +212,14 @@ def test_geo_mean_clips_log_ratios_by_the_sign_of_the_advantage():
     assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(1 / 6)
 
 
+@pytest.mark.parametrize(("ratio", "advantage"), [(0.5, 0.5), (2.0, -0.5), (0.5, 0.0)])
+def test_geo_mean_leaves_ratios_alone_that_have_moved_the_wrong_way(ratio, advantage):
+    batch = batch_with_ratios([[ratio]], [[advantage]])
+    loss, metrics = loss_of(batch, actor("geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4))
+    assert loss.item() == pytest.approx(-advantage * ratio)
+    assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_lower"] == 0
+
+
 def test_geo_mean_takes_the_geometric_mean_of_importance_weights():
     batch = batch_with_ratios([[1.0, 1.0]], [[1.0, 1.0]])
     weights = torch.tensor([[4.0, 0.25]], dtype=torch.float64)
@@ -300,6 +309,9 @@ def test_bypass_normalises_weights_over_a_whole_batch_and_refuses_a_part():
     config.global_batch_info = {"batch_num_tokens": 3}
     with pytest.raises(ValueError, match="rollout_is_batch_normalize"):
         loss_of(batch, config)
+    for harmless in ({"rollout_is_batch_normalize": False}, {"loss_type": "ppo_clip"}):
+        config.policy_loss.rollout_correction = replace(correction, **harmless)
+        assert loss_of(batch, config)[0].isfinite()
 
 
 def test_bypass_mode_refuses_what_it_cannot_use():

@@ -230,6 +230,13 @@ def test_rejection_metrics_are_those_of_the_divergence():
     assert metrics["rollout_rs_seq_masked_fraction"] == 1.0
 
 
+def test_what_stands_outside_the_mask_is_never_looked_at():
+    old, rollout = log_ratios(RATIOS), torch.zeros(2, 3)
+    clean = compute_offpolicy_metrics(old, rollout, MASK)
+    noisy = [torch.where(MASK.bool(), values, torch.nan) for values in (old, rollout)]
+    assert compute_offpolicy_metrics(*noisy, MASK) == clean
+
+
 def test_a_batch_without_tokens_has_no_metrics_and_stays_empty():
     empty = torch.zeros_like(MASK)
     weights, metrics = compute_rollout_correction_weights(

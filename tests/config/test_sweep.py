@@ -33,7 +33,7 @@ EVERY_KEY = [(command, key) for command in COMMANDS for key in keys_of(command)]
 def refusal_of(command, parts):
     """The rule that refuses every value but the default."""
     key = ".".join(part.item.name for part in parts)
-    if command == "sft_trainer_engine" and (key in OF_ENGINE or key.endswith("parallel_size")):
+    if command == "sft_trainer_engine" and key in OF_ENGINE:
         return key
     rules = [part.rule("absent") for part in parts]
     return next((rule for rule in rules if rule is not None and rule.values is None), None)

@@ -54,7 +54,7 @@ def test_what_is_not_implemented_is_refused_by_name(model_folder, tmp_path, opti
     ("option", "value", "complaint"),
     [
         ("engine.strategy", "megatron", "engine=fsdp optim=fsdp"),
-        ("engine.ulysses_sequence_parallel_size", 2, "set it to 1"),
+        ("engine.ulysses_sequence_parallel_size", 2, "must divide the 1 ranks"),
         ("engine.param_offload", True, "weights and optimizer stay on the device"),
         ("model.tiled_mlp.enabled", True, "MLP layers run over whole sequences"),
         ("trainer.save_freq", "sometimes", "a number of steps or after_each_epoch"),

@@ -63,6 +63,27 @@ def test_two_ranks_train_as_one_does(model_folder, tmp_path):
         assert_same(found, expected)
 
 
+def test_two_ranks_that_share_sequences_train_as_one_does(model_folder, tmp_path):
+    """They hold the same rows: counts and losses of rows count once, also over several passes."""
+    one = trainer(model_folder, tmp_path, **GENTLE, **{"data.val_max_samples": 63})
+    first = one.train_step(1)
+    one.train_step(2)
+    expected, val_loss = arrays(one), one.mean_loss(one.val_dataset)
+
+    def work(rank):
+        changes = {**GENTLE, "data.micro_batch_size_per_gpu": 3, "data.val_max_samples": 63}
+        sft = trainer(model_folder, tmp_path, **changes, ulysses_sequence_parallel_size=2)
+        metrics = sft.train_step(1)
+        sft.train_step(2)
+        return metrics, arrays(sft), sft.mean_loss(sft.val_dataset)
+
+    for metrics, found, found_val_loss in run_on_two_ranks(work, tmp_path):
+        for name in ("loss", "grad_norm", "lr", "global_tokens", "trained_tokens"):
+            assert metrics[f"train/{name}"] == pytest.approx(first[f"train/{name}"], rel=1e-5)
+        assert found_val_loss == pytest.approx(val_loss, rel=1e-6)
+        assert_same(found, expected)
+
+
 def test_two_ranks_resume_bit_for_bit_and_one_rank_can_take_over(model_folder, tmp_path):
     changes = {"trainer.save_freq": 2}
     path = {"trainer.resume_from_path": str(tmp_path / "whole/checkpoints/global_step_2")}

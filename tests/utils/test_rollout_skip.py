@@ -65,6 +65,14 @@ def test_a_second_run_reads_what_the_first_generated(tmp_path):
     assert loaded.non_tensor_batch["uid"].tolist() == ["second", "second"]
 
 
+def test_a_dump_that_others_could_have_written_is_not_read(tmp_path):
+    skipping(tmp_path).generate_sequences(prompts())
+    (dumped,) = tmp_path.iterdir()
+    dumped.chmod(0o777)
+    with pytest.raises(PermissionError, match="can be written by others"):
+        skipping(tmp_path).generate_sequences(prompts())
+
+
 def test_each_step_has_its_own_dump(tmp_path):
     manager = skipping(tmp_path)
     manager.generate_sequences(prompts("a", step=1))

@@ -24,7 +24,7 @@ from verl.config.base import BaseConfig
 from verl.config.convert import Conversion, to_dict, unknown_text
 from verl.config.faults import ConfigError, Fault, nearest_multiples
 from verl.config.legacy import modernise
-from verl.config.roles import data_parallel_size, world_size
+from verl.config.roles import data_parallel_size, sequence_ranks, world_size
 from verl.config.schema import (
     Keys,
     Values,
@@ -226,7 +226,7 @@ def sizes_per_gpu(config: Any, user_set: set[str], keys: Keys) -> SizesPerGpu:
 
 def ranks_of(config: Any, path: str) -> int:
     if "actor_rollout_ref" not in config:
-        return world_size(config)
+        return max(1, world_size(config) // sequence_ranks(config))
     return data_parallel_size(
         config, "critic" if path.startswith("critic.") else "actor_rollout_ref"
     )

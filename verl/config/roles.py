@@ -225,6 +225,12 @@ def shares_weights(config: Any) -> bool:
     return is_here and has_whole_weights(config) and not section.model.lora.merge
 
 
+def sequence_ranks(config: Any) -> int:
+    """Ranks that share a sequence in a supervised run."""
+    section = config.engine if "engine" in config else config
+    return max(1, section.get("ulysses_sequence_parallel_size", 1))
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(name, known, n=1)

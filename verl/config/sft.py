@@ -344,9 +344,7 @@ class SFTConfig(BaseConfig):
     optim: SFTOptimizerConfig = option(default_factory=SFTOptimizerConfig)
     """The optimizer."""
 
-    ulysses_sequence_parallel_size: int = option(
-        1, minimum=1, absent=Absent("a sequence runs on one device: set it to 1")
-    )
+    ulysses_sequence_parallel_size: int = option(1, minimum=1)
     """Devices that share one sequence, for long contexts. Needs `use_remove_padding`."""
 
     use_remove_padding: bool = option(False, used_if=never(PACKED.reason))
@@ -368,8 +366,8 @@ class SFTEngineConfig(BaseConfig):
 
     engine: EngineConfig = option(
         default_factory=FSDPEngineConfig,
-        reads=("dtype", "strategy"),
-        unread="each rank holds the whole model, and divides nothing",
+        reads=("dtype", "strategy", "ulysses_sequence_parallel_size"),
+        unread="each rank holds the whole model",
     )
     """Training back-end: choose another with `engine=megatron` or `engine=veomni`."""
 

@@ -31,6 +31,7 @@ from verl.config.roles import (
     pool_devices,
     ranks_per_sequence,
     role_ranks,
+    sequence_ranks,
     world_size,
 )
 from verl.config.schema import Keys, walk_leaves
@@ -313,8 +314,14 @@ def pool_faults(config: PPOConfig) -> Iterator[Fault]:
 
 def sft_faults(config: SFTConfig | SFTEngineConfig) -> Iterator[Fault]:
     data = config.data
-    if data.train_batch_size % world_size(config):
-        ranks = world_size(config)
+    sharing, every = sequence_ranks(config), world_size(config)
+    if every % sharing:
+        is_engine = isinstance(config, SFTEngineConfig)
+        key = f"{'engine.' if is_engine else ''}ulysses_sequence_parallel_size"
+        text = f"{key} is {sharing}; it must divide the {every} ranks that the run is started on"
+        yield Fault(text, (key,), is_about_machine=True)
+    ranks = max(1, every // sharing)
+    if data.train_batch_size % ranks:
         text = (
             f"data.train_batch_size is {data.train_batch_size}; it must be a multiple of the "
             f"{ranks} ranks: {nearest_multiples(data.train_batch_size, of=ranks)}"

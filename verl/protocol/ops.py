@@ -43,9 +43,9 @@ def union_numpy_dict(
 
 def union_meta_info(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """One new dictionary of both; values in both must be equal, but `metrics` are put together."""
-    both = [one.get("metrics") for one in (first, second)]
-    if all(isinstance(one, Mapping) for one in both):
-        first = {**first, "metrics": {**both[0], **both[1]}}
+    here, there = first.get("metrics"), second.get("metrics")
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        first = {**first, "metrics": {**here, **there}}
     for key, value in second.items():
         is_merged = key == "metrics" and isinstance(first.get(key), Mapping)
         if key in first and not is_merged and not deep_equal(first[key], value):

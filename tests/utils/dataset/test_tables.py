@@ -70,6 +70,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         ParquetFile(path, str(tmp_path), max_bytes_in_memory=0)
 
 
+def test_an_unpacked_copy_that_others_could_have_written_is_not_read(tmp_path):
+    path = parquet(tmp_path / "a.parquet")
+    ParquetFile(path, str(tmp_path), max_bytes_in_memory=0)
+    (tmp_path / "arrow").chmod(0o777)
+    with pytest.raises(DataError, match=r"a.parquet is not read from .* written by others"):
+        ParquetFile(path, str(tmp_path), max_bytes_in_memory=0)
+
+
 def test_scanning_leaves_out_columns_that_nobody_asked_for(tmp_path):
     file = ParquetFile(parquet(tmp_path / "a.parquet"), str(tmp_path))
     assert next(iter(file.scan(["text"]))) == {"text": "row 0"}

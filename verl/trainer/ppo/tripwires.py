@@ -104,7 +104,8 @@ RULES = (
         "rollout_mismatch",
         _above("training/rollout_probs_diff_mean", MAX_LOG_PROB_ERROR),
         "the engine that generates and the model that trains disagree about the probabilities of "
-        "the sampled tokens; the rollout may run with other weights or settings",
+        "the sampled tokens; the rollout may run with other weights or settings, or draw with "
+        "filters (top-k, top-p, penalties), which training does not know",
     ),
     Rule(
         "reference_differs_at_start",

@@ -188,11 +188,26 @@ Item = TypeVar("Item")
 class Ranks:
     rank: int = 0
     size: int = 1
+    per_sequence: int = 1
+    """Consecutive ranks that share sequences: they hold the same rows."""
 
     @classmethod
-    def here(cls) -> "Ranks":
+    def here(cls, per_sequence: int = 1) -> "Ranks":
         """Rank and size of the joined process group; (0, 1) without one."""
-        return cls(dist.get_rank(), dist.get_world_size()) if is_distributed() else cls()
+        if not is_distributed():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size(), per_sequence)
+
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share this one's sequences; every rank must ask."""
+        if self.per_sequence == 1:
+            return None
+        size = self.per_sequence
+        starts = range(0, self.size, size)
+        groups = [dist.new_group(list(range(first, first + size))) for first in starts]
+        own = groups[self.rank // size]
+        assert isinstance(own, dist.ProcessGroup)
+        return own
 
     @property
     def is_first(self) -> bool:
@@ -200,16 +215,20 @@ class Ranks:
 
     def share(self, rows: Sequence[Item]) -> Sequence[Item]:
         """This rank's part of `rows`."""
-        return rows[self.rank :: self.size]
+        return rows[self.rank // self.per_sequence :: self.size // self.per_sequence]
 
     def total(self, *values: float) -> list[float]:
-        """Each value summed over the ranks; every rank must ask. Counts stay exact to 2^53."""
+        """Values of rows, summed over all rows; every rank must ask. Counts stay exact to 2^53."""
+        return [value / self.per_sequence for value in self.sum(*values)]
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the ranks; every rank must ask."""
         return all_reduce_(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def agree(self, value: bool) -> bool:
         """Whether any rank says so."""
-        return self.total(value)[0] > 0
+        return self.sum(value)[0] > 0
 
     def meet(self) -> None:
         """Go on when every rank is here, within the time limit of the process group."""
-        self.total(0)
+        self.sum(0)

@@ -96,7 +96,7 @@ class SFTCheckpoints:
             return 0, 0
         path = self.config.resume_from_path
         found = self.store.resume(path) if self.ranks.is_first else None
-        step = int(self.ranks.total(found.step if found else 0)[0])
+        step = int(self.ranks.sum(found.step if found else 0)[0])
         if step == 0:
             return 0, 0
         folder = Path(path).expanduser() if path is not None else step_folder(self.root, step)

@@ -148,7 +148,6 @@ def unsupported(config: AnySFTConfig) -> Iterator[Fault]:
     if isinstance(config, SFTEngineConfig):
         faults = list(engine_faults(config))
         yield from faults or refused(config, OF_ENGINE)
-        yield from [] if faults else sequence_faults(config)
     yield from frequency_faults(config)
     yield from lora_faults(config)
     yield from resume_faults(config)
@@ -169,13 +168,6 @@ def engine_faults(config: SFTEngineConfig) -> Iterator[Fault]:
             f"{type(config.optim).__name__}; fine-tuning runs with engine=fsdp optim=fsdp"
         )
         yield Fault(text, ("engine.strategy",))
-
-
-def sequence_faults(config: SFTEngineConfig) -> Iterator[Fault]:
-    key = "engine.ulysses_sequence_parallel_size"
-    if at(config, key) > 1:
-        text = f"{key} is {at(config, key)}; a sequence runs on one device: set it to 1"
-        yield Fault(text, (key,))
 
 
 def frequency_faults(config: AnySFTConfig) -> Iterator[Fault]:

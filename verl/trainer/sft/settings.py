@@ -221,14 +221,23 @@ def custom_class(custom: CustomClassConfig) -> Callable[..., Dataset[Row]]:
     return cls
 
 
+def ranks_per_sequence(config: SFTConfig | SFTEngineConfig) -> int:
+    if isinstance(config, SFTEngineConfig):
+        engine = config.engine
+        return engine.ulysses_sequence_parallel_size if isinstance(engine, FSDPEngineConfig) else 1
+    return config.ulysses_sequence_parallel_size
+
+
 def build_engine(settings: SFTSettings, ranks: Ranks, *, total_steps: int) -> SteppingEngine:
     """The model with its optimizer, loaded; the same on every rank."""
     optim = settings.optim
+    shared: dict[str, Any] = {"sequence_group": ranks.sequence_group()} if ranks.size > 1 else {}
     engine = (ReplicatedEngine if ranks.size > 1 else OneDeviceEngine)(
         partial(load_model, settings),
         engine_optimizer(settings, total_steps),
         max_grad_norm=optim.grad_clip or optim.clip_grad,
         gradient_checkpointing=settings.model.enable_gradient_checkpointing,
+        **shared,
     )
     engine.initialize()
     if settings.schedule == "wsd":

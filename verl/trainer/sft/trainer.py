@@ -48,6 +48,7 @@ from verl.trainer.sft.settings import (
     build_datasets,
     build_engine,
     build_tokenizer,
+    ranks_per_sequence,
     settings_of,
     steps_between,
 )
@@ -109,7 +110,7 @@ class SFTTrainer:
             config = cast(SFTConfig, load_config(config, SFTConfig, keeps_unknown=True).checked())
         self.config = config
         self.settings = settings = settings_of(config)
-        self.ranks = Ranks.here()
+        self.ranks = Ranks.here(ranks_per_sequence(config))
         seed_everything(settings.trainer.seed)
         self.tokenizer = tokenizer or build_tokenizer(settings)
         if train_dataset is None:

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock
 
 from verl.utils.environment import BadData
-from verl.utils.fs import copy_to_local
+from verl.utils.fs import copy_to_local, own_folder
 
 DEFAULT_CACHE = "~/.cache/verl/rlhf"
 
@@ -325,8 +325,7 @@ def unpack_to(target: Path, path: Path) -> None:
     """Write the rows as an Arrow file, which appears under its name when it is whole."""
     partial = target.with_name(f".{uuid.uuid4().hex}.partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.parent / ".arrow.lock", timeout=LOCK_TIMEOUT_SECONDS):
+        with FileLock(own_folder(target.parent) / ".arrow.lock", timeout=LOCK_TIMEOUT_SECONDS):
             if target.is_file():
                 return  # another process was faster
             for outdated in target.parent.glob(f"{target.name.partition('-')[0]}-*.arrow"):
@@ -413,7 +412,10 @@ def unpacked(path: Path, folder: Path, max_bytes: int) -> tuple[BatchAt, list[in
     target = cached_name(path, folder)
     if target.is_file():
         try:
+            own_folder(target.parent)
             return mapped(target)
+        except PermissionError as foreign:
+            raise DataError(f"{path} is not read from its unpacked copy: {foreign}") from foreign
         except (pa.ArrowException, OSError) as error:
             logger.warning("%s is unpacked again: its copy is damaged (%s)", path, error)
             target.unlink(missing_ok=True)

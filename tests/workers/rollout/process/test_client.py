@@ -329,10 +329,12 @@ def test_weights_from_disk_are_version_0_and_a_closed_engine_is_lost(tmp_path, c
     engine.close_session("s")
 
 
-def test_before_an_engine_wakes_torch_gives_back_what_it_keeps_here(ready, monkeypatch):
+def test_before_an_engine_wakes_torch_gives_back_what_it_keeps_here_once(ready, monkeypatch):
     calls = []
     monkeypatch.setattr(client, "free_cached_memory", lambda: calls.append(ready.is_alive()))
     ready.sleep()
     assert calls == []
     ready.wake_up()
     assert calls == [True]
+    ready.wake_up()
+    assert calls == [True], "an engine that is awake has its memory"

@@ -124,6 +124,7 @@ class Engine:
             max_tokens=fields["max_new_tokens"],
             stop_token_ids=() if fields["ignore_eos"] else tuple(fields["stop_token_ids"]),
             seed=seed,
+            log_probs="raw",
         )
         with self.lock:
             number = next(self.numbers)

@@ -152,6 +152,11 @@ class Comparison:
         if not (isinstance(gold, Relation) and isinstance(answer, Relation)):
             gold = without_name(gold, is_gold=True)
             answer = without_name(answer, is_gold=False)
+        elif len(gold.operators) == len(answer.operators) == 1 and gold.operators[0] in _MIRROR:
+            return self._same_relation(gold, answer)  # 2x > 4 is x > 2
+        names = [{name for name, _ in roots(node)} for node in (gold, answer)]
+        if all(names) and names[0] != names[1]:
+            return False
         return self._same_form(rewritten(gold), rewritten(answer))
 
     def _is_false(self, node: Node) -> bool:
@@ -192,8 +197,11 @@ class Comparison:
         return self._same_number(gold, answer)
 
     def _refuse_or_differ(self, gold: Node, answer: Node) -> bool:
-        """Forms of different kinds differ, except a list of inequalities, which may be a union."""
+        """Forms of different kinds differ, except a list of inequalities, which may be a union,
+        and what matrices are computed from."""
         for one, other in ((gold, answer), (answer, gold)):
+            if isinstance(one, Matrix) and any(isinstance(part, Matrix) for part in walk(other)):
+                raise Unsupported("sums and products of matrices")
             has_relations = any(isinstance(item, Relation) for item in one.children())
             if isinstance(one, Listing) and isinstance(other, Union | Group) and has_relations:
                 raise Unsupported("inequalities joined by words against an interval")
@@ -330,9 +338,16 @@ _ABOVE = {">": ")", ">=": "]"}
 _MIRROR = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
+def _has_two_signs(node: Node) -> bool:
+    return any(isinstance(part, PlusMinus | MinusPlus) for part in walk(node))
+
+
 def rewritten(node: Node) -> Node:
     """The form in which answers are compared."""
-    if any(isinstance(part, PlusMinus | MinusPlus) for part in walk(node)):
+    if _has_two_signs(node):
+        if isinstance(node, SetOf | Listing):  # each item stands for two, or for itself
+            items = [rewritten(i).children() if _has_two_signs(i) else (i,) for i in node.items]
+            return type(node)(tuple(item for both in items for item in both))
         return Listing((_with_sign(node, is_plus=True), _with_sign(node, is_plus=False)))
     match node:
         case Relation():
@@ -422,17 +437,23 @@ def assignments(node: Node) -> dict[str, Node] | None:
     return named if is_complete and not any(map(_ROOT_NAME.fullmatch, named)) else None
 
 
-def without_indices(node: Listing) -> Node:
-    """2 and 3 for x_1 = 2, x_2 = 3: the roots of an equation have no order."""
-    values = [
-        item.members[1]
-        for item in node.items
+def roots(node: Node) -> list[tuple[str, Node]]:
+    """The names and values of x_1 = 2, x_2 = 3; empty for anything else."""
+    items = node.items if isinstance(node, Listing) else ()
+    found = [
+        (item.members[0].name, item.members[1])
+        for item in items
         if isinstance(item, Relation)
         and item.operators == ("=",)
         and isinstance(item.members[0], Symbol)
         and _ROOT_NAME.fullmatch(item.members[0].name)
     ]
-    return Listing(tuple(values)) if len(values) == len(node.items) else node
+    return found if len(found) == len(items) else []
+
+
+def without_indices(node: Listing) -> Node:
+    """2 and 3 for x_1 = 2, x_2 = 3: the roots of an equation have no order."""
+    return Listing(tuple(value for _, value in roots(node))) if roots(node) else node
 
 
 _ROOT_NAME = re.compile(r"[xyzt]_[0-9]")

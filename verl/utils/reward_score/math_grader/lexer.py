@@ -263,6 +263,7 @@ ml milliliter millilitre mL
 gal gallon
 dollar USD usd buck
 cent
+percent percentage pct
 mph
 rad radian
 K kelvin
