@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 
-from verl.utils.old_paths import OLD_PATHS
+import verl
+from verl.utils.old_paths import OLD_PATHS, OldPaths
 
 PROGRAM = """
 import importlib, json, sys
@@ -56,3 +59,16 @@ def test_training_code_loads_no_cluster_and_no_foreign_engine():
 def test_older_import_paths_load_nothing_that_is_optional():
     """Their names are looked up when they are used; each has its home, without these packages."""
     assert not {"ray", "vllm", "sglang", "megatron"} & loaded_by(*OLD_PATHS)
+
+
+def test_no_file_stands_behind_an_older_path():
+    root = Path(verl.__file__).parent.parent
+    paths = [root.joinpath(*name.split(".")) for name in OLD_PATHS]
+    assert not [p for p in paths if p.with_suffix(".py").exists() or (p / "__init__.py").exists()]
+
+
+def test_a_folder_left_behind_does_not_hide_an_older_path():
+    name = next(name for name, entry in OLD_PATHS.items() if isinstance(entry, str))
+    assert OldPaths().find_spec(name, None) is not None
+    kinds = [type(finder) for finder in sys.meta_path]
+    assert kinds.index(OldPaths) < sys.meta_path.index(PathFinder)

@@ -105,7 +105,8 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
 
 
 class OldPaths(MetaPathFinder, Loader):
-    """Makes the modules of the table; asked last, so a file of that name would win."""
+    """Makes the modules of the table; asked first, since a folder that an earlier version of the
+    package left behind would count as a module without names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -133,4 +134,4 @@ def of_module(home: str, name: str) -> Any:
 def install() -> None:
     """Let Python find the modules of the table; doing so twice changes nothing."""
     if not any(isinstance(finder, OldPaths) for finder in sys.meta_path):
-        sys.meta_path.append(OldPaths())
+        sys.meta_path.insert(0, OldPaths())

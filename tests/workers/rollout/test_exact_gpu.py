@@ -72,7 +72,9 @@ def sampled_rows(model, params):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "log_probs": "raw"}]
+)
 def test_sampled_and_trained_log_probs_have_the_same_bits(params):
     model = policy()
     rows = sampled_rows(model, params)
