@@ -12,6 +12,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Tests and runs start many processes: each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
 

@@ -7,6 +7,10 @@ they share a cluster.
 import gc
 import os
 import re
+import signal
+
+# A shell that starts a command in the background lets it ignore Ctrl-C, and so would our children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Must be set before torch is imported: AMX that is advertised but cannot run dies with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

@@ -105,6 +105,7 @@ def policy_loss(
     return loss, {
         "pg_loss": pg_loss,
         "kl_loss": kl_loss,
+        "kl_coef": torch.tensor(KL_COEFFICIENT),
         "entropy": entropy[mask].mean(),
         "ppo_kl": -log_ratio[mask].mean(),
         "pg_clipfrac": (clipped > plain)[mask].float().mean(),

@@ -6,6 +6,7 @@ import torch
 from tests.toy import toy_run, weights
 from verl.models.loading import load_causal_lm
 from verl.trainer.ppo.reward import RewardError
+from verl.utils.dataset.tables import DataError
 
 SOMETIMES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -58,7 +59,7 @@ def test_a_function_that_always_fails_stops_the_run_before_any_update(toy, tmp_p
 
 
 def test_an_unknown_data_source_stops_the_run_with_what_is_known(toy, tmp_path):
-    with pytest.raises(RewardError, match="no built-in reward function for data_source='sevens'"):
+    with pytest.raises(DataError, match="no built-in reward function for data_source='sevens'"):
         toy_run(toy, tmp_path, "custom_reward_function.path=null")
 
 

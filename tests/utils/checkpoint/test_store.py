@@ -480,10 +480,13 @@ from pathlib import Path
 from verl.utils.checkpoint.layout import holding
 
 with holding({"trainer.default_local_dir": Path(sys.argv[1])}):
+    ready, tell = os.pipe()
     forked = os.fork()
     if forked == 0:
+        os.write(tell, b"!")  # it has run, so it has closed what it must not hold
         time.sleep(600)
         os._exit(0)
+    os.read(ready, 1)
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(forked, started.pid, flush=True)
     time.sleep(600)

@@ -68,6 +68,7 @@ class VLLMEngine(HostedEngine):
         )
         self._adapter = AdapterFolder(options["adapter"]) if options["adapter"] else None
         self._samples: dict[str, RunningSample] = {}
+        self._has_served = False  # since the prefix cache was cleared
         self._aborted: list[tuple[int, TokenDelta]] = []
 
     def facts(self) -> EngineFacts:
@@ -86,6 +87,7 @@ class VLLMEngine(HostedEngine):
         refuse_what_cannot_run(request, self._limits, vocabulary, can_decode_text=True)
         lora = None if self._adapter is None else self._adapter.request()
         prompt = [int(token) for token in request.prompt_ids]
+        self._has_served = True
         try:
             for index, sampling in enumerate(sampling_of_samples(request, self._end_tokens)):
                 name = f"{number}.{index}"
@@ -196,8 +198,11 @@ class VLLMEngine(HostedEngine):
         return self._engine.collective_rpc(method, timeout=UPDATE_SECONDS, args=arguments)
 
     def forget_cache(self) -> None:
+        if not self._has_served:  # vLLM visits every block, which takes 0.1 s for a million
+            return
         for _ in range(STEPS_AHEAD):
             if self._engine.reset_prefix_cache():
+                self._has_served = False
                 return
             self._engine.step()  # what it had scheduled ahead for requests that have ended
         raise RuntimeError(
