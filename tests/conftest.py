@@ -9,9 +9,6 @@ import os
 import re
 import signal
 
-# A shell that starts a command in the background lets it ignore Ctrl-C, and so would our children.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Must be set before torch is imported: AMX that is advertised but cannot run dies with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,6 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+
+# A shell that starts a command in the background lets it ignore Ctrl-C, and so would our children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RAY_ID = re.compile(r"(?<![a-z])ray(?![a-z])")
 """What the id of each test on Ray contains: `test_ray.py`, `[ray-2]`, `test_parts_on_ray`."""
