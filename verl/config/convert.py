@@ -236,8 +236,8 @@ def load_target(path: str) -> type[Any]:
     """The dataclass that `_target_: package.module.Class` names. Nothing else may be named."""
     module, _, name = path.rpartition(".")
     try:
-        cls = vars(import_module(module)).get(name) if module else None
-    except ModuleNotFoundError as error:
+        cls = getattr(import_module(module), name) if module else None
+    except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"_target_ is {path!r}, but {error}") from error
     if not (isinstance(cls, type) and is_dataclass(cls)):
         raise ValueError(f"_target_ is {path!r}; it must name a dataclass, as package.module.Class")

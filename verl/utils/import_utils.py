@@ -108,13 +108,15 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
 
 
 def _attribute(module: ModuleType, name: str, where: str) -> Any:
-    defined = [item for item in vars(module) if not item.startswith("_")]
-    if name not in vars(module):
+    try:
+        return getattr(module, name)  # a module may make its names when they are asked for
+    except AttributeError as error:
+        defined = [item for item in dir(module) if not item.startswith("_")]
         close = get_close_matches(name, defined, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(sorted(defined)) or "nothing"
-        raise AttributeError(f"{where} does not define {name!r}.{hint} It defines: {listed}")
-    return vars(module)[name]
+        text = f"{where} does not define {name!r}.{hint} It defines: {listed}"
+        raise AttributeError(text) from error
 
 
 # ---- names that are on their way out -------------------------------------------------------------
