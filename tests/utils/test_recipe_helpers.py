@@ -8,16 +8,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import nn
-from verl.utils.activation_offload import enable_activation_offloading
-from verl.utils.net_utils import get_free_port, is_valid_ipv6_address
-from verl.utils.profiler.performance import reduce_timing, topk_reduce_ratio_min_max
-from verl.utils.transferqueue_utils import create_transferqueue_client, tqbridge
-from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from tests.tiny_models import tiny_config
 from tests.utils.one_rank import group_of_one
 from tests.utils.two_ranks import run_on_two_ranks
 from verl.utils import ulysses
+from verl.utils.activation_offload import enable_activation_offloading
 from verl.utils.attention_utils import pad_input, rearrange, unpad_input
 from verl.utils.fsdp_utils import (
     apply_fsdp2,
@@ -31,7 +27,11 @@ from verl.utils.fsdp_utils import (
     offload_fsdp_optimizer,
     replace_lora_wrapper,
 )
+from verl.utils.net_utils import get_free_port, is_valid_ipv6_address
+from verl.utils.profiler.performance import reduce_timing, topk_reduce_ratio_min_max
 from verl.utils.recipe_helpers import create_device_mesh, get_sharding_strategy
+from verl.utils.transferqueue_utils import create_transferqueue_client, tqbridge
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 MASK = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
 
