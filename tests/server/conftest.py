@@ -1,9 +1,10 @@
 """One model, one engine's process and one server for all tests of this folder."""
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import openai
 import pytest
 
 from tests.server.engines import (
@@ -43,7 +44,13 @@ def server(engine: EngineProcess) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="session")
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+def openai() -> Any:
+    """The official client, which takes seconds to import: only those who need it wait."""
+    return import_module("openai")
+
+
+@pytest.fixture(scope="session")
+def client(server: RunningServer, openai: Any) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as client:
         yield client
 

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 
 from tests.server.clients import call
@@ -19,7 +18,7 @@ IDS = {"return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
-def caller():
+def caller(openai):
     """A client of a model that calls a tool after a few words."""
     text = (
         'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
@@ -138,7 +137,7 @@ def test_a_conversation_goes_on_in_its_session(client):
     assert kept.choices[0].text == fresh.choices[0].text
 
 
-def test_errors_have_the_client_s_own_types(client):
+def test_errors_have_the_client_s_own_types(client, openai):
     with pytest.raises(openai.NotFoundError, match="no such model"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="max_tokens"):

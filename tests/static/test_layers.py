@@ -2,20 +2,21 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def modules() -> Iterator[tuple[str, Path, ast.Module]]:
+@cache
+def modules() -> list[tuple[str, Path, ast.Module]]:
+    found = []
     for path in sorted((ROOT / "verl").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        yield (
-            ".".join(parts[:-1] if parts[-1] == "__init__" else parts),
-            path,
-            ast.parse(path.read_text()),
-        )
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append((name, path, ast.parse(path.read_text())))
+    return found
 
 
 def layer_of(module: str, ranks: dict[str, int]) -> int | None:

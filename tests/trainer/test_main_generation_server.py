@@ -6,9 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
-import openai
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -165,6 +165,7 @@ def test_the_command_serves_until_it_is_told_to_end(model_folder, prompt_file):
         assert program.stdout.readline() == "token: the one in VERL_SERVER_TOKEN\n"
         page = url.replace("/v1", "/")
         assert program.stdout.readline() == f"chat in the browser: {page}\n"
+        openai = import_module("openai")  # takes seconds, so not while tests are collected
         with openai.OpenAI(base_url=url, api_key="token-for-this-test", max_retries=0) as client:
             (model,) = client.models.list().data
             answer = client.completions.create(model=model.id, prompt="hello", max_tokens=5)

@@ -25,6 +25,7 @@ class LosableRollout(FakeRollout):
         super().__init__(**options)
         self.num_losses, self.num_answers = num_losses, num_answers
         self.is_lost = False
+        self.life = 0
 
     def is_alive(self) -> bool:
         return not self.is_lost
@@ -32,14 +33,15 @@ class LosableRollout(FakeRollout):
     async def generate(self, request):
         if self.is_lost:
             raise EngineLostError("it is gone")
+        life = self.life
         outputs = await super().generate(request)
         await asyncio.sleep(0)
         if self.num_answers:
             self.num_answers -= 1
         elif self.num_losses:
             self.num_losses -= 1
-            self.is_lost = True
-        if self.is_lost:
+            self.is_lost, self.life = True, self.life + 1
+        if self.life != life:  # also if it has recovered meanwhile
             raise EngineLostError("it was killed")
         return outputs
 
