@@ -271,8 +271,7 @@ class GradingService:
             if call is None:
                 return
             try:
-                with forks_end_here():
-                    grades = self._checked(call, await contained(self._begun(call)))
+                grades = self._checked(call, await contained(self._awaited(call)))
             except asyncio.CancelledError as error:
                 if lane.is_abandoned:
                     raise
@@ -358,6 +357,11 @@ class GradingService:
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C, for only the main thread gets it
                 raise
             return self._failed(call, error)
+
+    async def _awaited(self, call: Call) -> Grade | list[Grade]:
+        """On the event loop. A fork must end before it comes to the loop, which it would share."""
+        with forks_end_here():
+            return await self._begun(call)
 
     def _begun(self, call: Call) -> Coroutine[Any, Any, Grade | list[Grade]]:
         is_one = self.grader.scope == "trajectory"
