@@ -43,7 +43,9 @@ def assert_same(found, expected, atol=1e-6):
         assert difference <= atol, f"{name} differs by {difference}"
 
 
-def test_two_ranks_train_as_one_does(model_folder, tmp_path):
+@pytest.mark.parametrize("ranks_per_row", [1, 2])
+def test_two_ranks_train_as_one_does(model_folder, tmp_path, ranks_per_row):
+    """Ranks that share rows hold the same ones: counts and losses of rows count once."""
     one = trainer(model_folder, tmp_path, **GENTLE, **{"data.val_max_samples": 63})
     first = one.train_step(1)
     one.train_step(2)
@@ -51,28 +53,8 @@ def test_two_ranks_train_as_one_does(model_folder, tmp_path):
 
     def work(rank):
         changes = {**GENTLE, "data.micro_batch_size_per_gpu": 3, "data.val_max_samples": 63}
+        changes["ulysses_sequence_parallel_size"] = ranks_per_row
         sft = trainer(model_folder, tmp_path, **changes)
-        metrics = sft.train_step(1)
-        sft.train_step(2)
-        return metrics, arrays(sft), sft.mean_loss(sft.val_dataset)
-
-    for metrics, found, found_val_loss in run_on_two_ranks(work, tmp_path):
-        for name in ("loss", "grad_norm", "lr", "global_tokens", "trained_tokens"):
-            assert metrics[f"train/{name}"] == pytest.approx(first[f"train/{name}"], rel=1e-5)
-        assert found_val_loss == pytest.approx(val_loss, rel=1e-6)
-        assert_same(found, expected)
-
-
-def test_two_ranks_that_share_sequences_train_as_one_does(model_folder, tmp_path):
-    """They hold the same rows: counts and losses of rows count once, also over several passes."""
-    one = trainer(model_folder, tmp_path, **GENTLE, **{"data.val_max_samples": 63})
-    first = one.train_step(1)
-    one.train_step(2)
-    expected, val_loss = arrays(one), one.mean_loss(one.val_dataset)
-
-    def work(rank):
-        changes = {**GENTLE, "data.micro_batch_size_per_gpu": 3, "data.val_max_samples": 63}
-        sft = trainer(model_folder, tmp_path, **changes, ulysses_sequence_parallel_size=2)
         metrics = sft.train_step(1)
         sft.train_step(2)
         return metrics, arrays(sft), sft.mean_loss(sft.val_dataset)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol.trajectory import Abstain, Grade, InfraError, Score, Trajectory
+from verl.utils.processes import forks_end_here
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 MAX_REWARD = torch.finfo(torch.float32).max
@@ -185,17 +186,22 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def contained(work: Awaitable[Result]) -> Result:
-    """Await `work`; `SystemExit` and the like end the call, not the event loop."""
+    """Await `work`; `SystemExit` and the like end the call, not the event loop.
+
+    A fork of it ends here, before it comes to the loop, which it would share.
+    """
     try:
-        return await work
+        with forks_end_here():
+            return await work
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(repr(error)) from error
 
 
 def completed(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine that never waits, without an event loop."""
+    """Run a coroutine that never waits, without an event loop; a fork of it ends here."""
     try:
-        work.send(None)
+        with forks_end_here():
+            work.send(None)
     except StopIteration as end:
         return end.value
     work.close()

@@ -33,7 +33,6 @@ from typing import Any
 
 from verl.protocol.trajectory import Grade, Group, InfraError, Score, Trajectory
 from verl.utils.breaker import Breaker
-from verl.utils.processes import forks_end_here
 from verl.workers.reward_manager.grader import (
     Grader,
     RewardError,
@@ -271,7 +270,7 @@ class GradingService:
             if call is None:
                 return
             try:
-                grades = self._checked(call, await contained(self._awaited(call)))
+                grades = self._checked(call, await contained(self._begun(call)))
             except asyncio.CancelledError as error:
                 if lane.is_abandoned:
                     raise
@@ -351,17 +350,11 @@ class GradingService:
     def _grades(self, call: Call) -> list[Grade]:
         """Make a call on this thread; whatever the grader does, grades come back."""
         try:
-            with forks_end_here():
-                return self._checked(call, completed(self._begun(call)))
+            return self._checked(call, completed(self._begun(call)))
         except BaseException as error:  # SystemExit ends a call, not the run
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C, for only the main thread gets it
                 raise
             return self._failed(call, error)
-
-    async def _awaited(self, call: Call) -> Grade | list[Grade]:
-        """On the event loop. A fork must end before it comes to the loop, which it would share."""
-        with forks_end_here():
-            return await self._begun(call)
 
     def _begun(self, call: Call) -> Coroutine[Any, Any, Grade | list[Grade]]:
         is_one = self.grader.scope == "trajectory"
