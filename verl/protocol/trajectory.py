@@ -49,6 +49,14 @@ class InfraError:
 Grade = Score | Abstain | InfraError
 
 
+class InfraFault(RuntimeError):
+    """Raised by tools, interactions and environments: what the model talks to is broken.
+
+    The policy cannot have caused it, so the trajectory gets no reward and takes no part in
+    training.
+    """
+
+
 @dataclass(frozen=True)
 class MediaRef:
     """An image or video of a segment, by the hash of its content."""
