@@ -1,0 +1,499 @@
+"""The gateway: an HTTP server in front of the engines that a trainer samples with.
+
+    program --HTTP--> /s/<session>/v1/... --> Session: history -> ids --> AsyncLLMServerManager
+                                                 |
+                                                 +--> rows: the ids, log-probs and versions sampled
+
+An agent program that takes a base URL and a key runs against it unmodified. It speaks OpenAI's chat
+completions and responses and Anthropic's messages. Each session has a key of its own, and the
+gateway listens on this machine only. It runs on the event loop of the agent loops, so ids go from
+the engine into the trajectory without being written down in between.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import uvicorn
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from verl.agent_loop.server_manager import AsyncLLMServerManager
+from verl.server import answers
+from verl.server.chat import ChatAnswer
+from verl.server.dialects import CHAT, MESSAGES, RESPONSES, Dialect, dialect_of
+from verl.server.errors import ApiError, internal_error
+from verl.server.events import EventStream
+from verl.server.forms import IGNORED_HEADER, SAMPLING, chat_form, check_tool_replies
+from verl.server.guard import Guard, Receive, Recorder, Send, header, refuse
+from verl.server.options import ServerOptions
+from verl.server.running import listening_socket, uvicorn_config
+from verl.server.runs import Deltas, api_error
+from verl.server.schemas import MAX_VALUES, SMALL_BODY_BYTES, ChatRequest, check_size
+from verl.server.service import Job, Service
+from verl.server.sessions import Budget, ModelTurn, Place, Tree, derived_seed, too_long
+from verl.utils.dataset.continuation import CannotContinue
+from verl.workers.rollout.base import EngineLostError, TokenDelta, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+"""The name under which the model is served; any other name is taken too."""
+
+MAX_ENDED = 10_000
+"""Ended sessions that are remembered, to tell their programs so."""
+
+START_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnJob(Job):
+    """A request with its place in a session."""
+
+    session: "Session"
+    places: list[Place]
+    outputs: list[TokenOutput] = field(default_factory=list)
+    """What the engine gave for each place."""
+
+
+class Session:
+    """The calls of one program."""
+
+    def __init__(
+        self,
+        gateway: "Gateway",
+        name: str,
+        sampling_params: Mapping[str, Any],
+        *,
+        max_calls: int,
+    ) -> None:
+        self.name = name
+        self.tree = Tree(name, gateway.budget)
+        self.remembered: dict[str, list[dict[str, Any]]] = {}
+        """Conversations by the id of their last response, for `previous_response_id`."""
+
+        self.fault: str | None = None
+        """What of ours failed; the program cannot be blamed for what followed."""
+
+        self.num_calls = 0
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._gateway = gateway
+        self._params = dict(sampling_params)
+        self._seed: int | None = self._params.pop("seed", None)
+        self._max_calls = max_calls
+
+    @property
+    def key(self) -> str:
+        """What the program shows: its key opens no other session."""
+        return self._gateway.key_of(self.name)
+
+    @property
+    def url(self) -> str:
+        return f"{self._gateway.url}/s/{self.name}"
+
+    def environment(self) -> dict[str, str]:
+        """What an agent program finds in its environment."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+            "VERL_MODEL": MODEL,
+        }
+
+    async def answer(self, request: ChatRequest) -> tuple[answers.ChatCompletion, list[ModelTurn]]:
+        """Sample the next turn of a conversation and record it."""
+        if self.num_calls >= self._max_calls:
+            message = f"the session has made {self.num_calls} calls; max_calls allows no more"
+            raise ApiError(400, message, code="too_many_calls")
+        check_tool_replies(request.messages)
+        tools = "".join(tool.model_dump_json() for tool in request.offered_tools)
+        place = self.tree.place(request.messages, tools)
+        places = [place]
+        try:
+            job = await self._job(request, places)
+            start = time.perf_counter()
+            completion = await ChatAnswer(self._gateway.service, request, job).whole()
+            seconds = time.perf_counter() - start
+        except BaseException as error:
+            for one in places:
+                self.tree.release(one)
+            if isinstance(error, ApiError) and error.status >= 500:
+                self.fault = error.message
+            raise
+        turns: list[ModelTurn] = []
+        for one, output, choice in zip(places, job.outputs, completion.choices, strict=True):
+            for number, call in enumerate(choice.message.tool_calls or ()):
+                call.id = call_id(self.name, one.path, number)
+            turns.append(self.tree.record(one, output, choice.message, seconds))
+        self.num_calls += 1
+        return completion, turns
+
+    async def _job(self, request: ChatRequest, places: list[Place]) -> TurnJob:
+        encoder, (place,) = self._gateway.service.encoder, places
+        before = [] if place.parent is None else place.parent.ids()
+        if place.parent is not None:
+            try:
+                place.new_ids = await encoder.after_turn(
+                    place.parent.output.token_ids, place.new_messages, request.offered_tools
+                )
+            except CannotContinue as error:
+                logger.info("session %s: %s", self.name, error)
+                is_rewritten = place.fork == "history_rewritten"
+                fork = "history_rewritten" if is_rewritten else "template_cannot_continue"
+                self.tree.begin_again(place, fork)
+                before = []
+        if place.parent is None:
+            place.new_ids = await encoder.conversation(request)
+        prompt_ids = [*before, *place.new_ids]
+        line = [] if place.parent is None else place.parent.line()
+        num_root = len(line[0].new_ids if line else place.new_ids)
+        budget = self._gateway.budget
+        room = budget.room(num_root, len(prompt_ids))
+        if room < 1:
+            raise too_long(len(prompt_ids), budget)
+        limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
+        places += [self.tree.sibling(place) for _ in range(request.n - 1)]
+        return TurnJob(
+            kind="chatcmpl",
+            request=request,
+            prompts=[prompt_ids],
+            max_tokens=min([room, *limits]),
+            session=self,
+            places=places,
+        )
+
+    async def sample(self, job: TurnJob, place: Place) -> TokenOutput:
+        """One continuation, with the parameters of the training."""
+        params = {
+            **self._params,
+            "max_tokens": job.max_tokens,
+            "stop": (*(self._params.get("stop") or ()), *job.request.stops),
+        }
+        seed = derived_seed(self._seed, place.path)
+        if seed is not None:
+            params["seed"] = seed
+        return await self._gateway.manager.generate(
+            self.tree.engine_session(place), prompt_ids=job.prompts[0], sampling_params=params
+        )
+
+    async def close(self) -> None:
+        """End what still runs; further requests are told that the session has ended."""
+        self._gateway.forget(self)
+        tasks = list(self.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=START_SECONDS)
+        for name in {turn.engine_session for turn in self.tree.turns}:
+            self._gateway.manager.close_session(name)
+
+
+class SampledDeltas:
+    """The samples of a turn as the chat route reads them: each a single delta."""
+
+    def __init__(self, job: TurnJob) -> None:
+        self._job = job
+        self._left: list[TokenDelta] = []
+
+    async def __aenter__(self) -> "SampledDeltas":
+        job = self._job
+        work = [asyncio.create_task(job.session.sample(job, place)) for place in job.places]
+        try:
+            job.outputs.extend(await asyncio.gather(*work))
+        except (EngineLostError, ValueError, RuntimeError) as error:
+            raise api_error(error, has_begun=False) from error
+        finally:
+            for task in work:
+                task.cancel()
+        self._left = [
+            TokenDelta(
+                sample=sample,
+                token_ids=tuple(output.token_ids),
+                log_probs=tuple(output.log_probs),
+                policy_versions=tuple(output.policy_versions),
+                stop_reason=output.stop_reason,
+            )
+            for sample, output in enumerate(job.outputs)
+        ][::-1]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._left.clear()
+
+    async def next(self) -> tuple[int, TokenDelta] | None:
+        return (0, self._left.pop()) if self._left else None
+
+
+class GatewayService(Service):
+    """The server's chat code over a trainer's fleet."""
+
+    def run(self, job: Job) -> Deltas:
+        assert isinstance(job, TurnJob)
+        return SampledDeltas(job)
+
+    def close(self) -> None:
+        self.encoder.close()  # the fleet is the trainer's
+        self._parser.shutdown(wait=False, cancel_futures=True)
+
+    async def json(self, body: bytes) -> dict[str, Any]:
+        """The object in a body; a large one is parsed while others are answered."""
+
+        def parse() -> Any:
+            check_size(body, MAX_VALUES)
+            try:
+                return from_json(body)
+            except ValueError:
+                message = "the body is not valid JSON, or nested too deeply"
+                raise ApiError(400, message, code="invalid_value") from None
+
+        is_small = len(body) <= SMALL_BODY_BYTES
+        loop = asyncio.get_running_loop()
+        value = parse() if is_small else await loop.run_in_executor(self._parser, parse)
+        if not isinstance(value, dict):
+            raise ApiError(400, "the body is not a JSON object", code="invalid_value")
+        return value
+
+
+class Gateway:
+    """Serves sessions over the engines of `manager`; it belongs to the event loop that starts it.
+
+    `budget` is what a row of the training batch holds. `request_seconds` limits one answer.
+    """
+
+    def __init__(
+        self,
+        manager: AsyncLLMServerManager,
+        tokenizer: Any,
+        budget: Budget,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        request_seconds: float = 3600.0,
+    ) -> None:
+        self.manager = manager
+        self.budget = budget
+        self.token = secrets.token_urlsafe(32)
+        """Opens every session; programs get the key of their own."""
+
+        options = ServerOptions(
+            model=MODEL,
+            max_model_len=budget.prompt_length + budget.response_length,
+            token=self.token,
+            max_running=4096,
+            max_waiting=4096,
+            max_connections=8192,
+            request_seconds=request_seconds,
+            keep_alive_seconds=60.0,
+        )
+        self.service = GatewayService(
+            (), tokenizer, options, fleet=manager.fleet, template_kwargs=template_kwargs
+        )
+        self.sessions: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}
+        self._has_told = False
+        self._listener = listening_socket(options)
+        app = SessionGuard(self._app(), self)
+        self._server = QuietServer(uvicorn_config(app, options))
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    async def start(self) -> None:
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        deadline = time.monotonic() + START_SECONDS
+        while not self._server.started:
+            if self._serving.done() or time.monotonic() > deadline:
+                raise RuntimeError("the gateway did not start; its log says why")
+            await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        for session in list(self.sessions.values()):
+            await session.close()
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving
+        self._listener.close()
+        self.service.close()
+
+    def open(self, sampling_params: Mapping[str, Any], *, max_calls: int = 1000) -> Session:
+        """A session whose turns are sampled with these parameters, the sample's seed among them."""
+        name = secrets.token_hex(8)
+        self.sessions[name] = Session(self, name, sampling_params, max_calls=max_calls)
+        return self.sessions[name]
+
+    def forget(self, session: Session) -> None:
+        if self.sessions.pop(session.name, None) is not None:
+            self._ended[session.name] = None
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+
+    def key_of(self, name: str) -> str:
+        return hmac.new(self.token.encode(), name.encode(), hashlib.sha256).hexdigest()
+
+    def session_of(self, name: str) -> Session:
+        if name in self.sessions:
+            return self.sessions[name]
+        if name in self._ended:
+            raise ApiError(410, "the session has ended", code="session_ended")
+        message = "there is no such session; its name is in the path (/s/<session>/v1/...)"
+        raise ApiError(404, message, code="unknown_session")
+
+    # ---- routes ----------------------------------------------------------------------------------
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._route(CHAT), methods=["POST"]),
+                Route("/v1/responses", self._route(RESPONSES), methods=["POST"]),
+                Route("/v1/messages", self._route(MESSAGES), methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+            ],
+            exception_handlers={
+                ApiError: self._failed,
+                HTTPException: self._failed,
+                Exception: self._failed,
+            },
+        )
+
+    def _route(self, dialect: Dialect) -> Any:
+        async def endpoint(request: Request) -> Delivery:
+            session: Session = request.scope["verl.session"]
+            task = asyncio.current_task()
+            assert task is not None
+            session.tasks.add(task)
+            task.add_done_callback(session.tasks.discard)
+            return await self._answer(session, dialect, await request.body())
+
+        return endpoint
+
+    async def _answer(self, session: Session, dialect: Dialect, body: bytes) -> "Delivery":
+        call = dialect.read(await self.service.json(body), session.remembered)
+        request, ignored = chat_form(call.chat, MODEL)
+        self._tell(ignored)
+        completion, turns = await session.answer(request)
+        headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+        if request.stream:
+            events = each(dialect.events(call, completion, request))
+            response = EventStream(events, is_named=dialect.has_named_events, headers=headers)
+        else:
+            text = dialect.whole(call, completion)
+            response = Response(text, media_type="application/json", headers=headers)
+        return Delivery(response, session.tree, turns)
+
+    def _tell(self, ignored: Sequence[str]) -> None:
+        decided = SAMPLING.intersection(ignored)
+        if decided and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "a program asks for %s; what is trained is sampled as actor_rollout_ref.rollout "
+                "says (further requests are told in the header %s)",
+                ", ".join(sorted(decided)),
+                IGNORED_HEADER,
+            )
+
+    async def _models(self, request: Request) -> Response:
+        options = self.service.options
+        card = answers.ModelCard(
+            id=MODEL,
+            created=self.service.created,
+            owned_by="verl",
+            max_model_len=options.max_model_len,
+        )
+        text = answers.ModelList(data=[card]).model_dump_json()
+        return Response(text, media_type="application/json")
+
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            failure = ApiError(error.status_code, str(error.detail), code="http")
+        else:
+            failure = error if isinstance(error, ApiError) else internal_error()
+        if failure.status >= 500:
+            request.scope["verl.session"].fault = failure.message
+        content = dialect_of(request.scope["path"]).error(failure)
+        return JSONResponse(content, failure.status, failure.headers)
+
+
+class QuietServer(uvicorn.Server):
+    """Leaves signals to the trainer."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return nullcontext()
+
+
+class SessionGuard(Guard):
+    """Opens the session that a request names to whoever shows its key."""
+
+    def __init__(self, app: Starlette, gateway: Gateway) -> None:
+        service = gateway.service
+        routes = frozenset(route.path for route in app.routes)  # pyright: ignore[reportAttributeAccessIssue]
+        super().__init__(app, service.options, gateway.token, service.metrics, routes)
+        self._gateway = gateway
+
+    def _check_token(self, scope: Any) -> None:
+        path: str = scope["path"]
+        name = header(scope, b"x-verl-session").decode("latin-1")
+        if path.startswith("/s/"):
+            name, _, path = path.removeprefix("/s/").partition("/")
+            scope["path"] = scope["raw_path"] = f"/{path}"
+            scope["raw_path"] = scope["path"].encode()
+        scheme, _, shown = header(scope, b"authorization").partition(b" ")
+        shown = shown if scheme.lower() == b"bearer" else header(scope, b"x-api-key")
+        keys = (self._gateway.key_of(name).encode(), self._gateway.token.encode())
+        if not any([hmac.compare_digest(shown, key) for key in keys]):
+            message = "this needs the session's key, as Authorization: Bearer or x-api-key"
+            raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+        scope["verl.session"] = self._gateway.session_of(name)
+
+    async def _refuse(self, error: ApiError, scope: Any, answer: Recorder) -> None:
+        await refuse(dialect_of(scope["path"]).error(error), error, answer)
+
+
+class Delivery:
+    """An answer on its way: turns whose client leaves before it has come are abandoned."""
+
+    def __init__(self, response: Response, tree: Tree, turns: Sequence[ModelTurn]) -> None:
+        self._response = response
+        self._tree = tree
+        self._turns = turns
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        except BaseException:
+            for turn in self._turns:
+                self._tree.abandon(turn)
+            raise
+
+
+async def each(events: Sequence[Any]) -> AsyncIterator[Any]:
+    for event in events:
+        yield event
+
+
+def call_id(session: str, path: tuple[int, ...], number: int) -> str:
+    digest = hashlib.blake2b(f"{path}:{number}".encode(), digest_size=12)
+    del session
+    return f"call_{digest.hexdigest()}"
+
+
+_gateways: "WeakKeyDictionary[AsyncLLMServerManager, Gateway]" = WeakKeyDictionary()
