@@ -128,8 +128,11 @@ class TextToolParser(ToolParser):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer)
-        texts = [text for text in special_texts(tokenizer) if text not in self.marks]
-        self._left_out = frozenset(tokenizer.convert_tokens_to_ids(texts))
+        self._left_out = frozenset(
+            tokenizer.convert_tokens_to_ids(text)
+            for text in special_texts(tokenizer)
+            if text not in self.marks
+        )
 
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: Tools | None = None
