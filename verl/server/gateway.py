@@ -11,17 +11,17 @@ the engine into the trajectory without being written down in between.
 """
 
 import asyncio
+import contextvars
 import hashlib
 import hmac
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import uvicorn
 from pydantic_core import from_json
@@ -34,12 +34,14 @@ from starlette.routing import Route
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.server import answers
 from verl.server.chat import ChatAnswer
-from verl.server.dialects import CHAT, MESSAGES, RESPONSES, Dialect, dialect_of
+from verl.server.dialects import CHAT, Dialect
 from verl.server.errors import ApiError, internal_error
 from verl.server.events import EventStream
 from verl.server.forms import IGNORED_HEADER, SAMPLING, chat_form, check_tool_replies
 from verl.server.guard import Guard, Receive, Recorder, Send, header, refuse
+from verl.server.messages import MESSAGES
 from verl.server.options import ServerOptions
+from verl.server.responses import RESPONSES
 from verl.server.running import listening_socket, uvicorn_config
 from verl.server.runs import Deltas, api_error
 from verl.server.schemas import MAX_VALUES, SMALL_BODY_BYTES, ChatRequest, check_size
@@ -53,10 +55,18 @@ logger = logging.getLogger(__name__)
 MODEL = "policy"
 """The name under which the model is served; any other name is taken too."""
 
+DIALECTS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
+
 MAX_ENDED = 10_000
 """Ended sessions that are remembered, to tell their programs so."""
 
 START_SECONDS = 30.0
+IDLE_SECONDS = 30.0
+"""Time without sessions after which a gateway is closed; the next session starts another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,7 @@ class Session:
 
         self.num_calls = 0
         self.tasks: set[asyncio.Task[Any]] = set()
+        self.context = contextvars.copy_context()
         self._gateway = gateway
         self._params = dict(sampling_params)
         self._seed: int | None = self._params.pop("seed", None)
@@ -137,9 +148,10 @@ class Session:
         turns: list[ModelTurn] = []
         for one, output, choice in zip(places, job.outputs, completion.choices, strict=True):
             for number, call in enumerate(choice.message.tool_calls or ()):
-                call.id = call_id(self.name, one.path, number)
+                call.id = call_id(one.path, number)
             turns.append(self.tree.record(one, output, choice.message, seconds))
         self.num_calls += 1
+        self.fault = None
         return completion, turns
 
     async def _job(self, request: ChatRequest, places: list[Place]) -> TurnJob:
@@ -211,7 +223,10 @@ class SampledDeltas:
 
     async def __aenter__(self) -> "SampledDeltas":
         job = self._job
-        work = [asyncio.create_task(job.session.sample(job, place)) for place in job.places]
+        start = job.session.context.run  # what is sampled belongs to the loop of the session
+        work = [
+            start(asyncio.create_task, job.session.sample(job, place)) for place in job.places
+        ]
         try:
             job.outputs.extend(await asyncio.gather(*work))
         except (EngineLostError, ValueError, RuntimeError) as error:
@@ -313,13 +328,23 @@ class Gateway:
         app = SessionGuard(self._app(), self)
         self._server = QuietServer(uvicorn_config(app, options))
         self._serving: asyncio.Task[None] | None = None
+        self.closing: asyncio.Task[None] | None = None
+        self.num_opened = 0
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closing is not None or (self._serving is not None and self._serving.done())
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     async def start(self) -> None:
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        """Listen; whoever calls it again waits for the same start."""
+        if self._serving is None:
+            # In a context of its own: requests are not part of the loop that happens to start it.
+            serving = self._server.serve(sockets=[self._listener])
+            self._serving = contextvars.Context().run(asyncio.create_task, serving)
         deadline = time.monotonic() + START_SECONDS
         while not self._server.started:
             if self._serving.done() or time.monotonic() > deadline:
@@ -338,6 +363,7 @@ class Gateway:
     def open(self, sampling_params: Mapping[str, Any], *, max_calls: int = 1000) -> Session:
         """A session whose turns are sampled with these parameters, the sample's seed among them."""
         name = secrets.token_hex(8)
+        self.num_opened += 1
         self.sessions[name] = Session(self, name, sampling_params, max_calls=max_calls)
         return self.sessions[name]
 
@@ -363,9 +389,10 @@ class Gateway:
     def _app(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self._route(CHAT), methods=["POST"]),
-                Route("/v1/responses", self._route(RESPONSES), methods=["POST"]),
-                Route("/v1/messages", self._route(MESSAGES), methods=["POST"]),
+                *(
+                    Route(path, self._route(dialect), methods=["POST"])
+                    for path, dialect in DIALECTS.items()
+                ),
                 Route("/v1/models", self._models, methods=["GET"]),
             ],
             exception_handlers={
@@ -429,7 +456,7 @@ class Gateway:
             failure = error if isinstance(error, ApiError) else internal_error()
         if failure.status >= 500:
             request.scope["verl.session"].fault = failure.message
-        content = dialect_of(request.scope["path"]).error(failure)
+        content = DIALECTS.get(request.scope["path"], CHAT).error(failure)
         return JSONResponse(content, failure.status, failure.headers)
 
 
@@ -454,7 +481,7 @@ class SessionGuard(Guard):
         name = header(scope, b"x-verl-session").decode("latin-1")
         if path.startswith("/s/"):
             name, _, path = path.removeprefix("/s/").partition("/")
-            scope["path"] = scope["raw_path"] = f"/{path}"
+            scope["path"] = f"/{path}"
             scope["raw_path"] = scope["path"].encode()
         scheme, _, shown = header(scope, b"authorization").partition(b" ")
         shown = shown if scheme.lower() == b"bearer" else header(scope, b"x-api-key")
@@ -465,7 +492,7 @@ class SessionGuard(Guard):
         scope["verl.session"] = self._gateway.session_of(name)
 
     async def _refuse(self, error: ApiError, scope: Any, answer: Recorder) -> None:
-        await refuse(dialect_of(scope["path"]).error(error), error, answer)
+        await refuse(DIALECTS.get(scope["path"], CHAT).error(error), error, answer)
 
 
 class Delivery:
@@ -490,10 +517,40 @@ async def each(events: Sequence[Any]) -> AsyncIterator[Any]:
         yield event
 
 
-def call_id(session: str, path: tuple[int, ...], number: int) -> str:
+def call_id(path: tuple[int, ...], number: int) -> str:
+    """The same in every run of a program, for templates that write ids."""
     digest = hashlib.blake2b(f"{path}:{number}".encode(), digest_size=12)
-    del session
     return f"call_{digest.hexdigest()}"
 
 
-_gateways: "WeakKeyDictionary[AsyncLLMServerManager, Gateway]" = WeakKeyDictionary()
+_gateways: dict[AsyncLLMServerManager, Gateway] = {}
+
+
+@asynccontextmanager
+async def gateway_session(
+    make: Callable[[], Gateway],
+    manager: AsyncLLMServerManager,
+    sampling_params: Mapping[str, Any],
+    *,
+    max_calls: int,
+) -> AsyncIterator[Session]:
+    """A session at the gateway of a manager, which is made and started when a session needs it."""
+    gateway = _gateways.get(manager)
+    if gateway is None or gateway.is_closed:
+        gateway = _gateways[manager] = make()
+    session = gateway.open(sampling_params, max_calls=max_calls)
+    try:
+        await gateway.start()
+        yield session
+    finally:
+        await session.close()
+        if not gateway.sessions:
+            loop = asyncio.get_running_loop()
+            loop.call_later(IDLE_SECONDS, close_idle, gateway, gateway.num_opened)
+
+
+def close_idle(gateway: Gateway, num_opened: int) -> None:
+    """Close a gateway that has had no session since it had this many."""
+    if gateway.num_opened == num_opened and _gateways.get(gateway.manager) is gateway:
+        del _gateways[gateway.manager]
+        gateway.closing = asyncio.get_running_loop().create_task(gateway.close())
