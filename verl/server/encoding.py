@@ -95,7 +95,9 @@ class Encoder:
                     self._own, template_kwargs=self._template_kwargs, tools=offered or None
                 )
                 self._continuations[key] = continuation
-            return continuation.ids_after_turn(list(turn_ids), list(map(template_message, messages)))
+            return continuation.ids_after_turn(
+                list(turn_ids), list(map(template_message, messages))
+            )
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, append)
 

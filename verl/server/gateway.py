@@ -101,7 +101,7 @@ class Session:
         self.num_calls = 0
         self.tasks: set[asyncio.Task[Any]] = set()
         self.context = contextvars.copy_context()
-        self._gateway = gateway
+        self.gateway = gateway
         self._params = dict(sampling_params)
         self._seed: int | None = self._params.pop("seed", None)
         self._max_calls = max_calls
@@ -109,11 +109,11 @@ class Session:
     @property
     def key(self) -> str:
         """What the program shows: its key opens no other session."""
-        return self._gateway.key_of(self.name)
+        return self.gateway.key_of(self.name)
 
     @property
     def url(self) -> str:
-        return f"{self._gateway.url}/s/{self.name}"
+        return f"{self.gateway.url}/s/{self.name}"
 
     def environment(self) -> dict[str, str]:
         """What an agent program finds in its environment."""
@@ -137,7 +137,7 @@ class Session:
         try:
             job = await self._job(request, places)
             start = time.perf_counter()
-            completion = await ChatAnswer(self._gateway.service, request, job).whole()
+            completion = await ChatAnswer(self.gateway.service, request, job).whole()
             seconds = time.perf_counter() - start
         except BaseException as error:
             for one in places:
@@ -155,7 +155,7 @@ class Session:
         return completion, turns
 
     async def _job(self, request: ChatRequest, places: list[Place]) -> TurnJob:
-        encoder, (place,) = self._gateway.service.encoder, places
+        encoder, (place,) = self.gateway.service.encoder, places
         before = [] if place.parent is None else place.parent.ids()
         if place.parent is not None:
             try:
@@ -173,7 +173,7 @@ class Session:
         prompt_ids = [*before, *place.new_ids]
         line = [] if place.parent is None else place.parent.line()
         num_root = len(line[0].new_ids if line else place.new_ids)
-        budget = self._gateway.budget
+        budget = self.gateway.budget
         room = budget.room(num_root, len(prompt_ids))
         if room < 1:
             raise too_long(len(prompt_ids), budget)
@@ -198,20 +198,20 @@ class Session:
         seed = derived_seed(self._seed, place.path)
         if seed is not None:
             params["seed"] = seed
-        return await self._gateway.manager.generate(
+        return await self.gateway.manager.generate(
             self.tree.engine_session(place), prompt_ids=job.prompts[0], sampling_params=params
         )
 
     async def close(self) -> None:
         """End what still runs; further requests are told that the session has ended."""
-        self._gateway.forget(self)
+        self.gateway.forget(self)
         tasks = list(self.tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=START_SECONDS)
         for name in {turn.engine_session for turn in self.tree.turns}:
-            self._gateway.manager.close_session(name)
+            self.gateway.manager.close_session(name)
 
 
 class SampledDeltas:
@@ -224,9 +224,7 @@ class SampledDeltas:
     async def __aenter__(self) -> "SampledDeltas":
         job = self._job
         start = job.session.context.run  # what is sampled belongs to the loop of the session
-        work = [
-            start(asyncio.create_task, job.session.sample(job, place)) for place in job.places
-        ]
+        work = [start(asyncio.create_task, job.session.sample(job, place)) for place in job.places]
         try:
             job.outputs.extend(await asyncio.gather(*work))
         except (EngineLostError, ValueError, RuntimeError) as error:
@@ -336,8 +334,12 @@ class Gateway:
         return self.closing is not None or (self._serving is not None and self._serving.done())
 
     @property
+    def port(self) -> int:
+        return self._listener.getsockname()[1]
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
         """Listen; whoever calls it again waits for the same start."""

@@ -16,7 +16,14 @@ from verl.server.dialects import Call, Dialect, Remembered, checked_list, texts_
 from verl.server.errors import ApiError
 from verl.server.schemas import ChatRequest
 
-IGNORED = {"metadata", "thinking", "service_tier", "container", "context_management", "output_config"}
+IGNORED = {
+    "metadata",
+    "thinking",
+    "service_tier",
+    "container",
+    "context_management",
+    "output_config",
+}
 TAKEN = {
     "model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream",
     "temperature", "top_p", "top_k",

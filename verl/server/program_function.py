@@ -26,12 +26,8 @@ def main(file: str, name: str) -> None:
     if name not in vars(module):
         raise SystemExit(f"{file} has no function {name!r}")
     value = vars(module)[name](json.load(sys.stdin))
-    if inspect.isawaitable(value):
-
-        async def wait() -> object:
-            return await value
-
-        value = asyncio.run(wait())
+    if inspect.iscoroutine(value):
+        value = asyncio.run(value)
     if value is not None:
         Path(os.environ["VERL_REWARD_FILE"]).write_text(json.dumps(value))
 

@@ -24,6 +24,7 @@ from verl.server.answers import ChatMessage
 from verl.server.encoding import template_message
 from verl.server.errors import ApiError
 from verl.server.schemas import AssistantMessage, Message
+from verl.utils.scramble import keyed_seed
 from verl.workers.rollout.base import TokenOutput
 
 FORKS = {
@@ -82,9 +83,7 @@ class ModelTurn:
 
     def ids(self) -> list[int]:
         """Everything up to the end of this turn."""
-        return [
-            token for turn in self.line() for token in (*turn.new_ids, *turn.output.token_ids)
-        ]
+        return [token for turn in self.line() for token in (*turn.new_ids, *turn.output.token_ids)]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -286,9 +285,7 @@ def canonical(message: Message) -> str:
     """A message without what clients add or drop on its way: names, ids, spaces around a turn."""
     plain = template_message(message)
     if isinstance(message, AssistantMessage):
-        calls = [
-            (call.function.name, call.function.arguments) for call in message.tool_calls or ()
-        ]
+        calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
         return canonical_turn(plain["content"], calls)
     return json.dumps([plain["role"], plain["content"]])
 
@@ -329,8 +326,10 @@ def derived_seed(seed: int | None, path: tuple[int, ...]) -> int | None:
     """The seed of a turn: the sample's, the turn's number and the branches that lead to it."""
     if seed is None:
         return None
-    digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+    if any(path):
+        return keyed_seed(seed, "path", *path)
+    turn = len(path) - 1
+    return keyed_seed(seed, "turn", turn) if turn else seed  # as in a `Conversation`
 
 
 def too_long(num_tokens: int, budget: Budget) -> ApiError:
