@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.generation import GenerationConfig
-from verl.trainer.common import keyed_seed
+from verl.utils.scramble import keyed_seed
 from verl.trainer.generation.engines import Engines, GenerationFailed
 from verl.trainer.generation.output import (
     NO_ANSWERS,

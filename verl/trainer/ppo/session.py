@@ -27,7 +27,8 @@ from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import RunProgress, Termination, keyed_seed, tracker_locks
+from verl.trainer.common import RunProgress, Termination, tracker_locks
+from verl.utils.scramble import keyed_seed
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (

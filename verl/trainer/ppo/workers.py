@@ -11,7 +11,7 @@ from verl.config.ppo import PPOConfig
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller, controllers
 from verl.single_controller.local import LocalResourcePoolManager
-from verl.trainer.common import keyed_seed
+from verl.utils.scramble import keyed_seed
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.placing import Placer, RolesByPool
 from verl.trainer.ppo.scoring import refuse_unsuited_reward_model
