@@ -8,12 +8,14 @@ are the model's own: only those are trained. Loops are chosen per row by `agent_
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
+from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics
 from verl.utils.dataset.prompts import Prompt, encode_prompt
@@ -92,14 +94,22 @@ class LoopSample:
     trace: Mapping[str, Any] | None = None
     """Which trajectory it is, for `rollout_trace_attr`; None while nothing is traced."""
 
+    journal: TrajectoryJournal | None = None
+    """Where replies from outside are written, and taken from; None while nothing is journalled."""
+
     async def run_in(self, loop: "AgentLoopBase") -> None:
         turns = SampledTurns()
-        sampled_turns.set(turns)  # in the context of this task, and of those that the loop starts
-        if self.trace is None:
+        # In the context of this task, and of those that the loop starts.
+        sampled_turns.set(turns)
+        current_journal.set(self.journal)
+        with ExitStack() as stack:
+            if self.trace is not None:
+                stack.enter_context(rollout_trace_attr(name="agent_loop", **self.trace))
+            if self.journal is not None:
+                stack.enter_context(self.journal.noting_faults())
             output = await loop.run(self.params, **self.row)
-        else:
-            with rollout_trace_attr(name="agent_loop", **self.trace):
-                output = await loop.run(self.params, **self.row)
+        if self.journal is not None:
+            self.journal.end(output)
         self.end(output, turns)
 
 

@@ -33,6 +33,7 @@ from verl.agent_loop.base import (
     listed_loops,
 )
 from verl.agent_loop.buffer import Buffer
+from verl.agent_loop.journal import Journal, Phase
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
 from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.protocol import DataProto
@@ -65,6 +66,12 @@ class RolloutOptions:
     """False is greedy; None is what the configuration says."""
 
     @property
+    def phase(self) -> Phase:
+        if self.is_validation:
+            return "validation"
+        return "greedy" if self.does_sample is False else "train"
+
+    @property
     def meta_info(self) -> dict[str, Any]:
         """The options as `generate_sequences` takes them."""
         stated = {"validate": self.is_validation or None, "do_sample": self.does_sample}
@@ -95,6 +102,9 @@ class GroupSource(ABC):
 
     val_grading: GradingService | None = None
     """The same for validation."""
+
+    journal: Journal | None = None
+    """Where replies of tools, users and environments are kept; None where nothing is resumed."""
 
     def submit(self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer) -> None:
         """Begin to generate; the groups come to the buffer as they end."""
@@ -212,9 +222,11 @@ class Rollouter(GroupSource):
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
         traces = trace_infos(groups, options)
         await self._encode_ahead(groups)
+        if self.journal is not None:
+            await self.journal.begin(options.step)
         # One task per group, made in order: samples of a prompt reach the engine together.
         tasks = [
-            asyncio.create_task(self._run_group(group, params, trace, grading, put))
+            asyncio.create_task(self._run_group(group, options, params, trace, grading, put))
             for group, trace in zip(groups, traces, strict=True)
         ]
         try:
@@ -253,6 +265,7 @@ class Rollouter(GroupSource):
     async def _run_group(
         self,
         group: Group,
+        options: RolloutOptions,
         params: Mapping[str, Any],
         traces: Sequence[Mapping[str, Any] | None],
         grading: "GradedGeneration | None",
@@ -271,12 +284,16 @@ class Rollouter(GroupSource):
                 row=row if t.row is group.trajectories[0].row else loop_columns(t.row),
                 end=functools.partial(end, t),
                 trace=trace,
+                journal=self.journal
+                and self.journal.trajectory(options.step, options.phase, t.uid, t.sample),
             )
             for t, trace in zip(group.trajectories, traces, strict=True)
         ]
         chosen = self._loop_class(row.get("agent_name") or self._default_loop)
         versions = self.servers.fleet.versions()
         await chosen.cls.run_group(functools.partial(self._make_loop, chosen), samples)
+        if self.journal is not None:
+            await self.journal.files.written()  # before anybody sees what follows from it
         is_one_version = len(versions) == 1 and versions == self.servers.fleet.versions()
         group.version = min(versions) if is_one_version else None
         if grading is not None:
