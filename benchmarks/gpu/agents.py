@@ -136,7 +136,10 @@ def main() -> None:
     results = [measure(options, count) for count in options.sessions]
     for result in results:
         print(result)
-    write(options.out, {"environment": environment(options.device, 0), "options": vars(options), "runs": results})
+    write(
+        options.out,
+        {"environment": environment(options.device, 0), "options": vars(options), "runs": results},
+    )
 
 
 if __name__ == "__main__":
