@@ -52,8 +52,11 @@ def make(folder, loop, *, ends=True, step=3, complete=False, **options):
         await journal.begin(step)
         trajectory = journal.trajectory(step, "train", "3-0", 0)
         current_journal.set(trajectory)
-        with trajectory.noting_faults():
+        try:
             replies = await loop()
+        except InfraFault as fault:
+            trajectory.end(fault)
+            raise
         if ends:
             trajectory.end(said(replies))
         await journal.files.written()

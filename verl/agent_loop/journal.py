@@ -21,8 +21,7 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,18 +198,10 @@ class TrajectoryJournal:
         key |= {"uid": self.uid, "sample": self.sample}
         return _encode("journal", {**key, **entry})[:-1] + rest + b"}"
 
-    @contextmanager
-    def noting_faults(self) -> Iterator[None]:
-        """Surrounds the loop: one that a broken world ends has ended too."""
-        try:
-            yield
-        except InfraFault as fault:
-            self.end(None, str(fault))
-            raise
-
-    def end(self, outputs: Tokens | Sequence[Tokens] | None, fault: str | None = None) -> None:
+    def end(self, result: Tokens | Sequence[Tokens] | InfraFault | None) -> None:
         """The loop has returned, or the world has failed it: there are no further replies."""
-        digest = digest_of(outputs)
+        fault = str(result) if isinstance(result, InfraFault) else None
+        digest = digest_of(None if isinstance(result, InfraFault) else result)
         if self.recorded is not None and not self._is_live:
             self.journal.add_ended(self.name, digest == self.recorded.digest)
         elif self.num_replies and self._is_whole and self.journal.mode == "resume":

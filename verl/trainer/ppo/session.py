@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Sampler
 from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
 from verl.agent_loop.journal import JOURNAL, Journal
 from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
+from verl.agent_loop.sessions import require_working_world
 from verl.algos.kl import get_kl_controller
 from verl.config.convert import to_dict
 from verl.config.load import load_config
@@ -362,6 +363,8 @@ class TrainingRun(RunWorkers, RecipeMembers):
             )
             options = RolloutOptions(step=self.global_steps, is_validation=True)
             self.rollouter.generate(groups, options)
+            turns = self.config.actor_rollout_ref.rollout.multi_turn
+            require_working_world(groups, turns.max_infra_ratio)
             self.rollouter.take_report(groups)  # training reports its own
             batch = StepBatch(groups, self.padding).data
             batch.meta_info = {}
