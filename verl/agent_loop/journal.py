@@ -94,7 +94,7 @@ async def journalled(kind: str, request: JSON, call: Call) -> JSON:
     `InfraFault` is journalled too, and raised again. A reply comes back as JSON gives it back
     (tuples are lists), also where nothing is journalled.
     """
-    journal = current_journal.get()
+    journal = current_journal.get(None)
     if journal is None:
         return json.loads(_encode(kind, await call()))
     return await journal.reply(kind, request, call)
