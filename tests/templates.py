@@ -13,9 +13,7 @@ from verl.utils.dataset.prompts import CHATML
 TRL = Path(__file__).parents[1] / "build/trl/trl/chat_templates"
 """Templates of real models, from the wheel of trl; `make templates` brings them."""
 
-CALL = (
-    "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
-)
+CALL = "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
 TEMPLATES = {
     "chatml": CHATML,
     "drops_thinking": (
@@ -54,7 +52,9 @@ TEMPLATES = {
 SPECIAL = re.compile(
     r"<[|｜][^<>\s'\"{}]*[|｜]>|<(?:start|end)_of_\w+>|<\w+\|>|<\|\w+>|</s>|\[/?[A-Z_]+\]"
 )
-ENDS = re.compile(r"im_end|eot|<\|end\|>|end▁of▁sentence|<turn\|>|end_of_turn|END_OF_TURN|end_of_utt")
+ENDS = re.compile(
+    r"im_end|eot|<\|end\|>|end▁of▁sentence|<turn\|>|end_of_turn|END_OF_TURN|end_of_utt"
+)
 TOOL = {
     "type": "function",
     "function": {

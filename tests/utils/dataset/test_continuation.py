@@ -34,9 +34,7 @@ REFUSED = {
 
 
 def continuation(name, template, with_tools):
-    return Continuation(
-        template_tokenizer(name, template), tools=[TOOL] if with_tools else None
-    )
+    return Continuation(template_tokenizer(name, template), tools=[TOOL] if with_tools else None)
 
 
 def conversations(seed):
