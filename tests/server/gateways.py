@@ -11,8 +11,9 @@ from typing import Any
 from tests.agent_loop.fakes import loop_config
 from tests.server.engines import ScriptedRollout, byte_tokenizer
 from verl.agent_loop.server_manager import AsyncLLMServerManager
-from verl.server.gateway import Gateway, Session
-from verl.server.sessions import Budget
+from verl.server.gateway import Gateway
+from verl.server.session import Session
+from verl.server.tree import Budget
 from verl.workers.rollout.base import GenerationRequest
 
 SECONDS = 60.0
@@ -93,7 +94,7 @@ class GatewayBench:
 
     def end(self, session: Session) -> list[Any]:
         """Close a session; its rows."""
-        self.run(session.close())
+        self.run(self.gateway.end(session))
         return session.tree.outputs()
 
     def check_rows(self, rows: Sequence[Any]) -> None:

@@ -25,7 +25,9 @@ def ask(messages, **fields):
 def play(row, system="You guess."):
     tools = [{"type": "function", "function": {"name": "guess"}}]
     messages = [{"role": "system", "content": system}, *row["raw_prompt"]]
-    for turn in range(1, 7):
+    turn = 0
+    while turn < 6:
+        turn += 1
         said = ask(messages, tools=tools)
         messages.append(said)
         if not said.get("tool_calls"):

@@ -5,6 +5,7 @@ import threading
 from functools import partial
 from importlib import import_module
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -44,7 +45,7 @@ def session(bench):
     bench.engine.requests.clear()
     session = bench.open()
     yield session
-    bench.run(session.close())
+    bench.run(bench.gateway.end(session))
 
 
 def client_of(library: str, session: Any) -> Any:
@@ -61,16 +62,24 @@ def test_a_game_is_one_row_of_the_engines_ids(bench, session, name):
     with client_of(library, session) as client:
         assert play(client, 11) == "The number is 11."
     rows = bench.end(session)
-    assert len(rows) == 1 and rows[0].num_turns == 2 * len(bench.engine.requests) == 10
+    assert len(rows) == 1
+    assert rows[0].num_turns == 2 * len(bench.engine.requests) == 10
     assert not session.tree.forks
     bench.check_rows(rows)
+
+
+class Address:
+    """Where a session is served, as `clients.call` needs it."""
+
+    def __init__(self, session: Any) -> None:
+        self.port = urlsplit(session.url).port
 
 
 def chat(session: Any, messages: list[Any], **fields: Any) -> tuple[int, dict[str, str], Any]:
     """A request of the session without a client: status, headers and the JSON of the answer."""
     body = {"model": "any", "messages": messages, "tools": [TOOL], **fields}
     path = f"/s/{session.name}/v1/chat/completions"
-    status, headers, answer = call(session.gateway, path, body, token=session.key)
+    status, headers, answer = call(Address(session), path, body, token=session.key)
     return status, headers, json.loads(answer)
 
 
@@ -135,7 +144,7 @@ def test_a_template_that_cannot_go_on_forks(session, bench, monkeypatch):
         raise CannotContinue("no")
 
     continuation = import_module("verl.utils.dataset.continuation")
-    CannotContinue = continuation.CannotContinue  # noqa: N806
+    CannotContinue = continuation.CannotContinue
     monkeypatch.setattr(continuation.Continuation, "ids_after_turn", refuse)
     said(session, [SYSTEM, USER, first, reply(first, "low")])
     assert dict(session.tree.forks) == {"template_cannot_continue": 1}
@@ -158,7 +167,8 @@ def test_clients_may_add_and_drop_fields(session):
     parts = [{"type": "text", "text": USER["content"], "cache_control": {"type": "ephemeral"}}]
     user = {"role": "user", "name": "me", "content": parts}
     said(session, [SYSTEM, user, changed, reply(first, "low")])
-    assert len(session.tree.turns) == 2 and not session.tree.forks
+    assert len(session.tree.turns) == 2
+    assert not session.tree.forks
 
 
 def test_parallel_calls_on_one_history_are_branches(bench, session):
@@ -189,7 +199,9 @@ def test_a_program_that_runs_again_samples_with_the_same_seeds(bench):
         said(session, [USER])
         bench.end(session)
         seeds.append([request.seeds for request in bench.engine.requests])
-    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 4 and seeds[0][0] == (11,)
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 4
+    assert seeds[0][0] == (11,)
 
 
 def test_training_decides_how_tokens_are_drawn_and_says_so(bench, session):
@@ -268,7 +280,7 @@ HOSTILE = {
 def test_hostile_requests_get_clear_errors_and_leave_nothing(bench, session, name):
     case, status, code = HOSTILE[name]
     other = bench.open()
-    bench.run(other.close())
+    bench.run(bench.gateway.end(other))
     where = {"ended": other.name}.get(case.get("name"), case.get("name", session.name))
     token = {"other": other.key, "gateway": bench.gateway.token, None: None}.get(
         case.get("token", session.key), session.key if where != other.name else other.key
@@ -277,7 +289,8 @@ def test_hostile_requests_get_clear_errors_and_leave_nothing(bench, session, nam
     path = f"/s/{where}{case.get('path', '/v1/chat/completions')}"
     got, _, answer = call(bench.gateway, path, body, token=token)
     assert (got, json.loads(answer)["error"]["code"]) == (status, code)
-    assert not session.tree.turns and not bench.engine.requests
+    assert not session.tree.turns
+    assert not bench.engine.requests
     assert said(session, [SYSTEM, USER])["tool_calls"]
     assert not session.tree.forks
 
@@ -293,9 +306,10 @@ def test_hostile_requests_get_clear_errors_and_leave_nothing(bench, session, nam
     ],
 )
 def test_dialects_refuse_in_their_own_form(session, path, body, status, words):
-    got, _, answer = call(session.gateway, f"/s/{session.name}{path}", body, token=session.key)
+    got, _, answer = call(Address(session), f"/s/{session.name}{path}", body, token=session.key)
     error = json.loads(answer)
-    assert got == status and words in error["error"]["message"]
+    assert got == status
+    assert words in error["error"]["message"]
     assert ("type" in error) == (path == "/v1/messages")
 
 
@@ -303,8 +317,9 @@ def test_a_session_may_be_named_in_a_header(session):
     header = {"x-verl-session": session.name}
     body = {"model": "any", "messages": [USER]}
     path = "/v1/chat/completions"
-    status, _, _ = call(session.gateway, path, body, token=session.key, headers=header)
-    assert status == 200 and len(session.tree.turns) == 1
+    status, _, _ = call(Address(session), path, body, token=session.key, headers=header)
+    assert status == 200
+    assert len(session.tree.turns) == 1
 
 
 def test_a_client_that_leaves_leaves_no_turn():
@@ -321,7 +336,8 @@ def test_a_client_that_leaves_leaves_no_turn():
         thread = threading.Thread(target=pytest.raises, args=(Exception, chat, session, [USER]))
         thread.start()
         assert entered.wait(60)
-        bench.run(session.close())
+        bench.run(bench.gateway.end(session))
         gate.set()
         thread.join()
-        assert not session.tree.turns and not session.tree.outputs()
+        assert not session.tree.turns
+        assert not session.tree.outputs()

@@ -97,13 +97,15 @@ def test_how_a_program_ends_is_stated(tmp_path, mode, entry, outcome):
     (group,), _ = generated(tmp_path, {"mode": mode}, **entry)
     if outcome == "failed":
         (row,) = group.trajectories
-        assert row.extra_fields["program_outcome"] == "failed" and row.reward_score is None
+        assert row.extra_fields["program_outcome"] == "failed"
+        assert row.reward_score is None
         assert "went wrong" in row.extra_fields["program_stderr"]
         assert len(row.extra_fields["program_stdout"]) < 20_000
     else:
         assert group.trajectories == []
         (lost,) = group.lost
-        assert isinstance(lost.grade, InfraError) and lost.grade.kind == outcome
+        assert isinstance(lost.grade, InfraError)
+        assert lost.grade.kind == outcome
         assert Path(entry.get("command", COMMAND)[0]).name in lost.grade.reason
 
 
@@ -111,7 +113,8 @@ def test_a_program_that_hangs_is_ended_with_all_it_started(tmp_path):
     mark = uuid.uuid4().hex
     (group,), _ = generated(tmp_path, {"mode": "hangs", "mark": mark}, timeout=2 * pace())
     (row,) = group.trajectories
-    assert row.extra_fields["program_outcome"] == "timeout" and row.num_turns == 10
+    assert row.extra_fields["program_outcome"] == "timeout"
+    assert row.num_turns == 10
     commands = [Path(f"/proc/{pid}/cmdline") for pid in descendants(1)]
     assert not any(mark in file.read_text() for file in commands if file.exists())
 

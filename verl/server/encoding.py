@@ -31,7 +31,6 @@ from verl.utils.dataset.continuation import Continuation
 from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt
 from verl.utils.dataset.tables import DataError
 
-
 MAX_CONTINUATIONS = 64
 """Sets of tools whose continuations are remembered."""
 

@@ -17,7 +17,7 @@ from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.protocol.trajectory import InfraFault
 from verl.server.gateway import Gateway, gateway_session
 from verl.server.programs import ProgramEnd, ProgramSpec, argv, run_program
-from verl.server.sessions import Budget, fork_counts
+from verl.server.tree import Budget, fork_counts
 
 FUNCTION_RUNNER = Path(__file__).with_name("program_function.py")
 SHOWN_CHARACTERS = 500

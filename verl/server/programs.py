@@ -111,7 +111,9 @@ async def _run_in(
         env=environment,
         start_new_session=True,
     )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     feeding = asyncio.create_task(feed(process.stdin, row_text.encode()))
     tails = [Tail(spec.max_output_bytes), Tail(spec.max_output_bytes)]
     reading = [

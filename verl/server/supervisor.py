@@ -20,7 +20,8 @@ NOT_STARTED = 127
 def load_processes() -> Any:
     path = Path(__file__).parent.parent / "utils" / "processes.py"
     spec = importlib.util.spec_from_file_location("processes", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["processes"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -40,7 +41,7 @@ def main(command: list[str]) -> int:
         try:
             program = subprocess.Popen(command)
         except OSError as error:
-            print(f"cannot run {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"cannot run {command[0]!r}: {error.strerror}\n")
             return NOT_STARTED
         code = program.wait()  # for as long as the one who started us lets it
         return code if code >= 0 else 128 - code
