@@ -16,7 +16,7 @@ from typing import Any, Literal
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.protocol.trajectory import InfraFault
 from verl.server.gateway import Gateway, gateway_session
-from verl.server.programs import ProgramEnd, ProgramSpec, argv, run_program
+from verl.server.programs import REWARD_FILE, ProgramEnd, ProgramSpec, argv, run_program
 from verl.server.tree import Budget, fork_counts
 
 FUNCTION_RUNNER = Path(__file__).with_name("program_function.py")
@@ -121,7 +121,7 @@ def function_command(function: str) -> tuple[str, ...]:
     if not colon or not name.isidentifier() or not Path(file).expanduser().is_file():
         raise ValueError(f"the function {function!r} of program_agent must be file.py:name")
     path = str(Path(file).expanduser().resolve())
-    return sys.executable, str(FUNCTION_RUNNER), path, name
+    return sys.executable, str(FUNCTION_RUNNER), path, name, REWARD_FILE
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""Calls a Python function as an agent program: `python program_function.py file.py function`
+"""Calls a Python function as an agent program: `program_function.py file.py function reward_file`
 
 The function gets the row, read from standard input, as a mapping. What it returns is the reward: a
 number, a mapping with `reward` (or `score`), or None. It may be a coroutine function. This file is
@@ -9,12 +9,11 @@ import asyncio
 import importlib.util
 import inspect
 import json
-import os
 import sys
 from pathlib import Path
 
 
-def main(file: str, name: str) -> None:
+def main(file: str, name: str, reward_file: str) -> None:
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -29,7 +28,7 @@ def main(file: str, name: str) -> None:
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
     if value is not None:
-        Path(os.environ["VERL_REWARD_FILE"]).write_text(json.dumps(value))
+        Path(reward_file).write_text(json.dumps(value))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verl.utils.environment import all_variables
+
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 END_SECONDS = 7.0
 """Time for the supervisor to end what the program left, before it is killed itself."""
@@ -31,6 +33,9 @@ MAX_ROW_VARIABLE = 64 << 10
 """Longest row that is in the environment too; Linux allows 128 KiB per variable."""
 
 MAX_REWARD_BYTES = 1 << 20
+REWARD_FILE = "{VERL_REWARD_FILE}"
+"""Stands in a command for the file that the variable of this name has."""
+
 DRAIN_SECONDS = 1.0
 """Time to read what is left in the pipes of a program that has ended."""
 
@@ -96,14 +101,16 @@ async def _run_in(
 ) -> ProgramEnd:
     reward_file, home = folder / "reward.json", folder / "home"
     home.mkdir()
-    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    inherited = all_variables()
+    environment = {name: inherited[name] for name in PASSED_ON if name in inherited}
     environment |= {"HOME": str(home), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     environment |= {**spec.environment, **endpoint, "VERL_REWARD_FILE": str(reward_file)}
     if len(row_text) <= MAX_ROW_VARIABLE:
         environment["VERL_ROW"] = row_text
     start = time.monotonic()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", str(SUPERVISOR), *spec.command,
+        sys.executable, "-I", "-S", str(SUPERVISOR),
+        *(part.replace(REWARD_FILE, str(reward_file)) for part in spec.command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -149,7 +156,7 @@ async def _run_in(
 
 async def ended_within(process: asyncio.subprocess.Process, seconds: float) -> bool:
     try:
-        await asyncio.wait_for(process.wait(), seconds)
+        await asyncio.wait_for(asyncio.subprocess.Process.wait(process), seconds)
     except asyncio.TimeoutError:  # another class than the built-in one before Python 3.11
         return False
     return True
@@ -162,7 +169,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
             process.send_signal(signal.SIGTERM)
         if not await ended_within(process, END_SECONDS):
             process.kill()
-            await process.wait()
+            await ended_within(process, END_SECONDS)
     with suppress(ProcessLookupError):  # the usual case: nobody of its process group is left
         os.killpg(process.pid, signal.SIGKILL)
 
