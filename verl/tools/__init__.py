@@ -1,0 +1,1 @@
+"""Tools that a model may call during a rollout: what they are, and how a trajectory holds them."""
