@@ -1,1 +1,1 @@
-"""Tools that a model may call during a rollout: what they are, and how a trajectory holds them."""
+"""Tools that a model calls: their schemas, lifetimes, calls and the servers they live on."""
