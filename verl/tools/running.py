@@ -68,11 +68,10 @@ class Job:
         with suppress(RuntimeError):  # the caller's loop is closed: nobody waits
             self._caller.call_soon_threadsafe(settle)
 
-    @property
-    def result(self) -> Any:
+    async def returned(self) -> Any:
         """What the call returned; its exception is raised, `SystemExit` and the like as an error
         of the call, not of the caller."""
-        value, error = self.ended.result()
+        value, error = await self.ended
         if error is not None and not isinstance(error, Exception):
             raise RuntimeError(repr(error)) from error
         if error is not None:
@@ -107,7 +106,7 @@ class Threads:
             await asyncio.wait({job.ended}, timeout=seconds)
             if not job.ended.done():
                 raise DeadlineExceeded
-            return job.result
+            return await job.returned()
         finally:
             if not job.ended.done():
                 self._abandon(job)
@@ -189,7 +188,7 @@ class ToolLoop:
             await asyncio.wait({job.ended}, timeout=seconds)
             if not job.ended.done():
                 raise await self._overdue(job, loop)
-            return job.result
+            return await job.returned()
         finally:
             if not job.ended.done() and not job.is_abandoned:
                 self._abandon(job, loop)
