@@ -217,21 +217,24 @@ class Continuation:
         ids = rendering.marks.encode(text, self.tokenizer)
         before, spoken = text[:cut], text[: cut - len(turn_end.end)]
         for border in dict.fromkeys((before, spoken)):
-            head = self._head_ids(border)
+            head = self._head_ids(border, rendering.marks)
             if ids[: len(head)] != head:
                 raise CannotContinue(
                     f"with the tokenizer {self.tokenizer.name_or_path!r} a token reaches across "
                     f"the end of a turn at {border[-20:]!r}; use a chat template whose turns end "
                     "with a special token"
                 )
-        num_spoken, num_before = len(self._head_ids(spoken)), len(self._head_ids(before))
+        num_spoken = len(self._head_ids(spoken, rendering.marks))
+        num_before = len(self._head_ids(before, rendering.marks))
         if len(ids) == num_before:
             raise CannotContinue(
                 f"the chat template of {self.tokenizer.name_or_path!r} writes nothing after a turn"
             )
         return ids[num_spoken:num_before], ids[num_before:]
 
-    def _head_ids(self, text: str) -> list[int]:
+    def _head_ids(self, text: str, marks: Shield) -> list[int]:
+        if any(mark in text for mark in marks.texts):  # in the name of a call
+            return marks.encode(text, self.tokenizer)
         ids = self._heads.get(text)
         if ids is None:
             ids = self._encode(text)
@@ -263,7 +266,7 @@ class Continuation:
             mark += "Q"
         shielded, marks = shield(messages, self.tokenizer)
         refusal: Exception | None = None
-        for turn in self._turns(messages, mark):
+        for turn in self._turns(shielded, mark):
             history: list[dict[str, Any]] = [_user("What is it?"), turn]
             if has_earlier_round:
                 earlier = [{**message, "content": "So it was."} for message in shielded]
