@@ -127,14 +127,11 @@ class AgentWorld:
         """The world that the configuration describes; raises where the model cannot live in it."""
         turns = config.actor_rollout_ref.rollout.multi_turn
         tools = ToolSet(
-            load_all_tools(turns.tool_config_path, turns.function_tool_path),
-            default_timeout=turns.tool_timeout_seconds,
+            load_all_tools(turns.tool_config_path),
             max_response_length=turns.max_tool_response_length,
             truncate_side=turns.tool_response_truncate_side,
         )
-        interactions = InteractionSet.of_file(
-            turns.interaction_config_path, default_timeout=turns.tool_timeout_seconds
-        )
+        interactions = InteractionSet.of_file(turns.interaction_config_path)
         parser = ToolParser.get_tool_parser(turns.format, tokenizer) if tools.tools else None
         world = cls(tools, interactions, parser)
         schemas = tools.lease("check").schemas
@@ -188,7 +185,7 @@ class ToolAgentLoop(AgentLoopBase):
     A subclass may override a state's method; each returns the next state.
     """
 
-    _worlds: list[tuple[Any, AgentWorld]] = []  # noqa: RUF012
+    _worlds: list[tuple[Any, AgentWorld]] = []
     """Of each configuration in this process; tools are made once per run."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

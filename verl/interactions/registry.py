@@ -1,10 +1,11 @@
 """The simulated users of a run: read from YAML, held by trajectories.
 
     interaction:
-      - name: teacher                 # by default the class's name without "Interaction", in lower case
+      - name: teacher
         class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction
         config: {timeout: 30}
 
+Without a name it is the class's, without "Interaction" and in lower case.
 Code of users runs beside the event loop of the agent loops, with a deadline per call. A user that
 fails or does not answer is a broken world (`InfraFault`): the model cannot have caused it.
 """
@@ -36,7 +37,7 @@ FIELDS = ("name", "class_name", "config")
 
 
 def get_interaction_class(class_name: str) -> type[BaseInteraction]:
-    """The class behind a full name such as `verl.interactions.gsm8k_interaction.Gsm8kInteraction`."""
+    """The class behind a full name such as `my_users.CustomerInteraction`."""
     return load_class_from_fqn(class_name, "interaction")
 
 
