@@ -240,6 +240,7 @@ class ToolAgentLoop(AgentLoopBase):
                 elif state is AgentState.PROCESSING_TOOLS:
                     state = await self.call_tools(agent, lease)
                 else:
+                    assert user is not None
                     state = await self.ask_user(agent, user)
             await lease.release()
             return self._output(agent, lease)
