@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
-        prog="python -m verl.trainer.main_replay", description=__doc__.partition("\n")[0]
+        prog="python -m verl.trainer.main_replay", description=(__doc__ or "").partition("\n")[0]
     )
     root.add_argument("folder", help="trainer.default_local_dir of the run")
     root.add_argument("--step", type=int, required=True, help="the step to make again")
