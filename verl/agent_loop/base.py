@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 import yaml
 
+from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
+from verl.utils.dataset.continuation import Continuation, continuation_of
 from verl.utils.dataset.prompts import Prompt, encode_prompt
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
@@ -97,9 +99,14 @@ class LoopSample:
     trace: Mapping[str, Any] | None = None
     """Which trajectory it is, for `rollout_trace_attr`; None while nothing is traced."""
 
+    journal: TrajectoryJournal | None = None
+    """Where replies from outside are written, and taken from; None while nothing is journalled."""
+
     async def run_in(self, loop: "AgentLoopBase") -> None:
         turns = SampledTurns()
-        sampled_turns.set(turns)  # in the context of this task, and of those that the loop starts
+        # In the context of this task, and of those that the loop starts.
+        sampled_turns.set(turns)
+        current_journal.set(self.journal)
         output: LoopResult | InfraFault
         try:
             if self.trace is None:
@@ -109,6 +116,8 @@ class LoopSample:
                     output = await loop.run(self.params, **self.row)
         except InfraFault as fault:
             output = fault
+        if self.journal is not None:
+            self.journal.end(output)
         self.end(output, turns)
 
 
@@ -184,6 +193,20 @@ class AgentLoopBase(ABC):
             )
         return self.encode(messages, tools)
 
+    def continuation(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Continuation:
+        """How messages follow a turn of the model, after a prompt that offered these tools."""
+        return continuation_of(
+            self.tokenizer,
+            template_kwargs=self.apply_chat_template_kwargs,
+            tools=tools,
+            stop_token_ids=stop_token_ids,
+        )
+
     def encode(
         self, messages: Prompt, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
@@ -199,7 +222,9 @@ class AgentLoopBase(ABC):
 
 
 agent_loops = Registry[type[AgentLoopBase]](
-    "agent loop", single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop"
+    "agent loop",
+    single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
+    program_agent="verl.server.program_agent:ProgramAgentLoop",
 )
 
 

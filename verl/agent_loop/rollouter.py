@@ -33,6 +33,7 @@ from verl.agent_loop.base import (
     listed_loops,
 )
 from verl.agent_loop.buffer import Buffer
+from verl.agent_loop.journal import Journal, Phase
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
 from verl.agent_loop.sessions import fill_session, session_metrics
 from verl.agent_loop.single_turn import SingleTurnAgentLoop
@@ -58,6 +59,12 @@ class RolloutOptions:
     is_validation: bool = False
     does_sample: bool | None = None
     """False is greedy; None is what the configuration says."""
+
+    @property
+    def phase(self) -> Phase:
+        if self.is_validation:
+            return "validation"
+        return "greedy" if self.does_sample is False else "train"
 
     @property
     def meta_info(self) -> dict[str, Any]:
@@ -90,6 +97,9 @@ class GroupSource(ABC):
 
     val_grading: GradingService | None = None
     """The same for validation."""
+
+    journal: Journal | None = None
+    """Where replies of tools, users and environments are kept; None where nothing is resumed."""
 
     def submit(self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer) -> None:
         """Begin to generate; the groups come to the buffer as they end."""
@@ -206,9 +216,11 @@ class Rollouter(GroupSource):
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
         traces = trace_infos(groups, options)
         await self._encode_ahead(groups)
+        if self.journal is not None:
+            await self.journal.begin(options.step)
         # One task per group, made in order: samples of a prompt reach the engine together.
         tasks = [
-            asyncio.create_task(self._run_group(group, params, trace, grading, put))
+            asyncio.create_task(self._run_group(group, options, params, trace, grading, put))
             for group, trace in zip(groups, traces, strict=True)
         ]
         try:
@@ -247,6 +259,7 @@ class Rollouter(GroupSource):
     async def _run_group(
         self,
         group: Group,
+        options: RolloutOptions,
         params: Mapping[str, Any],
         traces: Sequence[Mapping[str, Any] | None],
         grading: "GradedGeneration | None",
@@ -270,6 +283,8 @@ class Rollouter(GroupSource):
                 row=row if t.row is group.trajectories[0].row else loop_columns(t.row),
                 end=functools.partial(end, number),
                 trace=trace,
+                journal=self.journal
+                and self.journal.trajectory(options.step, options.phase, t.uid, t.sample),
             )
             for number, (t, trace) in enumerate(zip(group.trajectories, traces, strict=True))
         ]
@@ -282,6 +297,8 @@ class Rollouter(GroupSource):
                 end(number, fault, SampledTurns())
         group.lost = [t for n, t in enumerate(group.trajectories) if not rows_of_sample[n]]
         group.trajectories = [t for n in sorted(rows_of_sample) for t in rows_of_sample[n]]
+        if self.journal is not None:
+            await self.journal.files.written()  # before anybody sees what follows from it
         is_one_version = len(versions) == 1 and versions == self.servers.fleet.versions()
         group.version = min(versions) if is_one_version else None
         if grading is not None:

@@ -4,6 +4,7 @@
 are started in `workers`; the loop and the stages of a step are in `trainer`.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
 from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
+from verl.agent_loop.journal import JOURNAL, JOURNAL_CONFIG, Journal
 from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
 from verl.algos.kl import get_kl_controller
@@ -28,7 +30,7 @@ from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import RunProgress, Termination, keyed_seed, tracker_locks
+from verl.trainer.common import RunProgress, Termination, tracker_locks
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (
@@ -66,6 +68,7 @@ from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromB
 from verl.utils.device import collecting_seldom, resolve_device, seed_everything
 from verl.utils.metric import reduce_metrics
 from verl.utils.reward_score import grading_fault
+from verl.utils.scramble import keyed_seed
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,9 @@ class TrainingRun(RunWorkers, RecipeMembers):
     """The members that recipes rely on, and everything between two steps."""
 
     is_stop_requested = False
+    is_restart = False
+    """Whether an earlier attempt of this run has lost its workers."""
+
     has_committed = False
     """Whether this run has saved a step; `global_steps` may have come from an earlier one."""
 
@@ -200,6 +206,8 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 yield
             finally:
                 self.rollouter.end_grading()
+                if self.rollouter.journal is not None:
+                    self.rollouter.journal.files.close()
 
     def steps(self) -> Iterator[StepContext]:
         """The steps to come. Everything random in a step follows from its number."""
@@ -270,7 +278,9 @@ class TrainingRun(RunWorkers, RecipeMembers):
         """Report a step, and validate and save where it is time to."""
         if self.has_data_ended:
             return
-        trainer, report = self.config.trainer, step.report
+        trainer, report, journal = self.config.trainer, step.report, self.rollouter.journal
+        if journal is not None:
+            journal.complete(step.step)
         is_last = step.step >= (self.total_training_steps or 0)
         self.max_steps_duration = max(self.max_steps_duration, report.timing["step"])
         if batch is not None and trainer.rollout_data_dir:
@@ -289,6 +299,9 @@ class TrainingRun(RunWorkers, RecipeMembers):
         found = {} if batch is None else self._batch_metrics(batch, report)
         self.tracking.log({**report.metrics, **validation, **place, **found, **warnings}, step.step)
         self.progress.show(step.step)
+        committed = self.checkpoint_manager.committed_step
+        if journal is not None and committed is not None:
+            journal.files.remove(committed - trainer.journal_steps_to_keep)
         if refusal is not None and is_last:  # nothing will be saved after it
             raise refusal
 
@@ -414,9 +427,21 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self.last_saved_step = self.global_steps
         self.has_committed = True
 
+    def _open_journal(self, after: int) -> None:
+        """Keep replies of tools, users and environments, for a run that continues this one."""
+        trainer = self.config.trainer
+        if trainer.save_freq > 0:
+            folder = Path(trainer.default_local_dir).expanduser() / JOURNAL
+            self.rollouter.journal = Journal(folder, after=after)
+            files = self.rollouter.journal.files
+            if trainer.resume_mode == "disable" and not self.is_restart:
+                files.remove()
+            files.keep(JOURNAL_CONFIG, json.dumps(to_dict(self.config), default=str).encode())
+
     def _load_checkpoint(self) -> None:
         """Continue where the checkpoint that `trainer.resume_mode` names was taken."""
         state = self.checkpoint_manager.resume()
+        self._open_journal(-1 if state is None else state.global_steps)
         if state is None:
             return
         self.sync_rollout()
