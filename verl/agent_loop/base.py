@@ -222,7 +222,9 @@ class AgentLoopBase(ABC):
 
 
 agent_loops = Registry[type[AgentLoopBase]](
-    "agent loop", single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop"
+    "agent loop",
+    single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
+    program_agent="verl.server.program_agent:ProgramAgentLoop",
 )
 
 
