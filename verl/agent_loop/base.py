@@ -253,6 +253,7 @@ agent_loops = Registry[type[AgentLoopBase]](
     "agent loop",
     single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
     tool_agent="verl.agent_loop.tool_agent:ToolAgentLoop",
+    program_agent="verl.server.program_agent:ProgramAgentLoop",
 )
 
 
