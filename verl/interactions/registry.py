@@ -124,6 +124,9 @@ class InteractionSet:
         self.num_open = 0
         """Trajectories whose user is not finalized."""
 
+        self.num_faults = 0
+        """Trajectories whose user could not be finalized."""
+
         self.keeper = ToolLoop()
         """Finalizes, so that nobody's event loop has to live for that."""
 
@@ -152,6 +155,11 @@ class InteractionSet:
             await lease.finalize()
             raise
         return lease
+
+    def not_finalized(self, name: str, error: Exception) -> None:
+        self.num_faults += 1
+        if self.num_faults == 1:  # the rest are only counted
+            logger.warning("interaction %r was not finalized", name, exc_info=error)
 
     async def run(self, user: BaseInteraction, method: Callable[..., Any], *args: Any, **kw: Any):
         """Call code of a user where it belongs, within its deadline."""
@@ -213,4 +221,4 @@ class UserLease:
         try:
             await self._users.run(self.interaction, end, self.instance_id)
         except Exception as error:
-            logger.warning("interaction %r was not finalized: %s", self.interaction.name, error)
+            self._users.not_finalized(self.interaction.name, error)
