@@ -279,3 +279,13 @@ def load_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[A
             elif part.get("type") == "video":
                 videos.append(load_video(part))
     return images, videos
+
+
+def schema_without_nulls(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        return {
+            key: schema_without_nulls(value) for key, value in schema.items() if value is not None
+        }
+    if isinstance(schema, list):
+        return [schema_without_nulls(value) for value in schema]
+    return schema
