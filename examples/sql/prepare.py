@@ -1,13 +1,13 @@
 """A made-up world in three tables, questions about it, and SmolLM2 with a template for tools.
 
-    python examples/sql/prepare.py --out runs/sql --model runs/smollm2/model
+python examples/sql/prepare.py --out runs/sql --model runs/smollm2/model
 
-    world.db          country(name, continent), city(name, country, people), river(name, country, km)
-    model/            the model of examples/smollm2, with a chat template that shows tools
-    tools.yaml        the tool `sql`, read-only, at this database
-    sft.parquet       conversations: a query, its rows, the answer
-    train.parquet     questions for reinforcement learning, with their right answers
-    test.parquet      further questions
+world.db          country(name, continent), city(name, country, people), river(name, country, km)
+model/            the model of examples/smollm2, with a chat template that shows tools
+tools.yaml        the tool `sql`, read-only, at this database
+sft.parquet       conversations: a query, its rows, the answer
+train.parquet     questions for reinforcement learning, with their right answers
+test.parquet      further questions
 """
 
 import argparse
@@ -88,7 +88,10 @@ def make_world(path: Path, rng: random.Random) -> dict[str, list[str]]:
 
 
 def make_names(count: int, rng: random.Random) -> list[str]:
-    parts = ("B D F G K L M N P R S T V Z".split(), "a e i o u".split())
+    parts = (
+        ["B", "D", "F", "G", "K", "L", "M", "N", "P", "R", "S", "T", "V", "Z"],
+        ["a", "e", "i", "o", "u"],
+    )
     names: dict[str, None] = {}
     while len(names) < count:
         start, end = rng.choice(parts[0]), rng.choice(parts[0]).lower()

@@ -13,5 +13,7 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, float]:
-    is_right = [answer.rstrip(".") for answer in ANSWER.findall(solution_str)][-1:] == [ground_truth]
+    is_right = [answer.rstrip(".") for answer in ANSWER.findall(solution_str)][-1:] == [
+        ground_truth
+    ]
     return {"score": float(is_right), "called": float("<tool_call>" in solution_str)}
