@@ -32,6 +32,7 @@ MAX_REPLY_CHARACTERS = 1 << 19
 MAX_SESSIONS = 4096
 MAX_SESSION_CHARACTERS = 256
 SESSION_SECONDS = 3600.0
+JOIN_SECONDS = 30.0
 
 
 class ToolService:
@@ -92,7 +93,7 @@ class ToolService:
         """Give back every instance and end the threads."""
         self.tool_set.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join(JOIN_SECONDS)
         self._loop.close()
 
     def _lease(self, session: str) -> ToolLease:
@@ -115,8 +116,9 @@ class ToolService:
         return lease
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run on the event loop; tools have deadlines of their own."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Run on the event loop. Leases end calls at the deadline of the tool; this is beyond it."""
+        longest = max(map(self.tool_set.timeout_of, self.tool_set.tools.values()))
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(3 * longest + JOIN_SECONDS)
 
 
 def field(request: Any, name: str, kind: type) -> Any:
