@@ -1,18 +1,19 @@
-"""An MCP server for the tests, of mcp 1.x or 2.x: python mcp_server.py [sse|streamable-http PORT]."""
+"""An MCP server for the tests, of mcp 1.x or 2.x: mcp_server.py [sse|streamable-http PORT]."""
 
 import asyncio
-import base64
 import os
 import sys
 import time
 
 try:
     from mcp.server.mcpserver import MCPServer as Server
+    from mcp.server.mcpserver.exceptions import ToolError
     from mcp_types import ImageContent, TextContent
 
     IS_NEW = True
 except ImportError:
     from mcp.server.fastmcp import FastMCP as Server
+    from mcp.server.fastmcp.exceptions import ToolError
     from mcp.types import ImageContent, TextContent
 
     IS_NEW = False
@@ -63,13 +64,12 @@ async def block(seconds: float) -> str:
 @server.tool()
 def fail(reason: str) -> str:
     """Fail."""
-    raise ValueError(reason)
+    raise ToolError(reason)
 
 
 @server.tool()
 def picture() -> list[ImageContent | TextContent]:
     """A picture of two pixels."""
-    base64.b64decode(PIXEL)
     image = {"type": "image", "data": PIXEL, "mimeType": "image/png"}
     return [ImageContent.model_validate(image), TextContent(type="text", text="two pixels")]
 
@@ -78,12 +78,6 @@ def picture() -> list[ImageContent | TextContent]:
 def long(size: int) -> str:
     """A long text."""
     return "x" * size
-
-
-@server.tool()
-def leave() -> str:
-    """End the server at once."""
-    os._exit(3)
 
 
 if __name__ == "__main__":

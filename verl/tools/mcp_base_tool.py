@@ -86,14 +86,14 @@ class MCPBaseTool(BaseTool):
         result = await self._call_server(instance_id, parameters)
         text, metadata = self._parse_tool_result(list(result.content))
         text, images = text[:MAX_TEXT_CHARACTERS], await read_images(result.content)
-        if result.is_error:
+        if result.is_error and not text.startswith("Error executing tool"):
             text = f"Error executing tool '{self.name}': {text}"
         return ToolResponse(text=text, image=images or None), 0.0, dict(metadata)
 
     async def _call_server(self, instance_id: str, parameters: dict[str, Any]) -> CallResult:
         if self.server is None:
             raise InfraFault(f"MCP tool {self.name!r} has no server; verl.tools.mcp hands it one")
-        # A little less than the deadline of the call, so that a lost server is told from a slow one.
+        # Less than the deadline of the call, so that a lost server is told from a slow one.
         seconds = self.timeout - min(0.5, self.timeout / 10)
         known = self._generations.get(instance_id)
         if self.config.get("stateful") and known not in (None, self.server.generation):

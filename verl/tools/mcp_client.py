@@ -319,7 +319,7 @@ class Connection:
             if work.done():
                 return self._result(tool, work)
             if lost.done():
-                raise ConnectionLost(f"MCP server {self._name!r} was lost during a call of {tool}")
+                raise self._lost_during(tool)
             raise asyncio.TimeoutError
         finally:
             for task in (work, lost):
@@ -330,11 +330,14 @@ class Connection:
         try:
             result = work.result()
         except Error as error:
-            self._refuse_broken(error)
-            raise ValueError(str(error)) from error
+            message, is_lost = meaning(error)
+            if "Session terminated" in message or "Session not found" in message:
+                raise SessionForgotten(message) from error
+            if is_lost or self.lost.is_set():
+                raise self._lost_during(tool) from error
+            raise ValueError(message) from error
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError) as error:
-            self.retire()
-            raise ConnectionLost(f"MCP server {self._name!r} was lost: {error!r}") from error
+            raise self._lost_during(tool) from error
         except ValidationError as error:
             raise InfraFault(
                 f"MCP server {self._name!r}: what {tool} returned is no result"
@@ -342,14 +345,9 @@ class Connection:
         fields = result.model_dump(by_alias=True, exclude={"content"})
         return CallResult(result.content, bool(fields.get("isError")), self.generation)
 
-    def _refuse_broken(self, error: Exception) -> None:
-        """An error that the server did not send: its connection has ended."""
-        data = vars(error)["error"].model_dump()
-        if "Session terminated" in data["message"] or "Session not found" in data["message"]:
-            raise SessionForgotten(data["message"]) from error
-        if data["code"] == CONNECTION_CLOSED or self.lost.is_set():
-            self.retire()
-            raise ConnectionLost(f"MCP server {self._name!r} was lost: {error}") from error
+    def _lost_during(self, tool: str) -> ConnectionLost:
+        self.retire()
+        return ConnectionLost(f"MCP server {self._name!r} was lost during a call of {tool}")
 
     async def ping(self) -> None:
         assert self._session is not None
@@ -391,6 +389,12 @@ async def list_tools(session: mcp.ClientSession) -> list[dict[str, Any]]:
         cursor = fields.get("nextCursor")
         if not cursor:
             return tools
+
+
+def meaning(error: Exception) -> tuple[str, bool]:
+    """The text of an error of the protocol, and whether it says that the connection has ended."""
+    data = vars(error)["error"].model_dump()
+    return data["message"], data["code"] == CONNECTION_CLOSED
 
 
 def causes(error: BaseException) -> str:
