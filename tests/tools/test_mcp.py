@@ -302,7 +302,7 @@ def test_a_stdio_server_ends_with_a_trainer_that_is_killed(tmp_path):
 async def test_a_rate_limit_spreads_calls():
     limit = RateLimit(50)
     start = time.monotonic()
-    await asyncio.gather(*(limit.wait() for _ in range(6)))
+    await asyncio.gather(*(limit.turn() for _ in range(6)))
     assert time.monotonic() - start >= 5 / 50
 
 

@@ -56,7 +56,7 @@ class RateLimit:
         self._interval = 1.0 / calls_per_second
         self._next = 0.0
 
-    async def wait(self) -> None:
+    async def turn(self) -> None:
         now = time.monotonic()
         self._next = max(now, self._next) + self._interval
         await asyncio.sleep(self._next - self._interval - now)
@@ -82,7 +82,7 @@ class MCPBaseTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         if self.rate_limit is not None:
-            await self.rate_limit.wait()
+            await self.rate_limit.turn()
         result = await self._call_server(instance_id, parameters)
         text, metadata = self._parse_tool_result(list(result.content))
         text, images = text[:MAX_TEXT_CHARACTERS], await read_images(result.content)

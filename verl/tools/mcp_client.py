@@ -49,6 +49,7 @@ IDLE_SECONDS = 24 * 3600.0
 CLOSE_SECONDS = 8.0
 PROBE_SECONDS = 1.0
 CONNECTION_CLOSED = -32000
+BROKEN = (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError)
 Error: type[Exception] = vars(exceptions).get("MCPError") or vars(exceptions)["McpError"]
 
 
@@ -94,7 +95,7 @@ class MCPServer:
         """Connect and ask for the tools; blocks. A ValueError says why there is no connection."""
         tries = RECONNECT_TRIES if self.spec.url else 1
         try:
-            self._run(self._connect(tries)).result()
+            self._run(self._connect(tries)).result(tries * (self.spec.start_timeout_seconds + 10))
         except ConnectionLost as error:
             raise ValueError(str(error)) from error
 
@@ -147,12 +148,12 @@ class MCPServer:
         """After a time-out: is it the call that is slow, or the server that hangs?"""
         try:
             await asyncio.wait_for(connection.ping(), seconds)
-        except Exception as error:  # whatever kind: there was no answer
+        except (asyncio.TimeoutError, *BROKEN, Error) as error:
             logger.warning("MCP server %r does not answer (%r); connecting anew", self.name, error)
             self._retire(connection)
 
     async def _connected(self, deadline: float) -> "Connection":
-        if self._connection is not None and not self._connection.lost.is_set():
+        if self._connection is not None and not self._connection.lost.done():
             return self._connection
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect(RECONNECT_TRIES))
@@ -161,7 +162,7 @@ class MCPServer:
         done, _ = await asyncio.wait({self._connecting}, timeout=max(left, 0.0))
         if not done:
             raise ConnectionLost(f"MCP server {self.name!r} was lost and is not back in time")
-        return self._connecting.result()
+        return await self._connecting
 
     async def _connect(self, tries: int) -> "Connection":
         for attempt in range(tries):
@@ -196,7 +197,7 @@ class MCPServer:
                 task.cancel()
         if self._connection is not None:
             self._connection.retire()
-            await self._connection.ended.wait()
+            await self._connection.ended
 
 
 class SessionForgotten(Exception):
@@ -208,12 +209,12 @@ class Connection:
 
     def __init__(self, name: str, spec: ServerSpec, generation: int) -> None:
         self.generation = generation
-        self.lost = asyncio.Event()
-        self.ended = asyncio.Event()
+        self.lost: asyncio.Future[None] = asyncio.Future()
+        self.ended: asyncio.Future[None] = asyncio.Future()
         self._name = name
         self._spec = spec
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._leave = asyncio.Event()
+        self._leave: asyncio.Future[None] = asyncio.Future()
         self._session: mcp.ClientSession | None = None
         self._ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
         self._owner = asyncio.create_task(self._own())
@@ -244,8 +245,8 @@ class Connection:
                 await session.initialize()
                 self._session = session
                 self._ready.set_result(await list_tools(session))
-                await self._leave.wait()
-                self.lost.set()
+                await self._leave
+                settle(self.lost)
                 group.cancel_scope.cancel()
         except BaseException as error:
             if not self._ready.done():
@@ -255,13 +256,13 @@ class Connection:
                         f"{causes(error)}{self._stderr_tail()}"
                     )
                 )
-            elif not self._leave.is_set():
+            elif not self._leave.done():
                 logger.warning("MCP server %r was lost: %s", self._name, causes(error))
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            self.lost.set()
-            self.ended.set()
+            settle(self.lost)
+            settle(self.ended)
             self._stderr.close()
 
     async def _pump(self, source: Any, sink: Any) -> None:
@@ -271,8 +272,8 @@ class Connection:
                 async for message in source:
                     await sink.send(message)
             finally:
-                self.lost.set()
-                self._leave.set()
+                settle(self.lost)
+                settle(self._leave)
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[Sequence[Any]]:
@@ -304,39 +305,38 @@ class Connection:
 
     def retire(self) -> None:
         """Take no more calls; the owner leaves the session."""
-        self.lost.set()
-        self._leave.set()
+        settle(self.lost)
+        settle(self._leave)
         if not self._ready.done():
             self._owner.cancel()
 
     async def call(self, tool: str, arguments: dict[str, Any], deadline: float) -> CallResult:
         assert self._session is not None
         work = asyncio.create_task(self._session.call_tool(tool, arguments))
-        lost = asyncio.create_task(self.lost.wait())
         left = max(deadline - asyncio.get_running_loop().time(), 0.0)
         try:
-            await asyncio.wait({work, lost}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            both = {work, self.lost}
+            await asyncio.wait(both, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
-                return self._result(tool, work)
-            if lost.done():
+                return await self._result(tool, work)
+            if self.lost.done():
                 raise self._lost_during(tool)
             raise asyncio.TimeoutError
         finally:
-            for task in (work, lost):
-                task.cancel()
+            work.cancel()
 
-    def _result(self, tool: str, work: "asyncio.Task[Any]") -> CallResult:
+    async def _result(self, tool: str, work: "asyncio.Task[Any]") -> CallResult:
         """What a call came to; exceptions of the package get a meaning here."""
         try:
-            result = work.result()
+            result = await work
         except Error as error:
             message, is_lost = meaning(error)
             if "Session terminated" in message or "Session not found" in message:
                 raise SessionForgotten(message) from error
-            if is_lost or self.lost.is_set():
+            if is_lost or self.lost.done():
                 raise self._lost_during(tool) from error
             raise ValueError(message) from error
-        except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError) as error:
+        except BROKEN as error:
             raise self._lost_during(tool) from error
         except ValidationError as error:
             raise InfraFault(
@@ -356,7 +356,7 @@ class Connection:
     async def is_reachable(self) -> bool:
         """Whether somebody listens at the URL; a stdio server whose stream is open is there."""
         if self._spec.url is None:
-            return not self.lost.is_set()
+            return not self.lost.done()
         url = urlsplit(self._spec.url)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
@@ -373,6 +373,11 @@ class Connection:
         start = max(os.fstat(descriptor).st_size - STDERR_TAIL_BYTES, 0)
         tail = os.pread(descriptor, STDERR_TAIL_BYTES, start).decode(errors="replace").strip()
         return f"\nstderr: {tail}" if tail else ""
+
+
+def settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def list_tools(session: mcp.ClientSession) -> list[dict[str, Any]]:
@@ -399,5 +404,7 @@ def meaning(error: Exception) -> tuple[str, bool]:
 
 def causes(error: BaseException) -> str:
     """What is inside a group of exceptions, in one line."""
-    inner = vars(error).get("exceptions") or getattr(error, "exceptions", ())
-    return "; ".join(map(causes, inner)) if inner else f"{type(error).__name__}: {error}"
+    match error:
+        case BaseException(exceptions=(_, *_) as inner):
+            return "; ".join(map(causes, inner))
+    return f"{type(error).__name__}: {error}"

@@ -193,10 +193,10 @@ def supervise(command: list[str], parent: int, max_line_bytes: int, max_stderr_b
         relay.daemon = True
         relay.start()
     try:
-        code = process.wait()
+        _, status = os.waitpid(process.pid, 0)
         for relay in relays:
             relay.join(0.5)  # an orphan may hold the pipe open
-        return code & 0xFF
+        return os.waitstatus_to_exitcode(status) & 0xFF
     finally:
         end_descendants()
 
