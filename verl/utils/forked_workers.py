@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from verl.utils.line import Line, call_numbers, close_in_forks
@@ -52,11 +53,19 @@ pid of the worker."""
 
 START = 0
 BOOT = """
-import json, sys
-sys.path[:0] = json.loads(sys.argv[1])
+import importlib.util, json, sys
+folder, path, work, modules = sys.argv[1:]
+sys.path[:0] = json.loads(path)
+spec = importlib.util.spec_from_file_location(
+    "verl", folder + "/__init__.py", submodule_search_locations=[folder]
+)
+sys.modules["verl"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["verl"])
 from verl.utils.forked_workers import serve_interpreter
-serve_interpreter(sys.argv[2], json.loads(sys.argv[3]))
+serve_interpreter(work, json.loads(modules))
 """
+"""Another interpreter finds this package in its folder, and nothing else that lies beside it."""
+
 CONTROL_DESCRIPTOR = 3
 
 Work = Callable[[socket.socket], None]
@@ -211,7 +220,8 @@ def interpreter_server(
 
     def start() -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [json.dumps(list(path)), work, json.dumps(list(modules))]
+        folder = str(Path(__file__).parents[1])
+        arguments = [folder, json.dumps(list(path)), work, json.dumps(list(modules))]
         with theirs:
             pid = os.posix_spawn(
                 python,
