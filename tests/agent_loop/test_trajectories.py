@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
-from verl.agent_loop.rollouter import fill_trajectory
 from verl.agent_loop.server_manager import SampledTurns
+from verl.agent_loop.sessions import fill_trajectory
 from verl.protocol.padded import Padding, padded_batch, trajectories_of
 from verl.protocol.trajectory import Trajectory, trajectory_timing
 from verl.workers.rollout.base import TokenOutput

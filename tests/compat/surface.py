@@ -27,7 +27,6 @@ LATER = {
     "verl.tools.schemas": "ToolResponse OpenAIFunctionToolCall",
     "verl.tools.utils.tool_registry": "initialize_tools_from_config get_tool_class ToolType",
     "verl.experimental.agent_loop.tool_agent_loop": "ToolAgentLoop",
-    "verl.experimental.agent_loop.tool_parser": "FunctionCall ToolParser",
     "verl.models.transformers.qwen2_vl": "get_rope_index",
     "verl.utils.dataset.vision_utils": "process_image process_video",
     "verl.utils.megatron_utils": "",

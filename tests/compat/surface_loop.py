@@ -37,6 +37,13 @@ LOOP = {
         AgentLoopMetrics
         DictConfigWrap
     """,
+    "verl.experimental.agent_loop.tool_parser": """
+        FunctionCall
+        ToolParser
+        ToolParser.extract_tool_calls(responses_ids, tools=None)
+        ToolParser.get_tool_parser(name, tokenizer)
+        ToolParser.register(name)
+    """,
     "verl.experimental.agent_loop.single_turn_agent_loop": """
         SingleTurnAgentLoop
     """,

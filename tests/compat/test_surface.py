@@ -24,16 +24,8 @@ def entries(text: str) -> list[str]:
     return [entry for entry in found if entry]
 
 
-def present_lines() -> list[tuple[str, str]]:
-    return [(module, entry) for module, text in PRESENT.items() for entry in entries(text)]
-
-
-def later_names() -> list[tuple[str, str]]:
-    return [(module, name) for module, names in LATER.items() for name in (names.split() or [""])]
-
-
-NAMES = [(module, line.partition("(")[0]) for module, line in present_lines()]
-SIGNATURES = [(module, line) for module, line in present_lines() if "(" in line]
+def later_names(module: str) -> list[str]:
+    return LATER[module].split() or [""]
 
 
 def find(module: str, path: str):
@@ -74,34 +66,31 @@ def module_exists(module: str) -> bool:
 
 
 @pytest.mark.parametrize("module", PRESENT)
-def test_the_module_imports(module):
+def test_the_module_has_its_names_and_they_take_what_callers_pass(module):
     importlib.import_module(module)
+    wrong: list[str] = []
+    for line in entries(PRESENT[module]):
+        name = line.partition("(")[0]
+        if not has_member(module, name):
+            wrong.append(f"{name} does not exist")
+        elif "(" in line:
+            target, wants_self = find(module, name)
+            actual = list(inspect.signature(target).parameters.values())[wants_self:]
+            wrong += [f"{name}: {fault}" for fault in faults(line, actual)]
+    assert wrong == []
 
 
-@pytest.mark.parametrize(("module", "name"), NAMES, ids=[".".join(pair) for pair in NAMES])
-def test_the_name_exists(module, name):
-    assert has_member(module, name)
-
-
-@pytest.mark.parametrize(
-    ("module", "line"), SIGNATURES, ids=[f"{m}.{s.partition('(')[0]}" for m, s in SIGNATURES]
-)
-def test_the_callable_takes_what_callers_pass(module, line):
-    target, wants_self = find(module, line.partition("(")[0])
-    actual = list(inspect.signature(target).parameters.values())[wants_self:]
-    assert faults(line, actual) == []
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), later_names(), ids=[".".join(pair) for pair in later_names()]
-)
-def test_a_name_that_exists_is_not_listed_as_coming_later(module, name):
-    is_there = module_exists(module) and (not name or has_member(module, name))
-    assert not is_there, f"{module}.{name} exists: move it from LATER to PRESENT"
+@pytest.mark.parametrize("module", LATER)
+def test_a_name_that_exists_is_not_listed_as_coming_later(module):
+    names = later_names(module)
+    found = [n for n in names if module_exists(module) and (not n or has_member(module, n))]
+    assert found == [], f"these names of {module} exist: move them from LATER to PRESENT"
 
 
 def test_no_name_is_in_both_tables():
-    assert not set(NAMES) & set(later_names())
+    for module in PRESENT.keys() & LATER.keys():
+        present = {line.partition("(")[0] for line in entries(PRESENT[module])}
+        assert not present & set(later_names(module)), module
 
 
 # ---- comparing signatures ------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.engines import byte_tokenizer
-from verl.server.chat import FoundCall, ToolCallReader
+from verl.server.chat import ToolCallReader
 from verl.server.samples import Detokenizer, StopCutter
+from verl.tools.parsers import FunctionCall
 
 TOKENIZER = byte_tokenizer()
 
@@ -73,8 +74,8 @@ def test_calls_are_found_however_the_text_is_cut_up(size):
     reader = ToolCallReader(["f"])
     found = [part for n in range(0, len(text), size) for part in reader.add(text[n : n + size])]
     found.append(reader.finish())
-    calls = [part for part in found if isinstance(part, FoundCall)]
-    assert calls == [FoundCall("f", '{"x": [1, "é"]}')] * 2
+    calls = [part for part in found if isinstance(part, FunctionCall)]
+    assert calls == [FunctionCall(name="f", arguments='{"x": [1, "é"]}')] * 2
     assert "".join(part for part in found if isinstance(part, str)) == "before  between  after"
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from tests.server.clients import chat
 from tests.server.engines import byte_tokenizer
-from verl.server.chat import MAX_CALLS, FoundCall, ToolCallReader
+from verl.server.chat import ToolCallReader
+from verl.tools.parsers import MAX_CALLS, FunctionCall
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -35,7 +36,9 @@ def read(text, size):
 def test_hostile_calls_stay_text_in_bounded_time(name, size):
     found = read(HOSTILE[name] + CALL, size)
     assert "".join(part for part in found if isinstance(part, str)) == HOSTILE[name]
-    assert [part for part in found if isinstance(part, FoundCall)] == [FoundCall("f", '{"x": 1}')]
+    assert [part for part in found if isinstance(part, FunctionCall)] == [
+        FunctionCall(name="f", arguments='{"x": 1}')
+    ]
 
 
 def test_a_block_without_an_end_takes_in_what_follows():
@@ -45,7 +48,7 @@ def test_a_block_without_an_end_takes_in_what_follows():
 
 def test_ten_thousand_calls_in_a_turn_are_a_bounded_number_of_calls():
     found = read(CALL * 10_000, 1 << 20)
-    assert sum(isinstance(part, FoundCall) for part in found) == MAX_CALLS
+    assert sum(isinstance(part, FunctionCall) for part in found) == MAX_CALLS
     text = "".join(part for part in found if isinstance(part, str))
     assert text == CALL * (10_000 - MAX_CALLS)
 

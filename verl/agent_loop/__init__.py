@@ -5,6 +5,7 @@ from verl.agent_loop.base import (
     AgentLoopMetrics,
     AgentLoopOutput,
     DictConfigWrap,
+    LoopResult,
     agent_loops,
     register,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "AgentLoopOutput",
     "AsyncLLMServerManager",
     "DictConfigWrap",
+    "LoopResult",
     "agent_loops",
     "register",
 ]

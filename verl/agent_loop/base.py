@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import yaml
 
+from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
-from verl.protocol.trajectory import AgentLoopMetrics
+from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
 from verl.utils.dataset.prompts import Prompt, encode_prompt
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
@@ -65,6 +66,10 @@ class AgentLoopOutput:
             )
 
 
+LoopResult = AgentLoopOutput | Sequence[AgentLoopOutput] | None
+"""What `run` returns: a row, the rows of a session in order, or None: nothing to train on."""
+
+
 @dataclass(frozen=True)
 class DictConfigWrap:
     """A section of the configuration, handed to loops whole."""
@@ -86,20 +91,32 @@ class LoopSample:
     row: Mapping[str, Any]
     """The columns of the dataset row, handed to `run` as keyword arguments."""
 
-    end: Callable[[AgentLoopOutput, SampledTurns], None]
-    """Called on the event loop with the output and the turns that engines sampled for it."""
+    end: Callable[[LoopResult | InfraFault, SampledTurns], None]
+    """Called on the event loop with the output and the turns that engines sampled for it; with the
+    fault if what the model talks to is broken."""
 
     trace: Mapping[str, Any] | None = None
     """Which trajectory it is, for `rollout_trace_attr`; None while nothing is traced."""
 
+    journal: TrajectoryJournal | None = None
+    """Where replies from outside are written, and taken from; None while nothing is journalled."""
+
     async def run_in(self, loop: "AgentLoopBase") -> None:
         turns = SampledTurns()
-        sampled_turns.set(turns)  # in the context of this task, and of those that the loop starts
-        if self.trace is None:
-            output = await loop.run(self.params, **self.row)
-        else:
-            with rollout_trace_attr(name="agent_loop", **self.trace):
+        # In the context of this task, and of those that the loop starts.
+        sampled_turns.set(turns)
+        current_journal.set(self.journal)
+        output: LoopResult | InfraFault
+        try:
+            if self.trace is None:
                 output = await loop.run(self.params, **self.row)
+            else:
+                with rollout_trace_attr(name="agent_loop", **self.trace):
+                    output = await loop.run(self.params, **self.row)
+        except InfraFault as fault:
+            output = fault
+        if self.journal is not None:
+            self.journal.end(output)
         self.end(output, turns)
 
 
@@ -153,8 +170,12 @@ class AgentLoopBase(ABC):
                 task.cancel()
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Make the trajectory. `kwargs` are the columns of the row, `raw_prompt` among them."""
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> LoopResult:
+        """Make the trajectory. `kwargs` are the columns of the row, `raw_prompt` among them.
+
+        A list is the rows of one session, in order. None is nothing to train on. An `InfraFault`
+        ends this trajectory without a reward; any other exception ends the run.
+        """
 
     async def apply_chat_template(
         self,

@@ -125,7 +125,7 @@ class DynamicSampling(BufferPolicy):
         """Whether trajectories differ in the metric; a single one always counts, a fault never."""
         if group.fault is not None:
             return False
-        scores = [t.grade for t in group.trajectories if isinstance(t.grade, Score)]
+        scores = [t.grade for t in group.last_rows if isinstance(t.grade, Score)]
         values = [self._value_of(score) for score in scores]
         return len(values) == 1 or len(set(values)) > 1
 
@@ -136,7 +136,7 @@ class DynamicSampling(BufferPolicy):
 
     def _informative(self, step: int, state: BufferState) -> list[int]:
         groups = [state.ended[index] for index in state.ended_of(step)]
-        scores = [t.grade for g in groups for t in g.trajectories if isinstance(t.grade, Score)]
+        scores = [t.grade for g in groups for t in g.last_rows if isinstance(t.grade, Score)]
         reported = dict.fromkeys(name for score in scores for name in score.extras)
         if scores and self.metric not in (*SEQUENCE_SCORES, *reported):
             known = ", ".join([*SEQUENCE_SCORES, *reported])

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.agent_loop.rollouter import Rollouter, RolloutOptions, rows_of
 from verl.agent_loop.server_manager import AsyncLLMServerManager
+from verl.agent_loop.sessions import require_working_world
 from verl.protocol import DataProto
 from verl.protocol.ops import object_array
 from verl.protocol.padded import padded_batch
@@ -110,10 +111,13 @@ class AgentLoopManager:
                 logger.warning("a rollout engine is lost: %s", error)
 
     def _as_batch(self, groups: Sequence[Group]) -> DataProto:
+        turns = self.config.actor_rollout_ref.rollout.multi_turn
+        require_working_world(groups, turns.max_infra_ratio)
         trajectories = [t for group in groups for t in group.trajectories]
         batch = padded_batch(trajectories, self.rollouter.padding, with_rows=False)
-        grades = [t.grade for t in trajectories]
-        if all(isinstance(grade, Score) for grade in grades):
+        last_grades = [t.grade for group in groups for t in group.last_rows]
+        if all(isinstance(grade, Score) for grade in last_grades):
+            grades = [Score(0.0) if t.rows_after else t.grade for t in trajectories]
             rewards = graded_rewards(batch, grades)
             batch.batch["rm_scores"] = rewards["reward_tensor"]
             for name, values in rewards["reward_extra_info"].items():

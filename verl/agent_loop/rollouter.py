@@ -25,25 +25,21 @@ from torch import Tensor
 
 from verl.agent_loop.base import (
     AgentLoopBase,
-    AgentLoopOutput,
     DictConfigWrap,
     LoopClass,
+    LoopResult,
     LoopSample,
     agent_loops,
     listed_loops,
 )
 from verl.agent_loop.buffer import Buffer
+from verl.agent_loop.journal import Journal, Phase
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
+from verl.agent_loop.sessions import fill_session
 from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch, trajectories_of
-from verl.protocol.trajectory import (
-    Group,
-    Segment,
-    Trajectory,
-    response_segments,
-    trajectory_timing,
-)
+from verl.protocol.trajectory import Group, InfraFault, Trajectory, trajectory_timing
 from verl.utils.dataset.prompts import MAX_REMEMBERED, Prompt
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.rollout_trace import RolloutTraceConfig
@@ -63,6 +59,12 @@ class RolloutOptions:
     is_validation: bool = False
     does_sample: bool | None = None
     """False is greedy; None is what the configuration says."""
+
+    @property
+    def phase(self) -> Phase:
+        if self.is_validation:
+            return "validation"
+        return "greedy" if self.does_sample is False else "train"
 
     @property
     def meta_info(self) -> dict[str, Any]:
@@ -95,6 +97,9 @@ class GroupSource(ABC):
 
     val_grading: GradingService | None = None
     """The same for validation."""
+
+    journal: Journal | None = None
+    """Where replies of tools, users and environments are kept; None where nothing is resumed."""
 
     def submit(self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer) -> None:
         """Begin to generate; the groups come to the buffer as they end."""
@@ -212,9 +217,11 @@ class Rollouter(GroupSource):
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
         traces = trace_infos(groups, options)
         await self._encode_ahead(groups)
+        if self.journal is not None:
+            await self.journal.begin(options.step)
         # One task per group, made in order: samples of a prompt reach the engine together.
         tasks = [
-            asyncio.create_task(self._run_group(group, params, trace, grading, put))
+            asyncio.create_task(self._run_group(group, options, params, trace, grading, put))
             for group, trace in zip(groups, traces, strict=True)
         ]
         try:
@@ -253,15 +260,21 @@ class Rollouter(GroupSource):
     async def _run_group(
         self,
         group: Group,
+        options: RolloutOptions,
         params: Mapping[str, Any],
         traces: Sequence[Mapping[str, Any] | None],
         grading: "GradedGeneration | None",
         put: Callable[[Group], None],
     ) -> None:
-        def end(trajectory: Trajectory, output: AgentLoopOutput, turns: SampledTurns) -> None:
-            limit = self.padding.response_length
-            fill_trajectory(trajectory, output, turns, max_response_tokens=limit)
-            if grading is not None and trajectory.reward_score is None:
+        rows_of_sample: dict[int, list[Trajectory]] = {}
+
+        def end(number: int, result: LoopResult | InfraFault, turns: SampledTurns) -> None:
+            trajectory = group.trajectories[number]
+            rows_of_sample[number] = fill_session(
+                trajectory, result, turns, self.padding.response_length, self.tokenizer
+            )
+            is_gradable = trajectory.grade is None and trajectory.reward_score is None
+            if grading is not None and is_gradable:
                 grading.add(trajectory)
 
         row = loop_columns(group.trajectories[0].row)
@@ -269,14 +282,24 @@ class Rollouter(GroupSource):
             LoopSample(
                 params=dict(params) if t.seed is None else {**params, "seed": t.seed},
                 row=row if t.row is group.trajectories[0].row else loop_columns(t.row),
-                end=functools.partial(end, t),
+                end=functools.partial(end, number),
                 trace=trace,
+                journal=self.journal
+                and self.journal.trajectory(options.step, options.phase, t.uid, t.sample),
             )
-            for t, trace in zip(group.trajectories, traces, strict=True)
+            for number, (t, trace) in enumerate(zip(group.trajectories, traces, strict=True))
         ]
         chosen = self._loop_class(row.get("agent_name") or self._default_loop)
         versions = self.servers.fleet.versions()
-        await chosen.cls.run_group(functools.partial(self._make_loop, chosen), samples)
+        try:
+            await chosen.cls.run_group(functools.partial(self._make_loop, chosen), samples)
+        except InfraFault as fault:
+            for number in set(range(len(samples))) - rows_of_sample.keys():
+                end(number, fault, SampledTurns())
+        group.lost = [t for n, t in enumerate(group.trajectories) if not rows_of_sample[n]]
+        group.trajectories = [t for n in sorted(rows_of_sample) for t in rows_of_sample[n]]
+        if self.journal is not None:
+            await self.journal.files.written()  # before anybody sees what follows from it
         is_one_version = len(versions) == 1 and versions == self.servers.fleet.versions()
         group.version = min(versions) if is_one_version else None
         if grading is not None:
@@ -329,7 +352,7 @@ class GradedGeneration:
     async def finish(self, group: Group) -> None:
         """Wait for the grades of a group that has ended; infra errors are retried when scored."""
         self._ended_at = time.perf_counter()
-        ungraded = [t for t in group.trajectories if t.reward_score is None]
+        ungraded = [t for t in group.last_rows if t.reward_score is None]
         await asyncio.wrap_future(self._service.grade_once(ungraded, is_reported=False))
 
     def seconds_after_last_response(self) -> float:
@@ -383,35 +406,6 @@ class BatchSource(GroupSource):
         report = self._metrics, self._seconds
         self._metrics, self._seconds = {}, {}
         return report
-
-
-def fill_trajectory(
-    trajectory: Trajectory,
-    output: AgentLoopOutput,
-    turns: SampledTurns,
-    *,
-    max_response_tokens: int,
-) -> None:
-    """Take in what a loop returned, up to the limit; `turns` are what engines sampled for it."""
-    ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
-    if len(ids) > max_response_tokens:
-        ids, mask = ids[:max_response_tokens], mask[:max_response_tokens]
-        log_probs = None if log_probs is None else log_probs[:max_response_tokens]
-    trajectory.segments = [
-        Segment(author="template", token_ids=output.prompt_ids),
-        *response_segments(
-            ids,
-            mask,
-            log_probs,
-            [(turn.token_ids, turn.policy_versions) for turn in turns.outputs],
-        ),
-    ]
-    trajectory.session_id = turns.session_id
-    trajectory.reward_score = output.reward_score
-    trajectory.num_turns = output.num_turns
-    trajectory.stop_reason = output.stop_reason
-    trajectory.metrics = output.metrics
-    trajectory.extra_fields = output.extra_fields
 
 
 def loop_columns(row: Mapping[str, Any]) -> dict[str, Any]:

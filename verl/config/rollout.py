@@ -92,6 +92,10 @@ class MultiTurnConfig(BaseConfig):
     """Accepted for older scripts; sampled tokens are never tokenized again, so there is nothing to
     check."""
 
+    max_infra_ratio: float = option(0.25, minimum=0, maximum=1, used_if=OWN_LOOPS)
+    """Largest share of the trajectories of a step that broken tools or environments may end; the
+    run stops above it."""
+
     num_repeat_rollouts: int | None = option(None, minimum=1, used_if=OWN_LOOPS)
     """Continuations simulated per interaction (CollabLLM)."""
 

@@ -124,6 +124,12 @@ class TrainerConfig(BaseConfig):
     max_critic_ckpt_to_keep: int | None = option(None, minimum=1, used_if=WITH_CRITIC)
     """Newest checkpoints of the critic to keep; null keeps all."""
 
+    journal_steps_to_keep: int = option(
+        50, minimum=0, used_if=When(lambda here, run: here.save_freq > 0, "nothing is saved")
+    )
+    """Steps before the newest checkpoint whose journal (replies of tools, users, environments) is
+    kept, for replays; later ones always are."""
+
     remove_previous_ckpt_in_save: bool = False
     """Deprecated: the same as keeping one checkpoint."""
 

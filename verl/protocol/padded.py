@@ -17,6 +17,10 @@ from verl.protocol.data_proto import DataProto
 from verl.protocol.trajectory import Segment, Trajectory, response_segments
 from verl.utils.model import compute_position_id_with_mask
 
+SESSION_UID = "session_uid"
+"""The column that is equal for the rows of a session, which stand side by side; it is there where
+some session has several rows. Without it every row is a session."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
@@ -41,6 +45,8 @@ def padded_batch(
         columns[name] = [t.extra_fields.get(name) for t in trajectories]
     if names:  # all of a row's extra fields, for reward functions
         columns["tool_extra_fields"] = [dict(t.extra_fields) for t in trajectories]
+    if any(t.rows_after for t in trajectories):
+        columns[SESSION_UID] = [t.session_uid for t in trajectories]
     columns["__num_turns__"] = np.array([t.num_turns for t in trajectories], dtype=np.int32)
     if with_rows:
         for name in trajectories[0].row:
@@ -97,23 +103,24 @@ def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict
     }
     if has_log_probs:
         columns["rollout_log_probs"] = torch.from_numpy(log_probs)
-    scores = [t.reward_score for t in trajectories if t.reward_score is not None]
-    if scores:
+    scores = [0.0 if t.rows_after else t.reward_score for t in trajectories]
+    if any(t.reward_score is not None for t in trajectories):
         columns["rm_scores"] = loop_scores(scores, attention_mask[:, P:])
     return columns
 
 
-def loop_scores(scores: Sequence[float], response_tokens: Tensor) -> Tensor:
+def loop_scores(scores: Sequence[float | None], response_tokens: Tensor) -> Tensor:
     """The scores that loops gave their trajectories, each on the last token, (B, T)."""
-    if len(scores) < len(response_tokens):
-        raise ValueError(
-            f"agent loops have scored {len(scores)} of {len(response_tokens)} trajectories; either "
-            "all loops of a batch set reward_score or none does"
-        )
     rewards = torch.zeros(response_tokens.shape)
     for row, (score, length) in enumerate(
         zip(scores, response_tokens.sum(1).tolist(), strict=True)
     ):
+        if score is None:
+            num_scored = sum(score is not None for score in scores)
+            raise ValueError(
+                f"agent loops have scored {num_scored} of {len(scores)} trajectories; either all "
+                "loops of a batch set reward_score or none does"
+            )
         if length:
             rewards[row, length - 1] = float(score)
     return rewards

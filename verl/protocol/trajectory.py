@@ -38,10 +38,14 @@ class Abstain:
 
 @dataclass(frozen=True)
 class InfraError:
-    """Grading failed: an exception, a time-out, a result that is no score."""
+    """Grading failed: an exception, a time-out, a result that is no score. Or there is nothing to
+    grade, because an `InfraFault` ended the trajectory."""
 
     reason: str
     is_timeout: bool = False
+    kind: str = "grading"
+    """By which faults are counted: the `reason` of an `InfraFault`."""
+
     is_final: bool = False
     """It was retried already, so the group is not graded a second time."""
 
@@ -53,8 +57,12 @@ class InfraFault(RuntimeError):
     """Raised by tools, interactions and environments: what the model talks to is broken.
 
     The policy cannot have caused it, so the trajectory gets no reward and takes no part in
-    training.
+    training. `reason` is a short word by which faults are counted.
     """
+
+    def __init__(self, *args: object, reason: str = "other") -> None:
+        super().__init__(*args)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -104,14 +112,18 @@ class Trajectory:
     """One sample of one prompt: a tree of segments, grade, timing.
 
     The first segments are the prompt. The last segment ends the conversation as it stands: the path
-    that leads to it is the row that training sees.
+    that leads to it is the row that training sees. A session that becomes several rows is several
+    trajectories with the same `uid` and `sample`, side by side; the last one is graded.
     """
 
     uid: str
     """Name of the prompt; equal for all samples of one prompt in one step."""
 
     sample: int
-    """Number of this sample among those of its prompt."""
+    """Number of this sample among those of its prompt; equal for the rows of a session."""
+
+    rows_after: int = 0
+    """Rows of the same session that follow; 0 for the last, on which the session's reward is."""
 
     row: Mapping[str, Any]
     """The columns of the dataset row."""
@@ -131,6 +143,11 @@ class Trajectory:
     num_turns: int = 0
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def session_uid(self) -> str:
+        """Name of the session; equal for its rows."""
+        return f"{self.uid}/{self.sample}"
 
     def path(self, leaf: int = -1) -> list[Segment]:
         """The segments from the root to `leaf` (the last segment by default)."""
@@ -189,11 +206,20 @@ class Group:
     """The step whose prompts it was drawn with."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
+    lost: list[Trajectory] = field(default_factory=list)
+    """Those with nothing to train on: the grade is an `InfraError` where what the model talks to
+    broke, and `Abstain` where the loop returned nothing."""
+
     fault: str | None = None
     """Why the group cannot be trained on, where it cannot."""
 
     version: int | None = None
     """The policy version that sampled all of its tokens; None if several did, or none is known."""
+
+    @property
+    def last_rows(self) -> list[Trajectory]:
+        """One trajectory of each session: the one that is graded."""
+        return [t for t in self.trajectories if not t.rows_after]
 
 
 def trajectory_timing(trajectories: Sequence[Trajectory]) -> dict[str, float]:

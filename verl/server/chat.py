@@ -11,12 +11,9 @@ an object, or calls a tool that was not offered, is text like any other: the cli
 model wrote.
 """
 
-import json
 import uuid
 from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from starlette.responses import Response
 
 from verl.server.answers import (
@@ -35,28 +32,8 @@ from verl.server.events import EventStream
 from verl.server.samples import Piece, Sample
 from verl.server.schemas import ChatRequest
 from verl.server.service import Job, Service
+from verl.tools.parsers import CLOSE, MAX_CALLS, OPEN, BlockReader, FunctionCall, json_call
 from verl.workers.rollout.base import TokenDelta
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MAX_CALLS = 128
-"""Calls in one turn, as many as OpenAI takes."""
-
-
-class WrittenCall(BaseModel):
-    """What stands in a block."""
-
-    model_config = ConfigDict(strict=True)
-
-    name: str
-    arguments: dict[str, JsonValue]
-
-
-@dataclass(frozen=True)
-class FoundCall:
-    """A call, with its arguments as JSON text."""
-
-    name: str
-    arguments: str
 
 
 class ToolCallReader:
@@ -67,63 +44,27 @@ class ToolCallReader:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
-        self._held = ""
-        self._block: list[str] | None = None
+        self._blocks = BlockReader(OPEN, CLOSE)
         self._num_calls = 0
 
-    def add(self, text: str) -> list[str | FoundCall]:
+    def add(self, text: str) -> list[str | FunctionCall]:
         """What has become certain: text and calls in the order in which they were written."""
-        found: list[str | FoundCall] = []
-        text, self._held = self._held + text, ""
-        place = 0
-        while True:
-            mark = OPEN if self._block is None else CLOSE
-            start = text.find(mark, place)
-            if start < 0:
-                break
-            if self._block is None:
-                found.append(text[place:start])
-                self._block = []
-            else:
-                self._block.append(text[place:start])
-                found.append(self._call_or_text("".join(self._block)))
-                self._block = None
-            place = start + len(mark)
-        certain = len(text) - num_doubtful(text[place:], mark)
-        (found if self._block is None else self._block).append(text[place:certain])
-        self._held = text[certain:]
-        return [piece for piece in found if piece]
+        return [
+            part if isinstance(part, str) else self._call_or_text(part.body)
+            for part in self._blocks.add(text)
+        ]
 
     def finish(self) -> str:
         """A block that was never closed is text."""
-        text, self._held = self._held, ""
-        if self._block is not None:
-            text = OPEN + "".join(self._block) + text
-            self._block = None
-        return text
+        rest = self._blocks.finish()
+        return rest if isinstance(rest, str) else OPEN + rest.body
 
-    def _call_or_text(self, block: str) -> str | FoundCall:
-        call = parse_call(block) if self._num_calls < MAX_CALLS else None
-        if call is None or call.name not in self._names:
-            return OPEN + block + CLOSE
+    def _call_or_text(self, body: str) -> str | FunctionCall:
+        call = json_call(body) if self._num_calls < MAX_CALLS else None
+        if call is None or call.name not in self._names or not call.is_valid:
+            return OPEN + body + CLOSE
         self._num_calls += 1
         return call
-
-
-def num_doubtful(text: str, mark: str) -> int:
-    """Characters at the end that may be the beginning of the mark."""
-    longest = min(len(mark) - 1, len(text))
-    fits = (n for n in range(longest, 0, -1) if mark.startswith(text[-n:]))
-    return next(fits, 0)
-
-
-def parse_call(block: str) -> FoundCall | None:
-    """The call in a block, or None if it is something else."""
-    try:
-        written = WrittenCall.model_validate_json(block.strip())
-    except ValidationError:  # a model may write anything; what is no call stays text
-        return None
-    return FoundCall(written.name, json.dumps(written.arguments, ensure_ascii=False))
 
 
 async def converse(service: Service, request: ChatRequest) -> Response:
@@ -190,7 +131,7 @@ class ChatAnswer:
         piece, found = self._read(delta)
         turn = self._turns[delta.sample]
         text = "".join(part for part in found if isinstance(part, str))
-        calls = [part for part in found if isinstance(part, FoundCall)]
+        calls = [part for part in found if isinstance(part, FunctionCall)]
         message = ChatMessage(content=text)
         if calls:
             message.content = text if text.strip() else None
@@ -206,7 +147,7 @@ class ChatAnswer:
         num_calls = turn.num_calls
         piece, found = self._read(delta)
         text = "".join(part for part in found if isinstance(part, str))
-        calls = [part for part in found if isinstance(part, FoundCall)]
+        calls = [part for part in found if isinstance(part, FunctionCall)]
         content = ChatDelta(content=text or None)
         if is_first:
             content = ChatDelta(role="assistant", content=text)
@@ -221,7 +162,7 @@ class ChatAnswer:
         self._add_tokens(choice, delta.sample, piece)
         return choice
 
-    def _read(self, delta: TokenDelta) -> tuple[Piece, list[str | FoundCall]]:
+    def _read(self, delta: TokenDelta) -> tuple[Piece, list[str | FunctionCall]]:
         piece = self._samples[delta.sample].add(delta)
         self._num_generated += len(piece.token_ids)
         return piece, self._turns[delta.sample].read(piece)
@@ -248,13 +189,13 @@ class Turn:
         self._reader = ToolCallReader(tool_names) if tool_names else None
         self.num_calls = 0
 
-    def read(self, piece: Piece) -> list[str | FoundCall]:
+    def read(self, piece: Piece) -> list[str | FunctionCall]:
         if self._reader is None:
             return [piece.text]
         found = self._reader.add(piece.text)
         if piece.finish_reason is not None:
             found.append(self._reader.finish())
-        self.num_calls += sum(isinstance(part, FoundCall) for part in found)
+        self.num_calls += sum(isinstance(part, FunctionCall) for part in found)
         return found
 
     def finish_reason(self, piece: Piece) -> FinishReason | None:
@@ -266,6 +207,6 @@ class Turn:
         )
 
 
-def tool_call(call: FoundCall) -> ToolCall:
+def tool_call(call: FunctionCall) -> ToolCall:
     function = CalledFunction(name=call.name, arguments=call.arguments)
     return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=function)

@@ -4,20 +4,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import save_tiny_model, tiny_tokenizer
-from verl.config.rollout import RolloutConfig
+from verl.config.rollout import MultiTurnConfig, RolloutConfig
 from verl.config.serving import CheckpointEngineConfig, ServerConfig
 from verl.workers.rollout.factory import (
     ModuleEngineSpec,
     engine_spec,
     has_own_process,
     native,
+    native_limits,
     process_spec,
     ranks_per_engine,
     register_engine,
 )
+from verl.workers.rollout.native.cache import cache_budget
 from verl.workers.rollout.process.client import EngineSpec
 from verl.workers.rollout.process.native import build as build_native
 
@@ -99,3 +102,15 @@ def test_so_they_are_in_a_process_of_its_own(model_path):
     engine = build_native(options).engine
     weights = sum(weight.nbytes for weight in engine.runner.module.parameters())
     assert engine.limits.max_cache_bytes == options["limits"]["max_cache_bytes"] - weights
+
+
+@pytest.mark.parametrize("is_multi_turn", [False, True])
+def test_conversations_share_the_memory_with_what_runs(is_multi_turn):
+    options = rollout("native", multi_turn=MultiTurnConfig(enable=is_multi_turn))
+    limits = native_limits(options, torch.device("cpu"))
+    budget = cache_budget(torch.device("cpu"), options.gpu_memory_utilization)
+    if is_multi_turn:
+        assert limits.max_session_bytes == budget // 2
+        assert limits.max_cache_bytes + limits.max_session_bytes == budget
+    else:
+        assert limits.max_cache_bytes == budget

@@ -19,14 +19,16 @@ both, ask a dead rank once more and drop all groups of the step.
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from verl.algos.sessions import one_row_per_session, session_ends
 from verl.config.ppo import PPOConfig
 from verl.config.reward import FSDPRewardModelConfig
 from verl.protocol import DataProto
+from verl.protocol.padded import SESSION_UID
 from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
 from verl.trainer.ppo.reward import WholeBatchReward, get_custom_reward_fn, takes_whole_batch
 from verl.workers.reward_manager.abstract import graded_rewards, precomputed_rewards
@@ -65,9 +67,12 @@ def score_batch(
 ) -> Scored:
     """Add `token_level_scores`, and each thing the grader reported as a column of its own.
 
-    `groups` and `grading` are those of `graded`.
+    `groups` and `grading` are those of `graded`. Of a session with several rows the last one is
+    graded and bears the score; the other rows stay with it, or go with it.
     """
-    return _with_scores(batch, *graded(batch, reward_fn, groups, grading))
+    ends = one_row_per_session(batch)
+    scored = _with_scores(ends, *graded(ends, reward_fn, groups, grading))
+    return scored if ends is batch else _with_other_rows(scored, batch)
 
 
 def graded(
@@ -81,7 +86,8 @@ def graded(
     If `grading` has graded the trajectories of `groups` as they ended, and the batch still has all
     of them, only infra errors are retried. Otherwise `reward_fn` grades the rows of the batch.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group.last_rows]
+    lost = {group.uid: group.lost for group in groups if group.lost}
     is_graded = bool(groups) and all(trajectory.grade is not None for trajectory in trajectories)
     uids = batch.non_tensor_batch["uid"]
     if grading is not None and is_graded and [t.uid for t in trajectories] == uids.tolist():
@@ -96,6 +102,9 @@ def graded(
             for row, (uid, grade) in enumerate(zip(uids, grades, strict=True))
         ]
     groups = groups_of(trajectories)
+    for group in groups:
+        group.lost = lost.pop(group.uid, [])
+    groups += [Group(index=-1, uid=uid, drawn_at=-1, lost=gone) for uid, gone in lost.items()]
     service = GradingService(grader)
     try:
         num_errors = service.wait(groups)
@@ -152,6 +161,27 @@ def _with_scores(
         "reward/num_groups_set_aside": float(len(dropped)),
     }
     return Scored(batch=batch, extras=extras, metrics=metrics, dropped=dropped)
+
+
+def _with_other_rows(scored: Scored, batch: DataProto) -> Scored:
+    """The scores of last rows in a batch that has all rows of their sessions; what was reported is
+    None on the others."""
+    place_of = {uid: n for n, uid in enumerate(scored.batch.non_tensor_batch[SESSION_UID])}
+    uids = batch.non_tensor_batch[SESSION_UID]
+    whole = batch.select_idxs([row for row, uid in enumerate(uids) if uid in place_of])
+    ends = session_ends(whole)
+    assert ends is not None
+    places = [place_of[uid] for uid in whole.non_tensor_batch[SESSION_UID][ends]]
+    found = scored.batch.batch["token_level_scores"]
+    rewards = found.new_zeros(len(whole), found.shape[1])
+    rewards[ends] = found[places]
+    whole.batch["token_level_scores"] = rewards
+    for name, values in scored.extras.items():
+        whole.non_tensor_batch[name] = np.full(len(whole), None, dtype=object)
+        for row, place in zip(ends, places, strict=True):
+            whole.non_tensor_batch[name][row] = values[place]
+    whole.meta_info["reward_extra_keys"] = list(scored.extras)
+    return replace(scored, batch=whole)
 
 
 def reported_metrics(batch: DataProto) -> dict[str, float]:

@@ -16,7 +16,9 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
 from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
+from verl.agent_loop.journal import JOURNAL, Journal
 from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
+from verl.agent_loop.sessions import require_working_world
 from verl.algos.kl import get_kl_controller
 from verl.config.convert import to_dict
 from verl.config.load import load_config
@@ -199,6 +201,8 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 yield
             finally:
                 self.rollouter.end_grading()
+                if self.rollouter.journal is not None:
+                    self.rollouter.journal.files.close()
 
     def steps(self) -> Iterator[StepContext]:
         """The steps to come. Everything random in a step follows from its number."""
@@ -269,7 +273,9 @@ class TrainingRun(RunWorkers, RecipeMembers):
         """Report a step, and validate and save where it is time to."""
         if self.has_data_ended:
             return
-        trainer, report = self.config.trainer, step.report
+        trainer, report, journal = self.config.trainer, step.report, self.rollouter.journal
+        if journal is not None:
+            journal.complete(step.step)
         is_last = step.step >= (self.total_training_steps or 0)
         self.max_steps_duration = max(self.max_steps_duration, report.timing["step"])
         if batch is not None and trainer.rollout_data_dir:
@@ -288,6 +294,9 @@ class TrainingRun(RunWorkers, RecipeMembers):
         found = {} if batch is None else self._batch_metrics(batch, report)
         self.tracking.log({**report.metrics, **validation, **place, **found, **warnings}, step.step)
         self.progress.show(step.step)
+        committed = self.checkpoint_manager.committed_step
+        if journal is not None and committed is not None:
+            journal.files.remove(committed - trainer.journal_steps_to_keep)
         if refusal is not None and is_last:  # nothing will be saved after it
             raise refusal
 
@@ -354,6 +363,8 @@ class TrainingRun(RunWorkers, RecipeMembers):
             )
             options = RolloutOptions(step=self.global_steps, is_validation=True)
             self.rollouter.generate(groups, options)
+            turns = self.config.actor_rollout_ref.rollout.multi_turn
+            require_working_world(groups, turns.max_infra_ratio)
             self.rollouter.take_report(groups)  # training reports its own
             batch = StepBatch(groups, self.padding).data
             batch.meta_info = {}
@@ -411,9 +422,19 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self.last_saved_step = self.global_steps
         self.has_committed = True
 
+    def _open_journal(self, after: int) -> None:
+        """Keep replies of tools, users and environments, for a run that continues this one."""
+        trainer = self.config.trainer
+        if trainer.save_freq > 0:
+            folder = Path(trainer.default_local_dir).expanduser() / JOURNAL
+            self.rollouter.journal = Journal(folder, after=after)
+            if trainer.resume_mode == "disable":
+                self.rollouter.journal.files.remove()
+
     def _load_checkpoint(self) -> None:
         """Continue where the checkpoint that `trainer.resume_mode` names was taken."""
         state = self.checkpoint_manager.resume()
+        self._open_journal(-1 if state is None else state.global_steps)
         if state is None:
             return
         self.sync_rollout()

@@ -14,10 +14,12 @@ import numpy as np
 
 from verl.agent_loop.buffer import DynamicSampling, Taken
 from verl.agent_loop.rollouter import RolloutOptions, new_groups
+from verl.agent_loop.sessions import require_working_world
 from verl.algos.rollout_correction.apply import (
     apply_bypass_mode,
     compute_rollout_correction_and_add_to_batch,
 )
+from verl.algos.sessions import one_row_per_session
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group, Score, Trajectory
 from verl.trainer.ppo.context import StepBatch, StepContext
@@ -64,6 +66,7 @@ class PPOTrainer(TrainingRun):
                 groups = new_groups(prompts, rollout.n, step=step.step, seed_of=step.seed_of)
                 self.rollouter.submit(groups, RolloutOptions(step=step.step), self.buffer)
             taken = self.buffer.take(step.step)
+            require_working_world(taken.groups, rollout.multi_turn.max_infra_ratio)
             step.groups = taken.groups
             batch = StepBatch(taken.groups, self.padding).data
             self._report_rollout(taken, step)
@@ -87,6 +90,8 @@ class PPOTrainer(TrainingRun):
 
     def _settle_grades(self, step: StepContext, groups: Sequence[Group]) -> None:
         """Give groups their final scores; those that have none leave their group."""
+        turns = self.config.actor_rollout_ref.rollout.multi_turn
+        require_working_world(groups, turns.max_infra_ratio)
         step.groups = list(groups)
         batch = StepBatch(step.groups, self.padding)
         batch.data.non_tensor_batch[ROW_COLUMN] = np.arange(len(batch.data))
@@ -105,7 +110,7 @@ class PPOTrainer(TrainingRun):
 
     def _with_greedy_baselines(self, batch: DataProto, step: StepContext) -> DataProto:
         """ReMax: `reward_baselines`, the score of the greedy response; prompts without one go."""
-        prompts = [group.trajectories[0] for group in step.groups]
+        prompts = [group.trajectories[0] for group in step.groups if group.trajectories]
         greedy = [
             Group(
                 index=index,
@@ -120,13 +125,18 @@ class PPOTrainer(TrainingRun):
             for index, first in enumerate(prompts)
         ]
         self.rollouter.generate(greedy, RolloutOptions(step=step.step, does_sample=False))
+        turns = self.config.actor_rollout_ref.rollout.multi_turn
+        require_working_world(greedy, turns.max_infra_ratio)
         answers = StepBatch(greedy, self.padding).data
         if self.use_rm:
             answers, _ = self.with_model_scores(answers)
         scored = score_batch(answers, self.reward_fn, greedy, self.rollouter.grading).batch
-        totals = scored.batch["token_level_scores"].sum(-1).tolist()
-        baseline_of = dict(zip(scored.non_tensor_batch["uid"], totals, strict=True))
-        step.groups = [group for group in step.groups if group.uid in baseline_of]
+        ends = one_row_per_session(scored)
+        totals = ends.batch["token_level_scores"].sum(-1).tolist()
+        baseline_of = dict(zip(ends.non_tensor_batch["uid"], totals, strict=True))
+        step.groups = [
+            group for group in step.groups if group.uid in baseline_of or not group.trajectories
+        ]
         uids = batch.non_tensor_batch["uid"]
         batch = batch.select_idxs(np.array([uid in baseline_of for uid in uids]))
         baselines = [baseline_of[uid] for uid in batch.non_tensor_batch["uid"]]

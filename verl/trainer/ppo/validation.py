@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.algos.sessions import one_row_per_session
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group, Score
 from verl.trainer.ppo.rollout_dump import dump_generations
@@ -52,6 +53,19 @@ class ValidationSamples:
         self.data_sources += list(arrays["data_source"])
         self.num_turns += arrays["__num_turns__"].tolist()
 
+    def add_lost(self, groups: Sequence[Group]) -> None:
+        """Add the samples that ended with nothing to grade: they are missing, not wrong."""
+        for trajectory in (t for group in groups for t in group.lost):
+            truth = trajectory.row.get("reward_model") or {}
+            self.inputs.append("")
+            self.outputs.append("")
+            self.ground_truths.append(truth.get("ground_truth"))
+            self.scores.append(None)
+            self.extras.append({})
+            self.uids.append(trajectory.uid)
+            self.data_sources.append(trajectory.row["data_source"])
+            self.num_turns.append(0)
+
     def columns(self) -> dict[str, list[Any]]:
         """What graders reported beside the score, None where they did not."""
         return collect_reward_extras(self.extras)
@@ -89,7 +103,9 @@ def validate(
     """Grade batches of responses as they are generated, each with the groups it was made of."""
     samples = ValidationSamples()
     for batch, groups in batches:
-        samples.add(batch, results_of(batch, reward_fn, groups, grading), tokenizer)
+        ends = one_row_per_session(batch)
+        samples.add(ends, results_of(ends, reward_fn, groups, grading), tokenizer)
+        samples.add_lost(groups)
     return samples
 
 

@@ -114,14 +114,19 @@ def has_failed(trajectory: Trajectory) -> bool:
     return isinstance(trajectory.grade, InfraError)
 
 
-def drop_reason(grades: Sequence[Grade | None]) -> str | None:
-    """Why a group with these grades cannot be trained on; None if it can."""
+def drop_reason(grades: Sequence[Grade | None], lost: Sequence[Trajectory] = ()) -> str | None:
+    """Why a group with these grades cannot be trained on; None if it can.
+
+    `lost` are those that never came to be graded. They leave the group as those do on which the
+    grader abstains.
+    """
     errors = [grade for grade in grades if isinstance(grade, InfraError)]
-    abstained = [grade for grade in grades if isinstance(grade, Abstain)]
+    gone = [grade for grade in grades if isinstance(grade, Abstain)]
+    gone += [t.grade for t in lost if isinstance(t.grade, Abstain | InfraError)]
     num_scores = sum(isinstance(grade, Score) for grade in grades)
     if errors:
         return errors[0].reason
-    return abstained[0].reason if abstained and num_scores < 2 else None
+    return gone[0].reason if gone and num_scores < 2 else None
 
 
 class RewardError(RuntimeError):

@@ -16,8 +16,10 @@ to it; it is never the loop that generates, whose steps would count as time of t
 
 A group in which grading fails is graded again as a whole, once. If that fails too it is dropped: a
 prompt is compared with all of its responses or not at all. A response on which the grader abstains
-leaves its group, which needs at least two others. An infra error never becomes a reward. When many
-calls fail, and with them some that succeeded before, `wait` pauses instead of dropping groups.
+leaves its group, which needs at least two others; so does one that an `InfraFault` ended before it
+could be graded. Of a session with several rows the last one is graded. An infra error never becomes
+a reward. When many calls fail, and with them some that succeeded before, `wait` pauses instead of
+dropping groups.
 """
 
 import asyncio
@@ -117,11 +119,11 @@ class GradingService:
         """`settle`, waited for; during an outage until that is over, or `Outage` is raised."""
         num_errors = self.settle(groups).result(timeout=MAX_WAIT_SECONDS)
         for _ in range(MAX_OUTAGES):
-            failed = [group for group in groups if any(map(has_failed, group.trajectories))]
+            failed = [group for group in groups if any(map(has_failed, group.last_rows))]
             may_be_out = failed and self._known_good and self._breaker.is_open
             if not (may_be_out and self._breaker.pause(self._failing_share)):
                 break
-            for trajectory in (t for group in failed for t in group.trajectories):
+            for trajectory in (t for group in failed for t in group.last_rows):
                 trajectory.grade = None
             num_errors += self.settle(failed).result(timeout=MAX_WAIT_SECONDS)
         return num_errors
@@ -156,7 +158,7 @@ class GradingService:
     # ---- passes over groups ----------------------------------------------------------------------
 
     def _begin_pass(self, wait: "_Wait", groups: Sequence[Group]) -> None:
-        trajectories = [t for group in groups for t in group.trajectories]
+        trajectories = [t for group in groups for t in group.last_rows]
         with self._lock:
             ungraded = [t for t in trajectories if t.grade is None]
             wait.trajectories, wait.num_pending = trajectories, len(ungraded)
@@ -164,7 +166,7 @@ class GradingService:
             if self.grader.scope == "trajectory":
                 calls = [[t] for t in ungraded if self._is_new(t)]
             elif self.grader.scope == "group":
-                calls = [[t for t in group.trajectories if t.grade is None] for group in groups]
+                calls = [[t for t in group.last_rows if t.grade is None] for group in groups]
             else:
                 calls = [ungraded]
             calls = [call for call in calls if call]
@@ -181,7 +183,7 @@ class GradingService:
     def _end_pass(self, wait: "_Wait") -> None:
         errors = [t.grade for t in wait.trajectories if isinstance(t.grade, InfraError)]
         wait.num_errors += len(errors)
-        again = [group for group in wait.groups if any(map(self._may_retry, group.trajectories))]
+        again = [group for group in wait.groups if any(map(self._may_retry, group.last_rows))]
         again = again if wait.may_retry else []
         cause: BaseException | None = None
         with self._lock:
@@ -196,12 +198,12 @@ class GradingService:
         if again:
             wait.may_retry = False
             for group in again:
-                for trajectory in group.trajectories:
+                for trajectory in group.last_rows:
                     trajectory.grade = None
             self._begin_pass(wait, again)
             return
         for group in wait.groups:
-            group.fault = drop_reason([t.grade for t in group.trajectories])
+            group.fault = drop_reason([t.grade for t in group.last_rows], group.lost)
         with self._lock:
             if not wait.future.cancelled():
                 wait.future.set_result(wait.num_errors)

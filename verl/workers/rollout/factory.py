@@ -134,12 +134,16 @@ def native(spec: ModuleEngineSpec) -> Rollout:
 
 
 def native_limits(rollout: RolloutConfig, device: torch.device) -> EngineLimits:
+    budget = cache_budget(device, rollout.gpu_memory_utilization)
+    # Conversations that wait for a tool keep their keys and values beside those that run.
+    kept = budget // 2 if rollout.multi_turn.enable else 0
     return EngineLimits(
         max_num_seqs=rollout.max_num_seqs,
         max_prompt_tokens=rollout.prompt_length,
         max_response_tokens=rollout.response_length,
         max_prefill_tokens=rollout.max_num_batched_tokens,
-        max_cache_bytes=cache_budget(device, rollout.gpu_memory_utilization),
+        max_cache_bytes=budget - kept,
+        max_session_bytes=kept or EngineLimits.max_session_bytes,
         tokens_per_step=STEPS_PER_VISIT_ON_CPU if device.type == "cpu" else STEPS_PER_VISIT,
     )
 

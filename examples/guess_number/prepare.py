@@ -1,0 +1,188 @@
+"""A small model that can play "guess the number", and the games it will play.
+
+    python examples/guess_number/prepare.py --out runs/guess_number --seed 0
+
+The game: a number from 1 to 16, six guesses, and the tool `guess(n)` answers `low`, `high` or `win`.
+Halving what is left finds every number within five guesses, 3.38 on average.
+
+    model/           a Llama with random weights; its tokenizer is trained on the words of the game
+    sft.parquet      games as conversations: one in three halves, the others guess at random
+    train.parquet    games for reinforcement learning: no moves, only the name of a game
+    test.parquet     the sixteen numbers, each several times
+    targets.json     what the server must find: the number of each game
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from verl.models.loading import random_causal_lm
+
+LOW, HIGH, MAX_GUESSES = 1, 16, 6
+QUESTION = f"Find the number from {LOW} to {HIGH}."
+FAREWELL = "Done."
+NUM_SHOWN, NUM_TRAIN, NUM_TEST = 6000, 2048, 128
+SHARE_HALVING = 0.35
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "guess",
+        "description": "Guess the number.",
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "description": "Your guess."}},
+            "required": ["n"],
+        },
+    },
+}
+PAD, START, END = SPECIAL_TOKENS = ["<pad>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "{{ '<|im_start|>system\\n# Tools\\n' }}"
+    "{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def call_of(n: int) -> str:
+    """A call as models of the Hermes and Qwen families write it."""
+    return f'<tool_call>\n{{"name": "guess", "arguments": {{"n": {n}}}}}\n</tool_call>'
+
+
+def answer_to(n: int, target: int) -> str:
+    return "win" if n == target else "low" if n < target else "high"
+
+
+def play(target: int, is_halving: bool, rng: random.Random) -> list[dict[str, str]]:
+    """A game as a conversation."""
+    messages = [{"role": "user", "content": QUESTION}]
+    low, high = LOW, HIGH
+    for _ in range(MAX_GUESSES):
+        n = (low + high) // 2 if is_halving else rng.randint(LOW, HIGH)
+        answer = answer_to(n, target)
+        messages.append({"role": "assistant", "content": call_of(n)})
+        messages.append({"role": "tool", "content": answer})
+        if answer == "win":
+            break
+        low, high = (max(low, n + 1), high) if answer == "low" else (low, min(high, n - 1))
+    messages.append({"role": "assistant", "content": FAREWELL})
+    return messages
+
+
+def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
+    """Bytes, and the pieces of which conversations consist: a call is three tokens, the number one.
+
+    Roles and numbers are pieces of their own, so that what the template writes before a turn and
+    what the model writes in it never share a token.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"^[a-z]+\n|\d+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=768,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+
+
+def build_config(vocabulary: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.12,  # about 1/sqrt(hidden size)
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        pad_token_id=SPECIAL_TOKENS.index(PAD),
+        bos_token_id=None,
+        eos_token_id=SPECIAL_TOKENS.index(END),
+        tie_word_embeddings=True,
+    )
+
+
+def rl_row(target: int, split: str, index: int) -> dict[str, Any]:
+    """A row of verl's format; the tool learns the name of the game, the model nothing."""
+    game = f"{split}-{index}"
+    return {
+        "data_source": "guess_number",
+        "agent_name": "tool_agent",
+        "prompt": [{"role": "user", "content": QUESTION}],
+        "reward_model": {"style": "rule", "ground_truth": str(target)},
+        "extra_info": {
+            "index": index,
+            "need_tools_kwargs": True,
+            "tools_kwargs": {"guess": {"create_kwargs": {"game": game}}},
+        },
+    }
+
+
+def prepare(folder: Path, seed: int) -> int:
+    """Write everything; give the number of parameters."""
+    rng = random.Random(seed)
+    shown = [
+        play(rng.randint(LOW, HIGH), rng.random() < SHARE_HALVING, rng) for _ in range(NUM_SHOWN)
+    ]
+    system = f"system\n# Tools\n{json.dumps(TOOL)}\n"
+    texts = [system, *(f"{m['role']}\n{m['content']}" for game in shown[:500] for m in game)]
+    tokenizer = build_tokenizer(iter([*texts, *[system] * 50]))
+    model = random_causal_lm(build_config(len(tokenizer)), seed=seed)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    tools = json.dumps([TOOL])
+    rows = {
+        "sft": [{"messages": game, "tools": tools} for game in shown],
+        "train": [rl_row(rng.randint(LOW, HIGH), "train", i) for i in range(NUM_TRAIN)],
+        "test": [rl_row(LOW + i % (HIGH - LOW + 1), "test", i) for i in range(NUM_TEST)],
+    }
+    for name, table in rows.items():
+        parquet.write_table(pa.Table.from_pylist(table), folder / f"{name}.parquet")
+    targets = {
+        row["extra_info"]["tools_kwargs"]["guess"]["create_kwargs"]["game"]: int(
+            row["reward_model"]["ground_truth"]
+        )
+        for row in (*rows["train"], *rows["test"])
+    }
+    (folder / "targets.json").write_text(json.dumps(targets))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Prepare guess the number.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    size = prepare(arguments.out, arguments.seed)
+    print(f"{arguments.out}: a Llama of {size:,} parameters, and {NUM_TRAIN:,} games")

@@ -1,0 +1,119 @@
+"""From what an agent loop returned to trajectories: the rows of one session.
+
+A loop returns one output, several, or None. Several are rows of one session: a conversation that
+forked, was compacted, or had helpers. They share one reward, which is on the last row, and count
+as one sample wherever samples are counted (`verl.algos.sessions`).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from verl.agent_loop.base import AgentLoopOutput, LoopResult
+from verl.agent_loop.server_manager import SampledTurns
+from verl.protocol.trajectory import (
+    Abstain,
+    Group,
+    InfraError,
+    InfraFault,
+    Segment,
+    Trajectory,
+    response_segments,
+)
+from verl.utils.environment import WentWrong
+
+
+def fill_session(
+    trajectory: Trajectory,
+    result: LoopResult | InfraFault,
+    turns: SampledTurns,
+    max_response_tokens: int,
+    tokenizer: Any,
+) -> list[Trajectory]:
+    """The rows that a loop made of `trajectory`, which is the last of them; none if it has nothing
+    to train on, and then its grade says why."""
+    if isinstance(result, InfraFault):
+        trajectory.grade = InfraError(str(result), kind=result.reason, is_final=True)
+        return []
+    outputs = [result] if isinstance(result, AgentLoopOutput) else list(result or ())
+    if not outputs:
+        trajectory.grade = Abstain("its agent loop returned nothing to train on")
+        return []
+    rows = [*(replace(trajectory) for _ in outputs[1:]), trajectory]
+    for number, (row, output) in enumerate(zip(rows, outputs, strict=True)):
+        fill_trajectory(row, output, turns, max_response_tokens=max_response_tokens)
+        row.rows_after = len(rows) - 1 - number
+    if len(rows) > 1:
+        share_session(rows, tokenizer)
+    return rows
+
+
+def fill_trajectory(
+    trajectory: Trajectory,
+    output: AgentLoopOutput,
+    turns: SampledTurns,
+    *,
+    max_response_tokens: int,
+) -> None:
+    """Take in what a loop returned, up to the limit; `turns` are what engines sampled for it."""
+    ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
+    if len(ids) > max_response_tokens:
+        ids, mask = ids[:max_response_tokens], mask[:max_response_tokens]
+        log_probs = None if log_probs is None else log_probs[:max_response_tokens]
+    trajectory.segments = [
+        Segment(author="template", token_ids=output.prompt_ids),
+        *response_segments(
+            ids,
+            mask,
+            log_probs,
+            [(turn.token_ids, turn.policy_versions) for turn in turns.outputs],
+        ),
+    ]
+    trajectory.session_id = turns.session_id
+    trajectory.reward_score = output.reward_score
+    trajectory.num_turns = output.num_turns
+    trajectory.stop_reason = output.stop_reason
+    trajectory.metrics = output.metrics
+    trajectory.extra_fields = output.extra_fields
+
+
+def share_session(rows: Sequence[Trajectory], tokenizer: Any) -> None:
+    """What belongs to the session goes to its last row: the reward, and the text of all rows."""
+    last = rows[-1]
+    scores = {row.reward_score for row in rows if row.reward_score is not None}
+    if len(scores) > 1:
+        raise ValueError(
+            f"an agent loop returned {len(rows)} rows with the rewards "
+            f"{[row.reward_score for row in rows]}; the rows of a session share one reward: set "
+            "reward_score on one of them, or the same on all"
+        )
+    for row in rows:
+        row.reward_score = None
+    last.reward_score = next(iter(scores), None)
+    texts = tokenizer.batch_decode([row.response_ids for row in rows], skip_special_tokens=True)
+    last.extra_fields = {**last.extra_fields, "session_responses": texts}
+
+
+class BrokenWorld(WentWrong, RuntimeError):
+    """Too many trajectories ended in an `InfraFault`."""
+
+
+def require_working_world(groups: Sequence[Group], max_infra_ratio: float) -> None:
+    """Raise `BrokenWorld` if of the sessions of these groups more than that share was lost."""
+    lost = [t.grade for group in groups for t in group.lost]
+    faults = [grade for grade in lost if isinstance(grade, InfraError)]
+    num_sessions = sum(len(group.last_rows) + len(group.lost) for group in groups)
+    if num_sessions and not any(group.trajectories for group in groups):
+        raise BrokenWorld(
+            f"none of {num_sessions} trajectories has anything to train on; {len(faults)} ended in "
+            f"a fault of their tools or environments: {lost[0]}"
+        )
+    if len(faults) > max_infra_ratio * num_sessions:
+        kinds = Counter(fault.kind for fault in faults).most_common(5)
+        raise BrokenWorld(
+            f"{len(faults)} of {num_sessions} trajectories ended because their tools or "
+            f"environments are broken ({', '.join(f'{kind} {n}' for kind, n in kinds)}), e.g. "
+            f"{faults[0].reason}; what is left would be a biased sample. Repair them, or raise "
+            f"rollout.multi_turn.max_infra_ratio, which is {max_infra_ratio}"
+        )

@@ -1,0 +1,1 @@
+"""Tools that a model calls: their schemas, lifetimes, calls and the servers they live on."""
