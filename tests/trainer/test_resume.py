@@ -10,12 +10,12 @@ import torch
 
 from tests.toy import ACTOR, REWARD, make_toy, toy_run, weights
 from verl.protocol import DataProto
-from verl.trainer.common import keyed_seed
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.tripwires import TooManyBadSteps
 from verl.utils.checkpoint.layout import CheckpointMismatchError
 from verl.utils.device import seed_everything
+from verl.utils.scramble import keyed_seed
 
 PPO = [
     "algorithm.adv_estimator=gae",

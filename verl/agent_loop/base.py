@@ -17,6 +17,7 @@ import yaml
 from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
+from verl.utils.dataset.continuation import Continuation, continuation_of
 from verl.utils.dataset.prompts import Prompt, encode_prompt
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
@@ -191,6 +192,20 @@ class AgentLoopBase(ABC):
                 "the prompt has images or videos; the built-in engine continues text only"
             )
         return self.encode(messages, tools)
+
+    def continuation(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Continuation:
+        """How messages follow a turn of the model, after a prompt that offered these tools."""
+        return continuation_of(
+            self.tokenizer,
+            template_kwargs=self.apply_chat_template_kwargs,
+            tools=tools,
+            stop_token_ids=stop_token_ids,
+        )
 
     def encode(
         self, messages: Prompt, tools: Sequence[Mapping[str, Any]] | None = None

@@ -8,7 +8,6 @@ The first Ctrl-C or SIGTERM finishes the running step, saves a checkpoint and en
 The second ends the process; the last committed checkpoint is intact.
 """
 
-import hashlib
 import os
 import signal
 import threading
@@ -31,12 +30,6 @@ from verl.utils.environment import is_torchrun
 from verl.utils.tracking import metrics_path
 
 DEFAULT_SEED = 1
-
-
-def keyed_seed(*key: int | str) -> int:
-    """63 bits that belong to `key` alone."""
-    text = "\x1f".join(map(repr, key))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def tracker_locks(trainer: Any) -> dict[str, Path]:

@@ -4,6 +4,7 @@ A generator's state depends on everything drawn before; a hash does not. What is
 of (seed, place) is the same whatever else runs, in whatever order, and again after a resume.
 """
 
+import hashlib
 from typing import TypeVar
 
 import numpy as np
@@ -35,3 +36,9 @@ def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
 def _shift_right(x: Integers, places: int) -> Integers:
     """Shift as if unsigned; torch and numpy keep the sign."""
     return (x >> places) & (2 ** (64 - places) - 1)
+
+
+def keyed_seed(*key: int | str) -> int:
+    """63 bits that belong to `key` alone."""
+    text = "\x1f".join(map(repr, key))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -20,7 +20,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.generation import GenerationConfig
-from verl.trainer.common import keyed_seed
 from verl.trainer.generation.engines import Engines, GenerationFailed
 from verl.trainer.generation.output import (
     NO_ANSWERS,
@@ -35,6 +34,7 @@ from verl.trainer.generation.prompts import PromptFile
 from verl.utils.environment import EndsTheRun
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
+from verl.utils.scramble import keyed_seed
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import (
     EngineLostError,

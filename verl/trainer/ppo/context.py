@@ -16,10 +16,10 @@ from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch
 from verl.protocol.trajectory import Group, Score, Trajectory
-from verl.trainer.common import keyed_seed
 from verl.trainer.ppo.workers import RunWorkers
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
+from verl.utils.scramble import keyed_seed
 from verl.workers.rollout.publish import Publisher
 
 

@@ -29,7 +29,7 @@ from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import RunProgress, Termination, keyed_seed, tracker_locks
+from verl.trainer.common import RunProgress, Termination, tracker_locks
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (
@@ -67,6 +67,7 @@ from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromB
 from verl.utils.device import collecting_seldom, resolve_device, seed_everything
 from verl.utils.metric import reduce_metrics
 from verl.utils.reward_score import grading_fault
+from verl.utils.scramble import keyed_seed
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 logger = logging.getLogger(__name__)

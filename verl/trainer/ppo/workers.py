@@ -11,13 +11,13 @@ from verl.config.ppo import PPOConfig
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller, controllers
 from verl.single_controller.local import LocalResourcePoolManager
-from verl.trainer.common import keyed_seed
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.placing import Placer, RolesByPool
 from verl.trainer.ppo.scoring import refuse_unsuited_reward_model
 from verl.trainer.ppo.utils import Role, need_reward_model
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_skip import RolloutSkip
+from verl.utils.scramble import keyed_seed
 from verl.workers.roles.actor_rollout_ref import GeneratingWorker
 from verl.workers.rollout.publish import Publisher, publisher_of
 
