@@ -92,3 +92,26 @@ class Counter:
 
 def corner_player(observation: str, legal: list[str], rng: random.Random) -> str:
     return legal[0]
+
+
+class Brief(Environment):
+    """Three turns; a turn earns a third if it is at most three letters long."""
+
+    def __init__(self, breaks_every=None):
+        self.breaks_every = breaks_every
+
+    def reset(self, row, seed):
+        if self.breaks_every and row and seed % self.breaks_every == 0:
+            raise OSError("the cable is cut")
+        self.left = 3
+        self.word = random.choice("abcdefgh")
+        return Observation(text=f"go{self.word}")
+
+    def step(self, action: Action):
+        self.left -= 1
+        return Observation(
+            text=f"{self.word}{self.left}" if self.left else None,
+            reward=(len(action) <= 3) / 3,
+            done=self.left == 0,
+            info={"word": self.word},
+        )

@@ -222,7 +222,9 @@ class AgentLoopBase(ABC):
 
 
 agent_loops = Registry[type[AgentLoopBase]](
-    "agent loop", single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop"
+    "agent loop",
+    single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
+    env_agent="verl.agent_loop.env_agent:EnvAgentLoop",
 )
 
 
