@@ -23,9 +23,6 @@ LATER = {
         "get_interaction_class initialize_interactions_from_config"
     ),
     "verl.model_merger": "MegatronModelMerger",
-    "verl.tools.base_tool": "BaseTool OpenAIFunctionToolSchema",
-    "verl.tools.schemas": "ToolResponse OpenAIFunctionToolCall",
-    "verl.tools.utils.tool_registry": "initialize_tools_from_config get_tool_class ToolType",
     "verl.experimental.agent_loop.tool_agent_loop": "ToolAgentLoop",
     "verl.models.transformers.qwen2_vl": "get_rope_index",
     "verl.utils.dataset.vision_utils": "process_image process_video",

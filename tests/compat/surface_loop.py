@@ -165,4 +165,47 @@ LOOP = {
         )
         extract_solution(solution_str)
     """,
+    "verl.tools.base_tool": """
+        BaseTool(config, tool_schema)*
+        BaseTool.name
+        BaseTool.config
+        BaseTool.tool_schema
+        BaseTool.get_openai_tool_schema()
+        BaseTool.create(instance_id=None)
+        BaseTool.execute(instance_id, parameters)
+        BaseTool.calc_reward(instance_id)
+        BaseTool.release(instance_id)
+        OpenAIFunctionToolSchema
+    """,
+    "verl.tools.function_tool": """
+        function_tool
+        FunctionTool(name, fn, tool_schema, is_async)
+        FunctionTool.call(_)
+        get_function_tool(name)
+        load_function_tools_from_path(_)
+        normalize_function_tool_return(_)
+    """,
+    "verl.tools.schemas": """
+        OpenAIFunctionCallSchema.from_openai_function_parsed_schema(_)
+        OpenAIFunctionParametersSchema
+        OpenAIFunctionParsedSchema
+        OpenAIFunctionPropertySchema
+        OpenAIFunctionSchema
+        OpenAIFunctionToolCall
+        OpenAIFunctionToolSchema
+        ToolResponse
+        ToolResponse.is_empty()
+        ToolResponse.is_text_only()
+    """,
+    "verl.tools.tool_registry": """
+        ToolType
+        get_tool_class(_)
+        initialize_tools_from_config(_)
+        load_all_tools(tool_config_path=None, function_tool_path=None)
+    """,
+    "verl.tools.utils.tool_registry": """
+        ToolType
+        get_tool_class(_)
+        initialize_tools_from_config(_)
+    """,
 }

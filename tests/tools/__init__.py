@@ -1,0 +1,1 @@
+"""Tools: schemas, registries, leases."""

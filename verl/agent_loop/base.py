@@ -225,6 +225,7 @@ agent_loops = Registry[type[AgentLoopBase]](
     "agent loop",
     single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
     env_agent="verl.agent_loop.env_agent:EnvAgentLoop",
+    program_agent="verl.server.program_agent:ProgramAgentLoop",
 )
 
 

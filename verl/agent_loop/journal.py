@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 JOURNAL = "journal"
 """The folder's name, beside the checkpoints of the run."""
 
+JOURNAL_CONFIG = "config.json"
+"""In it, the configuration of the run, for replays."""
+
 JSON = Any
 Call = Callable[[], Awaitable[JSON]]
 Phase = Literal["train", "greedy", "validation"]
@@ -144,7 +147,7 @@ class TrajectoryJournal:
         try:
             text = _encode(kind, await call())
         except InfraFault as fault:
-            await self._write({**entry, "fault": str(fault)})
+            await self._write({**entry, "fault": _told(fault)})
             raise
         if len(text) > MAX_REPLY_BYTES:
             self._is_whole = False
@@ -181,7 +184,7 @@ class TrajectoryJournal:
         try:
             found: dict[str, Any] = {"reply": json.loads(_encode(entry["kind"], await call()))}
         except InfraFault as fault:
-            found = {"fault": str(fault)}
+            found = {"fault": _told(fault)}
         if _settled(found) != _settled(entry):
             self.journal.add_difference(
                 f"{self.name}: reply {entry['number']} to {entry['kind']} "
@@ -204,7 +207,7 @@ class TrajectoryJournal:
         digest = digest_of(None if isinstance(result, InfraFault) else result)
         if self.recorded is not None and not self._is_live:
             self.journal.add_ended(self.name, digest == self.recorded.digest)
-        elif self.num_replies and self._is_whole and self.journal.mode == "resume":
+        elif self._is_whole and self.journal.mode == "resume":
             end = {"end": self.num_replies, "digest": digest, "fault": fault}
             self.journal.files.append(self.step, self._line(end))
 
@@ -214,8 +217,12 @@ ENTRY_KEYS = ("number", "kind", "request", "reply", "fault")
 
 def replied(entry: dict[str, Any]) -> JSON:
     if "fault" in entry:
-        raise InfraFault(entry["fault"])
+        raise InfraFault(entry["fault"]["text"], reason=entry["fault"]["reason"])
     return entry["reply"]
+
+
+def _told(fault: InfraFault) -> JSON:
+    return {"text": str(fault), "reason": fault.reason}
 
 
 def is_fault(entry: dict[str, Any]) -> bool:

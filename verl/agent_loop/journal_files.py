@@ -64,6 +64,12 @@ def step_file(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.jsonl"
 
 
+def journalled_steps(folder: Path) -> dict[int, Path]:
+    """The files of steps, by step."""
+    names = {path: _STEP_FILE.fullmatch(path.name) for path in sorted(folder.glob("step_*.jsonl"))}
+    return {int(name[1]): path for path, name in names.items() if name is not None}
+
+
 def read_step(path: Path) -> RecordedStep:
     """The trajectories that ended, each with the replies of the attempt that ended last."""
     step = RecordedStep()
@@ -135,6 +141,10 @@ class JournalFiles:
         if self._num_pending:
             await asyncio.wrap_future(self._thread.submit(_nothing))
 
+    def keep(self, name: str, content: bytes) -> None:
+        """Write a file beside the steps, in place of an earlier one."""
+        self._thread.submit(self._keep, name, content).result(timeout=None)
+
     def remove(self, last: int | None = None) -> None:
         """Remove the files of steps up to `last`, or all."""
         self._thread.submit(self._remove, last)
@@ -180,10 +190,18 @@ class JournalFiles:
         else:
             self._num_written[step] = size
 
+    def _keep(self, name: str, content: bytes) -> None:
+        draft = self.folder / f".{name}.saving"
+        try:
+            make_folders(self.folder)
+            draft.write_bytes(content)
+            draft.replace(self.folder / name)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self.folder / name, error)
+
     def _remove(self, last: int | None) -> None:
-        for path in sorted(self.folder.glob("step_*.jsonl")):
-            name = _STEP_FILE.fullmatch(path.name)
-            if name is not None and (last is None or int(name[1]) <= last):
+        for step, path in journalled_steps(self.folder).items():
+            if last is None or step <= last:
                 path.unlink(missing_ok=True)
 
 

@@ -210,3 +210,28 @@ class Turn:
 def tool_call(call: FunctionCall) -> ToolCall:
     function = CalledFunction(name=call.name, arguments=call.arguments)
     return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=function)
+
+
+def chunks_of(completion: ChatCompletion, *, reports_usage: bool) -> list[ChatChunk]:
+    """An answer that is whole already, as the events of a stream."""
+    deltas: list[ChatChunkChoice] = []
+    for choice in completion.choices:
+        message, index = choice.message, choice.index
+        calls = [
+            ToolCallDelta(index=number, **call.model_dump())
+            for number, call in enumerate(message.tool_calls or ())
+        ]
+        opening = ChatDelta(role="assistant", content=message.content or "")
+        deltas.append(ChatChunkChoice(index=index, delta=opening, logprobs=choice.logprobs))
+        deltas[-1].token_ids = choice.token_ids
+        deltas += [
+            ChatChunkChoice(index=index, delta=ChatDelta(tool_calls=[call])) for call in calls
+        ]
+        end = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=choice.finish_reason)
+        deltas.append(end)
+    head = {"id": completion.id, "created": completion.created, "model": completion.model}
+    chunks = [ChatChunk(**head, choices=[delta]) for delta in deltas]
+    chunks[0].prompt_token_ids = completion.prompt_token_ids
+    if reports_usage:
+        chunks.append(ChatChunk(**head, choices=[], usage=completion.usage))
+    return chunks

@@ -6,7 +6,8 @@ one thread does it, with a tokenizer of its own, while the event loop decodes wi
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,21 +27,31 @@ from verl.server.schemas import (
     Tool,
     check_size,
 )
+from verl.utils.dataset.continuation import Continuation
 from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt
 from verl.utils.dataset.tables import DataError
+
+MAX_CONTINUATIONS = 64
+"""Sets of tools whose continuations are remembered."""
 
 
 class Encoder:
     """Prompts of requests as token ids; `vocabulary` is the number of ids the model knows."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_model_len: int, vocabulary: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_model_len: int,
+        vocabulary: int,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._own = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self.max_model_len = max_model_len
         self.vocabulary = vocabulary
+        self._template_kwargs = template_kwargs
+        self._continuations: dict[str, Continuation] = {}
 
     async def prompts(self, request: CompletionRequest) -> list[list[int]]:
         """The ids of each prompt of a request for completions."""
@@ -62,6 +73,32 @@ class Encoder:
             return messages, [template_tool(tool) for tool in request.offered_tools]
 
         return self._fitting(await self._encode(build, "messages"), "messages")
+
+    async def after_turn(
+        self, turn_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> list[int]:
+        """The ids that follow a turn of the model, so that it speaks next after `messages`.
+
+        `CannotContinue` where the template does not say which.
+        """
+
+        def append() -> list[int]:
+            check_arguments(messages)
+            offered = [template_tool(tool) for tool in tools]
+            key = json.dumps(offered, sort_keys=True)
+            continuation = self._continuations.get(key)
+            if continuation is None:
+                if len(self._continuations) >= MAX_CONTINUATIONS:
+                    self._continuations.clear()
+                continuation = Continuation(
+                    self._own, template_kwargs=self._template_kwargs, tools=offered or None
+                )
+                self._continuations[key] = continuation
+            return continuation.ids_after_turn(
+                list(turn_ids), list(map(template_message, messages))
+            )
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, append)
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         if max(token_ids, default=0) >= self.vocabulary:
@@ -95,7 +132,13 @@ class Encoder:
     ) -> list[int]:
         def encode() -> list[int]:
             prompt, tools = build()
-            return encode_prompt(prompt, self._own, max_tokens=self.max_model_len, tools=tools)
+            return encode_prompt(
+                prompt,
+                self._own,
+                max_tokens=self.max_model_len,
+                tools=tools,
+                template_kwargs=self._template_kwargs,
+            )
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, encode)

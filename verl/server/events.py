@@ -20,13 +20,24 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends each object of `events`; the iterator is closed when the client goes."""
+    """Sends each object of `events`; the iterator is closed when the client goes.
+
+    With `is_named` the events are mappings whose `type` is the name of the event, and the stream
+    ends with the last of them.
+    """
 
     media_type = CONTENT_TYPE
 
-    def __init__(self, events: AsyncIterator[BaseModel]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        events: AsyncIterator[BaseModel | dict[str, Any]],
+        *,
+        is_named: bool = False,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(headers=headers)
         self._events = events
+        self._is_named = is_named
         del self.headers["content-length"]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -35,18 +46,26 @@ class EventStream(Response):
             start = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **start})
             await self._send_body(first, send)
-            end = DONE
+            end = b"" if self._is_named else DONE
             try:
                 async for event in events:
                     await self._send_body(event, send)
             except ApiError as error:
-                end = encoded(json.dumps(error.body()))
+                end = self._encoded(
+                    {"type": "error", **error.body()} if self._is_named else error.body()
+                )
         # After the run has left the engines: whoever has the whole answer finds them free.
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    async def _send_body(self, event: BaseModel, send: Any) -> None:
-        body = encoded(event.model_dump_json())
+    async def _send_body(self, event: BaseModel | dict[str, Any], send: Any) -> None:
+        body = self._encoded(event)
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def _encoded(self, event: BaseModel | dict[str, Any]) -> bytes:
+        if isinstance(event, BaseModel):
+            return encoded(event.model_dump_json())
+        name = b"event: " + event["type"].encode() + b"\n" if self._is_named else b""
+        return name + encoded(json.dumps(event, ensure_ascii=False))
 
 
 def encoded(text: str) -> bytes:

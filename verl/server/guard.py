@@ -14,7 +14,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from verl.server.errors import ApiError
@@ -69,7 +69,7 @@ class Guard:
             self._check_token(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
-            await refuse(error, answer)
+            await self._refuse(error, scope, answer)
         else:
             await self._answer(scope, body, receive, answer)
         route = scope["path"] if scope["path"] in self._routes else "other"
@@ -98,6 +98,9 @@ class Guard:
                 kind="authentication_error", code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
+
+    async def _refuse(self, error: ApiError, scope: Any, answer: "Recorder") -> None:
+        await refuse(error.body(), error, answer)
 
     # ---- what is sent ----------------------------------------------------------------------------
 
@@ -170,8 +173,8 @@ class Recorder:
             self.is_complete = True
 
 
-async def refuse(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body()).encode()
+async def refuse(content: Mapping[str, Any], error: ApiError, send: Send) -> None:
+    body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.lower().encode(), text.encode()) for name, text in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

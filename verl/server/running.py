@@ -29,6 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.server.app import build_app
 from verl.server.errors import ApiError
+from verl.server.guard import App
 from verl.server.options import ServerOptions
 from verl.server.service import Service
 from verl.utils.environment import server_token
@@ -135,8 +136,16 @@ def serve(
     options = replace(options, token=options.token or server_token() or secrets.token_urlsafe(32))
     token = str(options.token)
     service = Service(rollouts, tokenizer, options)
-    config = uvicorn.Config(
-        build_app(service, token),
+    config = uvicorn_config(build_app(service, token), options)
+    listener = listening_socket(options)
+    server = RunningServer(service, uvicorn.Server(config), listener, token, token_source=source)
+    server.start()
+    return server
+
+
+def uvicorn_config(app: App, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
         http=punctual(options.receipt_seconds, options.max_connections),
         ws="none",
         loop="asyncio",
@@ -148,10 +157,6 @@ def serve(
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         backlog=BACKLOG,
     )
-    listener = listening_socket(options)
-    server = RunningServer(service, uvicorn.Server(config), listener, token, token_source=source)
-    server.start()
-    return server
 
 
 def listening_socket(options: ServerOptions) -> socket.socket:

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import anyio
 
@@ -39,6 +40,21 @@ class Event:
     prompt: int
     delta: TokenDelta | None = None
     error: ApiError | None = None
+
+
+class Deltas(Protocol):
+    """Tokens of a request as a route reads them: `async with`, then `next` until it gives None."""
+
+    async def __aenter__(self) -> "Deltas": ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    async def next(self) -> tuple[int, TokenDelta] | None: ...
 
 
 class Run:

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +24,7 @@ from verl.server.encoding import Encoder
 from verl.server.errors import ApiError, busy
 from verl.server.metrics import ServerMetrics
 from verl.server.options import ServerOptions
-from verl.server.runs import Run
+from verl.server.runs import Deltas, Run
 from verl.server.schemas import (
     MAX_CONTAINERS,
     MAX_VALUES,
@@ -55,12 +56,18 @@ class Service:
         rollouts: Sequence[StreamingRollout],
         tokenizer: PreTrainedTokenizerBase,
         options: ServerOptions,
+        *,
+        fleet: Fleet | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.options = options
         self.encoder = Encoder(
-            tokenizer, options.max_model_len, options.vocabulary or len(tokenizer)
+            tokenizer,
+            options.max_model_len,
+            options.vocabulary or len(tokenizer),
+            template_kwargs,
         )
-        self.fleet = Fleet(
+        self.fleet = fleet or Fleet(
             rollouts,
             recover=partial(restart, max_starts=options.max_restarts),
             max_restarts=options.max_restarts,
@@ -91,7 +98,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         self.encoder.check_ids(request.stop_token_ids or (), "stop_token_ids")
 
-    def run(self, job: "Job") -> Run:
+    def run(self, job: "Job") -> Deltas:
         """The job on the engines; nothing is done before it is entered."""
         self.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
         return Run(

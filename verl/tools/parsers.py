@@ -26,8 +26,8 @@ from verl.utils.registry import Registry
 MAX_CALLS = 128
 """Calls in one turn, as many as OpenAI takes."""
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"')
-_FORMATS = "verl.tools.call_formats"
 
 Tools = Sequence[Mapping[str, Any] | BaseModel]
 Parsed = tuple[str, "list[FunctionCall]"]
@@ -228,15 +228,15 @@ class BlockFormat:
     read: Callable[[str, Schemas], list[FunctionCall]]
     around: tuple[str, ...] = ()
 
-    def parse(self, text: str, schemas: Schemas) -> Parsed:
+    def parse(self, text: str, schemas: Schemas, *, max_calls: int = MAX_CALLS) -> Parsed:
         reader = BlockReader(self.opening, self.closing)
         texts: list[str] = []
         calls: list[FunctionCall] = []
         for part in [*reader.add(text), reader.finish()]:
             if isinstance(part, str):
                 texts.append(part)
-            elif len(calls) < MAX_CALLS:
-                calls += self.read(part.body, schemas)[: MAX_CALLS - len(calls)]
+            elif len(calls) < max_calls:
+                calls += self.read(part.body, schemas)[: max_calls - len(calls)]
             else:
                 texts += [self.opening, part.body, self.closing if part.is_closed else ""]
         outside = "".join(texts)
@@ -248,25 +248,37 @@ class BlockFormat:
 # ---- calls that are JSON objects -----------------------------------------------------------------
 
 
-def json_text(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def json_text(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    # Half of a surrogate pair is no text; escaped, it is JSON that `parsed_arguments` refuses.
+    return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(value)
 
 
-def json_call(text: str, *, arguments_key: str = "arguments") -> FunctionCall:
-    """The call in `{"name": ..., "arguments": {...}}`."""
+def json_calls(text: str) -> list[FunctionCall]:
+    """The call in `{"name": ..., "arguments": {...}}`, or the calls in a list of such objects.
+
+    Llama names the arguments `parameters`. Text in their place holds JSON itself; an object
+    without any is a mistake.
+    """
     try:
         written = from_json(text.strip(), allow_inf_nan=False)
     except ValueError:
         name = _NAME.search(text)
-        return FunctionCall(name=name[1] if name else "", arguments=text.strip())
-    return call_of_object(written, arguments_key=arguments_key)
+        return [FunctionCall(name=name[1] if name else "", arguments=text.strip())]
+    objects = written if isinstance(written, list) and written else [written]
+    return [call_of_object(one) for one in objects[:MAX_CALLS]]
 
 
-def call_of_object(written: Any, *, arguments_key: str = "arguments") -> FunctionCall:
-    """Arguments that are a text hold JSON themselves; none at all are a mistake."""
+def json_call(text: str) -> FunctionCall:
+    """Like `json_calls`, for formats that have one call in a block."""
+    calls = json_calls(text)
+    return calls[0] if len(calls) == 1 else FunctionCall(name="", arguments=text.strip())
+
+
+def call_of_object(written: Any) -> FunctionCall:
     if not isinstance(written, dict) or not isinstance(written.get("name"), str):
         return FunctionCall(name="", arguments=json_text(written))
-    arguments = written.get(arguments_key, "")
+    arguments = written.get("arguments", written.get("parameters", ""))
     return FunctionCall(
         name=written["name"],
         arguments=arguments if isinstance(arguments, str) else json_text(arguments),
@@ -274,19 +286,51 @@ def call_of_object(written: Any, *, arguments_key: str = "arguments") -> Functio
     )
 
 
-HERMES = BlockFormat(opening=OPEN, closing=CLOSE, read=lambda body, _schemas: [json_call(body)])
+class BlockToolParser(TextToolParser):
+    """Formats of blocks: each reads what the one before it left as text."""
 
+    formats: ClassVar[tuple[BlockFormat, ...]]
 
-class HermesToolParser(TextToolParser):
-    """`<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`: Hermes, Qwen 2.5, Qwen 3."""
-
-    marks = (OPEN, CLOSE)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for one in cls.formats:
+            cls.marks = (*cls.marks, one.opening, one.closing, *one.around)
 
     def parse(self, text: str, schemas: Schemas) -> Parsed:
-        return HERMES.parse(text, schemas)
+        calls: list[FunctionCall] = []
+        for one in self.formats:
+            text, more = one.parse(text, schemas, max_calls=MAX_CALLS - len(calls))
+            calls += more
+        return text, calls
 
+
+class HermesToolParser(BlockToolParser):
+    """`<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>`: Hermes, Qwen 2.5, Qwen 3."""
+
+    formats = (
+        BlockFormat(opening=OPEN, closing=CLOSE, read=lambda body, _schemas: [json_call(body)]),
+    )
+
+
+_OTHERS = "verl.tools.call_formats"
+_PYTHON = "verl.tools.python_formats"
 
 tool_parsers = Registry[type[ToolParser]](
     "tool-call format (actor_rollout_ref.rollout.multi_turn.format)",
     hermes=HermesToolParser,
+    qwen3_coder=f"{_OTHERS}:Qwen3CoderToolParser",
+    seed=f"{_OTHERS}:SeedToolParser",
+    glm=f"{_OTHERS}:GlmToolParser",
+    minimax=f"{_OTHERS}:MiniMaxToolParser",
+    deepseek=f"{_OTHERS}:DeepSeekToolParser",
+    deepseek_v3=f"{_OTHERS}:DeepSeekToolParser",
+    deepseek_v4=f"{_OTHERS}:DsmlToolParser",
+    kimi=f"{_OTHERS}:KimiToolParser",
+    gemma=f"{_OTHERS}:GemmaToolParser",
+    gemma4=f"{_OTHERS}:Gemma4ToolParser",
+    mistral=f"{_OTHERS}:MistralToolParser",
+    llama3_json=f"{_PYTHON}:Llama3JsonToolParser",
+    pythonic=f"{_PYTHON}:PythonicToolParser",
+    code=f"{_PYTHON}:CodeToolParser",
+    **{"gpt-oss": f"{_OTHERS}:HarmonyToolParser"},
 )

@@ -118,6 +118,7 @@ class TaskRunner:
     def _train_until_done(self, config: PPOConfig) -> None:
         for restarts_left in range(config.trainer.max_restarts, -1, -1):
             trainer = self.trainer = self.build(copy.deepcopy(config))  # workers write into theirs
+            trainer.is_restart = restarts_left < config.trainer.max_restarts
             try:
                 self._train(trainer)
                 return

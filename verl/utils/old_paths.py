@@ -54,6 +54,8 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.third_party.vllm": names(
         _HELPERS, "VLLM_SLEEP_LEVEL", parallel_state="vllm.distributed.parallel_state"
     ),
+    "verl.tools.utils": {},
+    "verl.tools.utils.tool_registry": "verl.tools.tool_registry",
     "verl.trainer.fsdp": {},
     "verl.trainer.fsdp.fsdp_engine": names(
         "verl.workers.engine.fsdp", "FSDPEngine", BaseEngine="verl.workers.engine:BaseEngine"

@@ -4,6 +4,7 @@
 are started in `workers`; the loop and the stages of a step are in `trainer`.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
 from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
-from verl.agent_loop.journal import JOURNAL, Journal
+from verl.agent_loop.journal import JOURNAL, JOURNAL_CONFIG, Journal
 from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
 from verl.algos.kl import get_kl_controller
@@ -80,6 +81,9 @@ class TrainingRun(RunWorkers, RecipeMembers):
     """The members that recipes rely on, and everything between two steps."""
 
     is_stop_requested = False
+    is_restart = False
+    """Whether an earlier attempt of this run has lost its workers."""
+
     has_committed = False
     """Whether this run has saved a step; `global_steps` may have come from an earlier one."""
 
@@ -429,8 +433,10 @@ class TrainingRun(RunWorkers, RecipeMembers):
         if trainer.save_freq > 0:
             folder = Path(trainer.default_local_dir).expanduser() / JOURNAL
             self.rollouter.journal = Journal(folder, after=after)
-            if trainer.resume_mode == "disable":
-                self.rollouter.journal.files.remove()
+            files = self.rollouter.journal.files
+            if trainer.resume_mode == "disable" and not self.is_restart:
+                files.remove()
+            files.keep(JOURNAL_CONFIG, json.dumps(to_dict(self.config), default=str).encode())
 
     def _load_checkpoint(self) -> None:
         """Continue where the checkpoint that `trainer.resume_mode` names was taken."""

@@ -1,0 +1,160 @@
+"""Agent programs as rows of a batch: their trajectories, rewards and ends."""
+
+import asyncio
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.agent_loop.fakes import loop_config
+from tests.pace import pace
+from tests.server.engines import ScriptedRollout, byte_tokenizer
+from tests.server.gateways import bisecting
+from verl.agent_loop import AgentLoopManager
+from verl.agent_loop.rollouter import RolloutOptions
+from verl.config.rollout import AgentLoopConfig
+from verl.protocol.trajectory import Group, InfraError, Trajectory
+from verl.server.programs import ProgramSpec, RewardError, read_reward, run_program
+from verl.utils.processes import descendants
+
+PROGRAM = Path(__file__).with_name("program.py")
+COMMAND = [sys.executable, str(PROGRAM)]
+PROMPT = [{"role": "user", "content": "Guess a number from 1 to 16."}]
+
+
+def generated(tmp_path, *rows, engine=None, **entry):
+    """The group of each row after its programs have run, and the engine."""
+    entry = {
+        "name": "program_agent",
+        "_target_": "verl.server.program_agent.ProgramAgentLoop",
+        **({} if "function" in entry else {"command": COMMAND}),
+        **entry,
+    }
+    path = tmp_path / "loops.yaml"
+    path.write_text(yaml.safe_dump([entry]))
+    tokenizer = byte_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def reply(request):
+        text = bisecting(tokenizer.decode(list(request.prompt_ids)))
+        return [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+
+    engine = engine or ScriptedRollout(reply, per_delta=1 << 20)
+    agent = AgentLoopConfig(agent_loop_config_path=str(path), default_agent_loop="program_agent")
+    config = loop_config(agent=agent, prompt_length=512, response_length=1024)
+    manager = AgentLoopManager(config, rollouts=[engine], tokenizer=tokenizer)
+    groups = []
+    for number, row in enumerate(rows):
+        row = {"raw_prompt": PROMPT, "target": 11, **row}
+        trajectory = Trajectory(uid=str(number), sample=0, row=row, seed=number)
+        groups.append(Group(index=number, uid=str(number), drawn_at=0, trajectories=[trajectory]))
+    manager.rollouter.generate(groups, RolloutOptions())
+    return groups, engine
+
+
+def test_a_program_becomes_a_trajectory_of_the_engines_ids(tmp_path):
+    (group,), engine = generated(tmp_path, {"mode": "plays"})
+    (row,) = group.trajectories
+    last = engine.requests[-1]
+    sampled = engine.reply(last)
+    assert [*row.prompt_ids, *row.response_ids] == [*last.prompt_ids, *sampled]
+    replies = [engine.reply(request) for request in engine.requests]
+    model = [segment for segment in row.response if segment.author == "model"]
+    assert [segment.token_ids for segment in model] == replies
+    assert all(segment.versions == [0] * len(segment.token_ids) for segment in model)
+    assert (row.reward_score, row.num_turns) == (1 / 5, 10)
+    assert row.extra_fields["program_outcome"] == "finished"
+    assert not any(row.extra_fields["program_forks"].values())
+    assert [request.params.temperature for request in engine.requests] == [0.7] * 5
+
+
+def test_a_function_is_a_program_and_the_reward_function_may_grade(tmp_path):
+    rows = [{"mode": "plays"}, {"mode": "ungraded"}]
+    groups, _ = generated(tmp_path, *rows, function=f"{PROGRAM}:main")
+    assert [group.trajectories[0].reward_score for group in groups] == [1 / 5, None]
+    (group,), _ = generated(tmp_path, {"mode": "plays"}, function=f"{PROGRAM}:awaited")
+    assert group.trajectories[0].reward_score == 1 / 5
+
+
+def test_two_conversations_are_two_rows_of_one_session_with_one_reward(tmp_path):
+    (group,), _ = generated(tmp_path, {"mode": "two"})
+    assert [row.reward_score for row in group.trajectories] == [None, 1 / 5]
+    assert [row.extra_fields["program_forks"]["forks/system_changed"] for row in group.trajectories]
+
+
+@pytest.mark.parametrize(
+    ("mode", "entry", "outcome"),
+    [
+        ("fails", {}, "failed"),
+        ("fails", {"on_failure": "infra"}, "program"),
+        ("silent", {}, "program"),
+        ("plays", {"command": ["/no/such/program"]}, "program"),
+    ],
+)
+def test_how_a_program_ends_is_stated(tmp_path, mode, entry, outcome):
+    (group,), _ = generated(tmp_path, {"mode": mode}, **entry)
+    if outcome == "failed":
+        (row,) = group.trajectories
+        assert row.extra_fields["program_outcome"] == "failed"
+        assert row.reward_score is None
+        assert "went wrong" in row.extra_fields["program_stderr"]
+        assert len(row.extra_fields["program_stdout"]) < 20_000
+    else:
+        assert group.trajectories == []
+        (lost,) = group.lost
+        assert isinstance(lost.grade, InfraError)
+        assert lost.grade.kind == outcome
+        assert Path(entry.get("command", COMMAND)[0]).name in lost.grade.reason
+
+
+def test_a_program_that_hangs_is_ended_with_all_it_started(tmp_path):
+    mark = uuid.uuid4().hex
+    (group,), _ = generated(tmp_path, {"mode": "hangs", "mark": mark}, timeout=2 * pace())
+    (row,) = group.trajectories
+    assert row.extra_fields["program_outcome"] == "timeout"
+    assert row.num_turns == 10
+    commands = [Path(f"/proc/{pid}/cmdline") for pid in descendants(1)]
+    assert not any(mark in file.read_text() for file in commands if file.exists())
+
+
+def test_a_cancelled_program_is_ended(tmp_path):
+    async def cancel():
+        started = tmp_path / "started"
+        code = f"import time, pathlib; pathlib.Path({str(started)!r}).touch(); time.sleep(3600)"
+        spec = ProgramSpec(
+            command=(sys.executable, "-c", code), timeout_seconds=600, environment={}
+        )
+        task = asyncio.create_task(run_program(spec, {}, {}))
+        while not started.exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    commands = [Path(f"/proc/{pid}/cmdline") for pid in descendants(1)]
+    assert not any(str(tmp_path) in file.read_text() for file in commands if file.exists())
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("0.5", (0.5, {})),
+        ("true", (1.0, {})),
+        ('{"score": 2, "moves": 3}', (2.0, {"moves": 3})),
+        ("NaN", None),
+        ('{"moves": 3}', None),
+        ("[1]", None),
+        ("half", None),
+    ],
+)
+def test_a_reward_is_a_finite_number(tmp_path, text, reward):
+    file = tmp_path / "reward"
+    file.write_text(text)
+    if reward is None:
+        with pytest.raises(RewardError, match="finite number"):
+            read_reward(file)
+    else:
+        assert read_reward(file) == reward
