@@ -35,7 +35,7 @@ from verl.agent_loop.base import (
 from verl.agent_loop.buffer import Buffer
 from verl.agent_loop.journal import Journal, Phase
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
-from verl.agent_loop.sessions import fill_session
+from verl.agent_loop.sessions import fill_session, session_metrics
 from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch, trajectories_of
@@ -197,8 +197,7 @@ class Rollouter(GroupSource):
 
     def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
         trajectories = [t for group in groups for t in group.trajectories]
-        num_cut = sum(t.stop_reason == "length" for t in trajectories)
-        metrics = {"rollout/truncated_ratio": num_cut / len(trajectories)}
+        metrics = session_metrics(groups)
         seconds = {**trajectory_timing(trajectories), **self._seconds}
         self._seconds = {}
         if self._wake_up is not None:
