@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -114,7 +115,7 @@ class EnvironmentPool:
         self.timeout_seconds = timeout_seconds
         self.counts = PoolCounts()
         self.num_in_use = 0
-        self._slots = asyncio.Semaphore(num_workers)
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._numbers = call_numbers()
         self._lock = threading.Lock()
         self._processes: dict[tuple[str, ...], WorkerProcesses] = {}
@@ -131,9 +132,18 @@ class EnvironmentPool:
     async def take_slot(self) -> float:
         """Wait for a free slot; how long that took."""
         start = time.perf_counter()
-        await self._slots.acquire()
+        if self.num_in_use < self.num_workers:
+            self.num_in_use += 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # the slot had just been handed over
+                    self.free_slot()
+                raise
         waited = time.perf_counter() - start
-        self.num_in_use += 1
         self.counts.num_leases += 1
         self.counts.waited_seconds += waited
         self.counts.longest_wait_seconds = max(waited, self.counts.longest_wait_seconds)
@@ -141,8 +151,12 @@ class EnvironmentPool:
         return waited
 
     def free_slot(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+                return
         self.num_in_use -= 1
-        self._slots.release()
 
     def processes_of(self, spec: EnvironmentSpec) -> WorkerProcesses:
         """Those of its interpreter and package, which are started when they are first needed."""
