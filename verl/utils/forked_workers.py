@@ -101,12 +101,12 @@ class WorkerProcesses:
 
     def __init__(
         self,
-        start_server: StartServer,
+        launch: StartServer,
         *,
         max_reply_bytes: int,
         control_seconds: float = CONTROL_SECONDS,
     ) -> None:
-        self._start_server = start_server
+        self._launch = launch
         self._max_reply_bytes = max_reply_bytes
         self._control_seconds = control_seconds
         self._owner = os.getpid()
@@ -144,7 +144,7 @@ class WorkerProcesses:
         self._end_fork_server()
 
     def _start_fork_server(self) -> tuple[int, socket.socket]:
-        pid, control = self._start_server()
+        pid, control = self._launch()
         close_in_forks(control)
         control.settimeout(self._control_seconds)
         return pid, control
