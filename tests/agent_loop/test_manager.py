@@ -60,7 +60,7 @@ def test_results_stand_in_the_order_of_the_rows_whichever_finishes_first():
 def test_any_number_of_rows_will_do(num_rows):
     batch = manager().generate_sequences(prompts(*"abcdefg"[:num_rows]))
     assert len(batch) == num_rows
-    assert batch.meta_info["metrics"] == {"rollout/truncated_ratio": 0.0}
+    assert batch.meta_info["metrics"]["rollout/truncated_ratio"] == 0.0
 
 
 def test_repeated_rows_become_one_request_with_the_seeds_of_the_rows():

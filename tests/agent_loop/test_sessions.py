@@ -110,7 +110,8 @@ def test_the_reward_function_is_called_once_per_session_and_sees_all_rows():
     assert len(calls) == 4
     for scored in (while_generated, afterwards):
         rewards = scored.batch.batch["token_level_scores"].sum(-1)
-        assert rewards[0] == 0 and (rewards[1:] > 0).all()
+        assert rewards[0] == 0
+        assert (rewards[1:] > 0).all()
         assert scored.batch.non_tensor_batch["seen"].tolist() == [None, True, True]
 
 

@@ -92,11 +92,15 @@ def test_loops_that_disagree_about_scoring_are_refused():
 
 def test_extra_fields_become_columns_with_none_where_a_loop_has_none():
     outputs = [
-        output([5], [6], extra_fields={"tool_rewards": [1.0]}),
+        output([5], [6], extra_fields={"tool_rewards": [1.0], "board": "x"}),
         output([5], [6], num_turns=4),
     ]
     columns = as_batch(outputs, **LENGTHS).non_tensor_batch
-    assert columns["tool_rewards"].tolist() == [[1.0], None]
+    assert columns["board"].tolist() == ["x", None]
+    assert columns["tool_rewards"].tolist() == [[1.0], []]
+    assert columns["turn_scores"].tolist() == [[], []]
+    assert columns["extras"].tolist() == [{}, {}]
+    assert columns["max_global_steps"].tolist() == [None, None]
     assert columns["__num_turns__"].tolist() == [2, 4]
 
 

@@ -68,7 +68,7 @@ def test_the_names_are_the_documented_ones():
         expected |= spread(f"critic/{name}")
     for name in ("response_length", "response_length_non_aborted", "prompt_length"):
         expected |= spread(name, "clip_ratio")
-    expected |= spread("num_turns")
+    expected |= spread("num_turns") | spread("training/num_turns")
     assert set(compute_data_metrics(batch())) == expected
     without_critic = compute_data_metrics(batch(), use_critic=False)
     assert set(without_critic) == expected - spread("critic/values") - {"critic/vf_explained_var"}

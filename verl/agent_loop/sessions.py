@@ -32,7 +32,11 @@ def fill_session(
     tokenizer: Any,
 ) -> list[Trajectory]:
     """The rows that a loop made of `trajectory`, which is the last of them; none if it has nothing
-    to train on, and then its grade says why."""
+    to train on, and then its grade says why.
+
+    The last row has the reward and, for reward functions, the text of all rows. A row without a
+    response teaches nothing and is left out, unless there is no other.
+    """
     if isinstance(result, InfraFault):
         trajectory.grade = InfraError(str(result), kind=result.reason, is_final=True)
         return []
@@ -40,13 +44,30 @@ def fill_session(
     if not outputs:
         trajectory.grade = Abstain("its agent loop returned nothing to train on")
         return []
+    score = session_score(outputs)
+    outputs = [output for output in outputs if output.response_ids] or outputs[-1:]
     rows = [*(replace(trajectory) for _ in outputs[1:]), trajectory]
     for number, (row, output) in enumerate(zip(rows, outputs, strict=True)):
         fill_trajectory(row, output, turns, max_response_tokens=max_response_tokens)
+        row.reward_score = None
         row.rows_after = len(rows) - 1 - number
+    trajectory.reward_score = score
     if len(rows) > 1:
-        share_session(rows, tokenizer)
+        texts = tokenizer.batch_decode([row.response_ids for row in rows], skip_special_tokens=True)
+        trajectory.extra_fields = {**trajectory.extra_fields, "session_responses": texts}
     return rows
+
+
+def session_score(outputs: Sequence[AgentLoopOutput]) -> float | None:
+    """The reward that a loop gave its session, on one row or on several."""
+    scores = {output.reward_score for output in outputs if output.reward_score is not None}
+    if len(scores) > 1:
+        raise ValueError(
+            f"an agent loop returned {len(outputs)} rows with the rewards "
+            f"{[output.reward_score for output in outputs]}; the rows of a session share one "
+            "reward: set reward_score on one of them, or the same on all"
+        )
+    return next(iter(scores), None)
 
 
 def fill_trajectory(
@@ -78,21 +99,26 @@ def fill_trajectory(
     trajectory.extra_fields = output.extra_fields
 
 
-def share_session(rows: Sequence[Trajectory], tokenizer: Any) -> None:
-    """What belongs to the session goes to its last row: the reward, and the text of all rows."""
-    last = rows[-1]
-    scores = {row.reward_score for row in rows if row.reward_score is not None}
-    if len(scores) > 1:
-        raise ValueError(
-            f"an agent loop returned {len(rows)} rows with the rewards "
-            f"{[row.reward_score for row in rows]}; the rows of a session share one reward: set "
-            "reward_score on one of them, or the same on all"
-        )
-    for row in rows:
-        row.reward_score = None
-    last.reward_score = next(iter(scores), None)
-    texts = tokenizer.batch_decode([row.response_ids for row in rows], skip_special_tokens=True)
-    last.extra_fields = {**last.extra_fields, "session_responses": texts}
+def session_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """How sessions ended, what they lost, and what their tools answered."""
+    ended = [t for group in groups for t in group.last_rows]
+    num_rows = sum(len(group.trajectories) for group in groups)
+    lost = [t.grade for group in groups for t in group.lost]
+    faults = Counter(grade.kind for grade in lost if isinstance(grade, InfraError))
+    metrics = {
+        "rollout/truncated_ratio": sum(t.stop_reason == "length" for t in ended) / len(ended),
+        "rollout/env_faults": float(faults.total()),
+        "rollout/empty_sessions": float(len(lost) - faults.total()),
+        "rollout/rows_per_session": num_rows / len(ended),
+    }
+    counted = {"rollout/env_faults": faults}
+    for field in ("tool_outcomes", "fork_reasons"):
+        found = [t.extra_fields[field] for t in ended if t.extra_fields.get(field) is not None]
+        if found:
+            counted[f"rollout/{field}"] = sum((Counter(each) for each in found), Counter())
+    for name, counts in counted.items():
+        metrics |= {f"{name}/{kind}": float(count) for kind, count in counts.items()}
+    return metrics
 
 
 class BrokenWorld(WentWrong, RuntimeError):

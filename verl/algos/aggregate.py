@@ -36,6 +36,7 @@ class GlobalBatch(TypedDict, total=False):
     batch_num_tokens: int | Tensor | None
     global_batch_size: int | Tensor | None
     loss_scale_factor: float | None
+    sequence_tokens: Tensor | None
 
 
 def agg_loss(
@@ -46,6 +47,7 @@ def agg_loss(
     batch_num_tokens: int | Tensor | None = None,
     global_batch_size: int | Tensor | None = None,
     loss_scale_factor: float | None = None,
+    sequence_tokens: Tensor | None = None,
 ) -> Tensor:
     """Aggregate `loss_mat` (B, T) where `loss_mask` (B, T) is set: m is the mask, n_i = sum_t m_it.
 
@@ -57,6 +59,10 @@ def agg_loss(
     `batch_num_tokens` counts the kept tokens of the whole batch, `global_batch_size` its sequences
     with at least one kept token. Each defaults to the count in `loss_mask`; with `dp_size` above 1
     the one that the mode divides by must be given, since no rank sees the masks of the others.
+
+    A sequence may be several rows (`verl.algos.sessions`), here, in other micro-batches or on other
+    ranks. Then `sequence_tokens` (B,) are the kept tokens of the sequence of each row, which is n_i
+    above, and `global_batch_size` counts sequences.
 
     The last mode (Dr. GRPO, arXiv:2503.20783) divides by a constant, by default the padded length
     T, and not by the number of sequences; give `loss_scale_factor` where T may differ between the
@@ -74,9 +80,13 @@ def agg_loss(
     if loss_agg_mode == "seq-mean-token-sum-norm":
         scale = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
         return sums.sum() / scale * dp_size
-    count = _global_count("global_batch_size", global_batch_size, (tokens > 0).sum(), dp_size)
+    if sequence_tokens is None:
+        sequence_tokens, num_sequences = tokens, (tokens > 0).sum()
+    else:
+        num_sequences = (tokens / _nonzero(sequence_tokens)).sum().round()
+    count = _global_count("global_batch_size", global_batch_size, num_sequences, dp_size)
     if loss_agg_mode == "seq-mean-token-mean":
-        sums = sums / _nonzero(tokens)
+        sums = sums / _nonzero(sequence_tokens)
     return sums.sum() / _nonzero(count) * dp_size
 
 

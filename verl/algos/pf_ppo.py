@@ -6,10 +6,13 @@ itself, with replacement, with weights that favour those.
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.algos.advantages.returns import require_finite
+from verl.algos.sessions import session_numbers, session_sums
+from verl.protocol.padded import SESSION_UID
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -26,16 +29,29 @@ def compute_pf_ppo_reweight_data(
 
     The score of a response is the sum of its `token_level_scores`. Rows of tensors, of arrays, and
     of lists in `meta_info` that have one entry per row move together. `generator` makes the draw
-    repeatable; without one torch's global generator is used.
+    repeatable; without one torch's global generator is used. Where sessions have several rows, they
+    are what is drawn, as many as there are; one that is drawn twice counts as two.
     """
-    score = require_finite(data.batch["token_level_scores"], "token_level_scores").sum(-1)  # (B,)
+    require_finite(data.batch["token_level_scores"], "token_level_scores")
+    score = session_sums(data.batch["token_level_scores"].sum(-1), data)  # (S,)
     weights = reweight_weights(score, reweight_method, weight_pow)
     rows = torch.multinomial(weights, len(score), replacement=True, generator=generator)
+    numbers = session_numbers(data)
+    draws: list[int] = []
+    if numbers is not None:
+        chosen = [(numbers == session).nonzero().flatten() for session in rows.tolist()]
+        draws = [draw for draw, part in enumerate(chosen) for _ in part]
+        rows = torch.cat(chosen)
     drawn = data.select_idxs(rows)
     drawn.meta_info = {
-        key: _pick(value, rows) if isinstance(value, list) and len(value) == len(score) else value
+        key: _pick(value, rows) if isinstance(value, list) and len(value) == len(data) else value
         for key, value in data.meta_info.items()
     }
+    if numbers is not None:
+        # One that was drawn twice is two sessions.
+        names = zip(drawn.non_tensor_batch[SESSION_UID], draws, strict=True)
+        renamed = [f"{name}#{draw}" for name, draw in names]
+        drawn.non_tensor_batch[SESSION_UID] = np.array(renamed, dtype=object)
     return drawn
 
 

@@ -43,6 +43,7 @@ def padded_batch(
     names = dict.fromkeys(name for t in trajectories for name in t.extra_fields)
     for name in names:
         columns[name] = [t.extra_fields.get(name) for t in trajectories]
+    columns |= usual_fields(trajectories)
     if names:  # all of a row's extra fields, for reward functions
         columns["tool_extra_fields"] = [dict(t.extra_fields) for t in trajectories]
     if any(t.rows_after for t in trajectories):
@@ -57,6 +58,20 @@ def padded_batch(
         if isinstance(values, list) and all(isinstance(value, Tensor) for value in values):
             tensors.setdefault(name, torch.stack(columns.pop(name)))
     return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+
+def usual_fields(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Columns that every batch has, whatever its loops report: the scores of turns, the rewards of
+    tools, the policy versions of the first and the last sampled token, and anything else."""
+    columns: dict[str, list[Any]] = {
+        name: [t.extra_fields.get(name) or empty() for t in trajectories]
+        for name, empty in (("turn_scores", list), ("tool_rewards", list), ("extras", dict))
+    }
+    for name, choose in (("min_global_steps", min), ("max_global_steps", max)):
+        columns[name] = [
+            t.extra_fields.get(name, choose(t.versions, default=None)) for t in trajectories
+        ]
+    return columns
 
 
 def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict[str, Tensor]:

@@ -103,6 +103,9 @@ class AgentLoopMetrics:
     tool_calls: float = 0.0
     """Seconds in tools."""
 
+    compute_score: float = 0.0
+    """Seconds of grading, where the loop grades its trajectory itself."""
+
     num_preempted: int = -1
     """Times the engine computed its keys and values again; -1 if the engine does not tell."""
 
@@ -228,6 +231,7 @@ def trajectory_timing(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     parts = {
         "generate_sequences": [t.metrics.generate_sequences for t in trajectories],
         "tool_calls": [t.metrics.tool_calls for t in trajectories],
+        "compute_score": [t.metrics.compute_score for t in trajectories],
         "num_preempted": [float(t.metrics.num_preempted) for t in trajectories],
     }
     for name, values in parts.items():

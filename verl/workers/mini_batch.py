@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import GlobalBatch
+from verl.algos.sessions import SESSION_INDEX
 from verl.utils.distributed import Group, all_reduce_, collective_device
 from verl.utils.metric import Metric
 from verl.utils.metric.declared import is_sum_of_shares
@@ -52,7 +53,14 @@ def plan_for_one_rank(
         shuffle_seed=shuffle_seed,
         micro_batching=micro_batching,
         groups=prompt_groups(data),
+        sessions=session_labels(data),
     )
+
+
+def session_labels(data: TensorDict) -> list[int] | None:
+    """The number of each row's session; None where every row is one."""
+    has_sessions = SESSION_INDEX in data.keys()  # noqa: SIM118 (a TensorDict)
+    return data[SESSION_INDEX].tolist() if has_sessions else None
 
 
 def global_counts(

@@ -96,7 +96,7 @@ class StepPlan:
     """Response tokens of the step, over all ranks."""
 
     global_batch_size: int
-    """Rows of the step with at least one response token, over all ranks."""
+    """Sessions of the step with at least one response token, over all ranks."""
 
     passes: list[Passes]
     """The micro-batches of each rank."""
@@ -128,6 +128,7 @@ def plan_update(
     epochs: int = 1,
     shuffle_seed: int | None = None,
     groups: Sequence[int] | None = None,
+    sessions: Sequence[int] | None = None,
 ) -> UpdatePlan:
     """Plan `epochs` epochs over all rows, `rows_per_step` (over all ranks) per optimizer step.
 
@@ -136,6 +137,9 @@ def plan_update(
     `response_tokens` those in the loss. Rows with the same label in `groups` go to one rank and,
     where they fit, into one micro-batch. With a seed every epoch is shuffled anew; rows keep the
     rank of the first epoch, so later steps may be less balanced.
+
+    Rows with the same label in `sessions` are one sequence: a step has `rows_per_step` sessions,
+    with all of their rows, on whatever ranks, and its losses are divided by its sessions.
     """
     sizes, responses = np.asarray(lengths), np.asarray(response_tokens)
     labels = np.arange(len(sizes)) if groups is None else np.asarray(groups)
@@ -146,7 +150,15 @@ def plan_update(
         )
     if micro_batching.tokens is not None:
         check_budget(lengths, micro_batching.tokens)
-    epoch_steps = list(epoch_rows(len(sizes), rows_per_step, epochs, shuffle_seed))
+    session_of = np.arange(len(sizes))
+    if sessions is not None:
+        _, first, session_of = np.unique(sessions, return_index=True, return_inverse=True)
+        session_of = np.argsort(np.argsort(first))[session_of]  # by first appearance
+    num_sessions = int(session_of.max()) + 1
+    epoch_steps = [
+        [np.flatnonzero(np.isin(session_of, chosen)) for chosen in epoch]
+        for epoch in epoch_rows(num_sessions, rows_per_step, epochs, shuffle_seed)
+    ]
     rank_of = assign_ranks(epoch_steps[0], sizes, labels, num_ranks)
     order, padding, index = chunk_rows(rank_of, sizes, num_ranks)
     steps = []
@@ -155,7 +167,7 @@ def plan_update(
         steps.append(
             StepPlan(
                 batch_num_tokens=int(responses[rows].sum()),
-                global_batch_size=int((responses[rows] > 0).sum()),
+                global_batch_size=len(np.unique(session_of[rows[responses[rows] > 0]])),
                 passes=passes,
             )
         )
@@ -235,7 +247,7 @@ def check_budget(lengths: Sequence[int], max_tokens: int) -> None:
 def epoch_rows(
     num_rows: int, rows_per_step: int, epochs: int, shuffle_seed: int | None
 ) -> Iterator[list[np.ndarray]]:
-    """For each epoch, the rows of its optimizer steps; a step's rows ascend."""
+    """For each epoch, the rows (or sessions) of its optimizer steps; those of a step ascend."""
     generator = None if shuffle_seed is None else np.random.default_rng(shuffle_seed)
     borders = range(rows_per_step, num_rows, rows_per_step)
     for _ in range(epochs):

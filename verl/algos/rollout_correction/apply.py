@@ -11,6 +11,7 @@ from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
 from verl.algos.rollout_correction.correction import correct_rollout
+from verl.algos.sessions import JoinedSessions, session_numbers
 from verl.config.actor import PolicyLossConfig
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
@@ -49,17 +50,29 @@ def compute_rollout_correction_and_add_to_batch(
     """Decoupled mode: `rollout_is_weights` joins the batch, rejection replaces `response_mask`.
 
     Count the tokens and sequences of the batch after this: the rejected ones are no longer in it.
+    A sequence is a session, with all of its rows.
     """
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    columns = {name: _column(batch, name) for name in names}
+    numbers = session_numbers(batch)
+    sessions = None if numbers is None else JoinedSessions(numbers, columns["response_mask"])
+    if sessions is not None:
+        columns = {name: sessions.join(column) for name, column in columns.items()}
     weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
-        old_log_prob=_column(batch, "old_log_probs"),
-        rollout_log_prob=_column(batch, "rollout_log_probs"),
-        response_mask=_column(batch, "response_mask"),
+        old_log_prob=columns["old_log_probs"],
+        rollout_log_prob=columns["rollout_log_probs"],
+        response_mask=columns["response_mask"],
         rollout_is=rollout_corr_config.rollout_is,
         rollout_is_threshold=rollout_corr_config.rollout_is_threshold,
         rollout_is_batch_normalize=rollout_corr_config.rollout_is_batch_normalize,
         rollout_rs=rollout_corr_config.rollout_rs,
         rollout_rs_threshold=rollout_corr_config.rollout_rs_threshold,
     )
+    if sessions is not None:
+        mask = sessions.cut(mask)
+        if weights is not None:
+            found = sessions.cut(weights.batch["rollout_is_weights"])
+            weights = DataProto.from_dict(tensors={"rollout_is_weights": found})
     batch.batch["response_mask"] = mask
     if weights is not None:
         batch = batch.union(weights)

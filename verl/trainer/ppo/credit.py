@@ -17,6 +17,8 @@ from verl.algos.kl import KLController
 from verl.algos.kl import kl_penalty as estimate_kl
 from verl.algos.pf_ppo import compute_pf_ppo_reweight_data
 from verl.algos.registry import AdvantageEstimator, get_adv_estimator_fn, plain_name
+from verl.algos.sessions import estimate_by_session, session_sums
+from verl.protocol.padded import SESSION_UID
 from verl.utils.torch_functional import masked_mean
 
 if TYPE_CHECKING:
@@ -44,9 +46,9 @@ def apply_kl_penalty(
 
         token_level_rewards = token_level_scores - coefficient * kl * response_mask
 
-    The metrics tell the KL that was charged (mean over the tokens of a response, then over the
-    responses that have tokens) and the coefficient that was in force; after that the controller
-    sees the KL and the number of those responses.
+    The metrics tell the KL that was charged (mean over the tokens of a session, then over the
+    sessions that have tokens) and the coefficient that was in force; after that the controller
+    sees the KL and the number of those sessions.
     """
     _require(data, ("token_level_scores", "old_log_probs", "ref_log_prob"), "the KL penalty")
     mask = _response_mask(data)
@@ -54,8 +56,12 @@ def apply_kl_penalty(
     kl = torch.where(mask.bool(), kl, 0.0)  # (B, T)
     coefficient = kl_ctrl.value
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
-    has_tokens = mask.any(-1)
-    current_kl = masked_mean(masked_mean(kl, mask, axis=-1), has_tokens).item()
+    has_tokens, mean_kl = mask.any(-1), masked_mean(kl, mask, axis=-1)
+    if SESSION_UID in data.non_tensor_batch:
+        tokens = session_sums(mask.sum(-1), data)
+        has_tokens = tokens > 0
+        mean_kl = session_sums(kl.sum(-1), data) / tokens.clamp(min=1)
+    current_kl = masked_mean(mean_kl, has_tokens).item()
     kl_ctrl.update(current_kl=current_kl, n_steps=int(has_tokens.sum()))
     return data, {
         "actor/reward_kl_penalty": current_kl,
@@ -80,6 +86,7 @@ def compute_advantage(
     `**kwargs` gets token_level_rewards, response_mask and config, and index and reward_baselines
     where the batch has them. A required argument that is none of these is a ValueError.
 
+    Where sessions have several rows, an estimator sees one row per session (`verl.algos.sessions`).
     With `config.use_pf_ppo` (gae only) the batch is then drawn anew by score.
     """
     name = plain_name(adv_estimator)
@@ -98,7 +105,8 @@ def compute_advantage(
         "config": config,
     }
     estimate = get_adv_estimator_fn(name)
-    advantages, returns = estimate(**_arguments(estimate, name, data, options))
+    arguments = _arguments(estimate, name, data, options)
+    advantages, returns = estimate_by_session(estimate, arguments, data)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     if config is not None and config.use_pf_ppo:
         return compute_pf_ppo_reweight_data(

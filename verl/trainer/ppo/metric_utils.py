@@ -4,23 +4,27 @@ Each metric says what it is a mean over:
 
 | metrics | one count per |
 |---|---|
-| critic/score, critic/rewards | response that is not empty (sequence-weighted) |
+| critic/score, critic/rewards | session that is not empty (sequence-weighted) |
 | critic/advantages, critic/returns, critic/values, critic/vf_explained_var | trained token |
-| response_length, prompt_length, num_turns, tool_call_counts, response/aborted_ratio | response |
+| num_turns, training/num_turns, tool_call_counts, variance_proxy | session |
+| response_length, prompt_length, response/aborted_ratio | row |
 
-An aborted response has no tokens; it says nothing about the policy, so it stays out of the scores
-and is counted in `response/aborted_ratio`. Where nothing is left to measure the value is 0, never
-NaN. Metrics of the update itself come from the workers; those of validation from
-`validation_metrics`, whose functions are importable from here too.
+A session is one row, unless its agent loop returned several. An aborted response has no tokens; it
+says nothing about the policy, so it stays out of the scores and is counted in
+`response/aborted_ratio`. Where nothing is left to measure the value is 0, never NaN. Metrics of the
+update itself come from the workers; those of validation from `validation_metrics`, whose functions
+are importable from here too.
 """
 
 import resource
 import sys
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algos.sessions import one_row_per_session, session_sums
 from verl.protocol import DataProto
 from verl.trainer.ppo.validation_metrics import (
     bootstrap_metric,
@@ -55,9 +59,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     tensors = batch.batch
     prompt_lengths, response_lengths = sequence_lengths(batch)  # (B,), (B,)
     is_answered = response_lengths > 0  # (B,)
+    counts = session_sums(response_lengths, batch) > 0  # (S,)
     is_trained = tensors["response_mask"].bool()  # (B, T)
-    scores = tensors["token_level_scores"].sum(-1)[is_answered]
-    rewards = tensors["token_level_rewards"].sum(-1)[is_answered]
+    scores = session_sums(tensors["token_level_scores"].sum(-1), batch)[counts]
+    rewards = session_sums(tensors["token_level_rewards"].sum(-1), batch)[counts]
     returns = tensors["returns"][is_trained]
     metrics = {
         **mean_max_min("critic/score", scores),
@@ -76,10 +81,23 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     metrics |= length_metrics("response_length_non_aborted", answered, max_response_tokens)
     metrics["response/aborted_ratio"] = mean(~is_answered)
     metrics |= length_metrics("prompt_length", prompt_lengths, max_prompt_tokens)
-    for name, column in (("num_turns", "__num_turns__"), ("tool_call_counts", "tool_call_counts")):
-        if column in batch.non_tensor_batch:
-            counts = torch.as_tensor(batch.non_tensor_batch[column].astype(float))
-            metrics |= mean_max_min(name, counts)
+    return metrics | conversation_metrics(one_row_per_session(batch).non_tensor_batch)
+
+
+def conversation_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Turns and tool calls, from the columns of the last row of each session."""
+    counted = {
+        "num_turns": columns.get("__num_turns__"),
+        "training/num_turns": columns.get("__num_turns__"),
+        "tool_call_counts": columns.get("tool_call_counts"),
+    }
+    outcomes = columns.get("tool_outcomes")
+    if outcomes is not None and counted["tool_call_counts"] is None:
+        counted["tool_call_counts"] = np.array([sum((found or {}).values()) for found in outcomes])
+    metrics: dict[str, float] = {}
+    for name, column in counted.items():
+        if column is not None:
+            metrics |= mean_max_min(name, torch.as_tensor(column.astype(float)))
     return metrics
 
 
@@ -131,12 +149,14 @@ def compute_variance_proxy_metrics(
     if not {"sum_pi_squared", "old_log_probs", "advantages"} <= set(tensors.keys()):
         return {}
     mask = tensors["response_mask"].to(torch.float32)  # (B, T)
-    is_trained = mask.sum(-1) > 0
+    num_tokens = session_sums(mask.sum(-1), batch)  # (S,)
+    is_trained = num_tokens > 0
     weights = 1 - 2 * tensors["old_log_probs"].exp() + tensors["sum_pi_squared"]  # (B, T)
     if "rollout_is_weights" in tensors.keys():  # noqa: SIM118
         weights = weights * tensors["rollout_is_weights"] ** 2
-    score_power = (weights * mask).sum(-1)[is_trained]
-    advantages = (tensors["advantages"] * mask).sum(-1)[is_trained] / mask.sum(-1)[is_trained]
+    score_power = session_sums((weights * mask).sum(-1), batch)[is_trained]
+    advantages = session_sums((tensors["advantages"] * mask).sum(-1), batch)[is_trained]
+    advantages = advantages / num_tokens[is_trained]
     power = mean(advantages**2 * score_power)
     metrics = {
         "variance_proxy/proxy2_total_power": power,
@@ -226,6 +246,7 @@ def groups_without_spread(batch: DataProto) -> float:
 
     Where every prompt has one response, the batch as a whole takes the place of a group.
     """
+    batch = one_row_per_session(batch)
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
     values: dict[str, set[float]] = {}
     for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):

@@ -10,6 +10,7 @@ from verl.algos.aggregate import agg_loss
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_losses.terms import is_prepared, prepare_loss
 from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
+from verl.algos.sessions import SESSION_INDEX, refuse_whole_sequence_loss, sequence_tokens
 from verl.config.actor import FSDPActorConfig
 from verl.models.lora import as_started
 from verl.utils.metric import Metric
@@ -74,6 +75,8 @@ class Policy:
             micro_batching=self.micro_batching(),
         )
         num_columns = data["response_mask"].shape[-1]
+        if SESSION_INDEX in data.keys():  # noqa: SIM118 (a TensorDict)
+            refuse_whole_sequence_loss(config.policy_loss)
         results: list[tuple[TrainResult, dict[str, Metric]]] = []
         for step in plan.steps:
             counts = global_counts(step, num_columns, config.loss_scale_factor)
@@ -122,6 +125,7 @@ class Policy:
         `prepared` are columns that the policy loss asked for. On-policy, old and new are the same.
         """
         config = self.config
+        config.global_batch_info = {**config.global_batch_info, **sequence_tokens(rows)}
         log_prob, entropy, mask = columns["log_probs"], columns["entropy"], rows["response_mask"]
         stored = rows["old_log_probs"]
         returned = self.policy_loss(

@@ -6,6 +6,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import compute_value_loss
+from verl.algos.sessions import sequence_tokens
 from verl.config.critic import FSDPCriticConfig
 from verl.utils.device import without_waiting
 from verl.utils.metric import Metric
@@ -82,6 +83,7 @@ class DataParallelPPOCritic:
                 config.cliprange_value,
                 config.loss_agg_mode,
                 **counts,
+                **sequence_tokens(rows),
             )
             return value_loss, {
                 NUM_TOKENS: mask.sum(),

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl.algos.sessions import SESSION_INDEX, session_columns
 from verl.protocol import DataProto, DataProtoFuture
 from verl.protocol.transport import DEFAULT_TIMEOUT_SECONDS
 from verl.single_controller.base.dispatch import (
@@ -30,6 +31,7 @@ from verl.single_controller.base.dispatch import (
 )
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.workers.engine.inputs import MEDIA_HASH, PROMPT_INDEX, first_appearance, prompt_groups
+from verl.workers.mini_batch import session_labels
 from verl.workers.schedule import (
     MicroBatching,
     Passes,
@@ -117,6 +119,7 @@ def split_for_update(
         epochs=settings.epochs,
         shuffle_seed=settings.shuffle_seed,
         groups=prompts_to_keep_together(batch, settings.rows_per_step, num_ranks),
+        sessions=session_labels(batch.batch),
     )
     parts = planned_chunks(batch, plan)
     for part in parts:
@@ -134,11 +137,13 @@ def with_prompt_index(batch: DataProto) -> DataProto:
 
 def model_rows(data: DataProto) -> TensorDict:
     """The tensors of a batch as an engine takes them: `uid` and what identifies the images of a
-    row (`multi_modal_inputs`), if there are any, become columns."""
+    row (`multi_modal_inputs`), if there are any, become columns; so do sessions of several rows."""
     uids, media = (data.non_tensor_batch.get(name) for name in ("uid", "multi_modal_inputs"))
     rows = data.batch.copy()
     if uids is not None and PROMPT_INDEX not in rows.keys():  # noqa: SIM118 (a TensorDict)
         rows[PROMPT_INDEX] = torch.tensor(first_appearance(uids))
+    if SESSION_INDEX not in rows.keys():  # noqa: SIM118 (a TensorDict)
+        rows.update(session_columns(data))
     if media is not None and MEDIA_HASH not in rows.keys():  # noqa: SIM118 (a TensorDict)
         rows[MEDIA_HASH] = torch.tensor(first_appearance(map(media_digest, media)))
     return rows
@@ -205,7 +210,8 @@ def prompts_to_keep_together(
     None where an optimizer step has fewer prompts than ranks, which would leave some without work.
     """
     labels = prompt_groups(batch.batch)
-    num_steps = -(-len(batch) // rows_per_step)
+    num_sessions = len(set(session_labels(batch.batch) or range(len(batch))))
+    num_steps = -(-num_sessions // rows_per_step)
     return labels if len(set(labels)) >= num_ranks * num_steps else None
 
 
