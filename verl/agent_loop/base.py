@@ -264,6 +264,7 @@ class AgentLoopBase(ABC):
 agent_loops = Registry[type[AgentLoopBase]](
     "agent loop",
     single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
+    env_agent="verl.agent_loop.env_agent:EnvAgentLoop",
     tool_agent="verl.agent_loop.tool_agent:ToolAgentLoop",
     program_agent="verl.server.program_agent:ProgramAgentLoop",
 )
