@@ -220,9 +220,7 @@ class AgentLoopBase(ABC):
             )
             for number in (1, 2)
         ]
-        one, two = (
-            self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
-        )
+        one, two = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
         return one[: max(0, 2 * len(one) - len(two))]
 
     async def process_vision_info(self, messages: Prompt) -> dict[str, list[Any]]:
