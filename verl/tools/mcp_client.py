@@ -217,6 +217,7 @@ class Connection:
         self._leave: asyncio.Future[None] = asyncio.Future()
         self._session: mcp.ClientSession | None = None
         self._ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._owner = asyncio.create_task(self._own())
 
     async def open(self) -> list[dict[str, Any]]:
