@@ -82,6 +82,7 @@ class Run(quickstart.Run):
             "actor_rollout_ref.rollout.max_num_seqs": 256,
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 128,
             "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+            "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
             f"{turns}.enable": True,
             f"{turns}.tool_config_path": tool_config,
             f"{turns}.max_assistant_turns": 3,

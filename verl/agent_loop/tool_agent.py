@@ -29,7 +29,7 @@ from verl.protocol.trajectory import InfraFault
 from verl.tools.leases import ToolLease, ToolSet
 from verl.tools.outcomes import ToolOutcome
 from verl.tools.parsers import FunctionCall, ToolParser
-from verl.tools.tool_registry import load_all_tools
+from verl.tools.tool_registry import make_tool_set
 from verl.utils.dataset.continuation import Continuation, continuation_of
 from verl.utils.dataset.prompts import Message, Prompt, render
 from verl.utils.rollout_trace import rollout_trace_op
@@ -126,11 +126,7 @@ class AgentWorld:
     def of(cls, config: Any, tokenizer: Any) -> "AgentWorld":
         """The world that the configuration describes; raises where the model cannot live in it."""
         turns = config.actor_rollout_ref.rollout.multi_turn
-        tools = ToolSet(
-            load_all_tools(turns.tool_config_path),
-            max_response_length=turns.max_tool_response_length,
-            truncate_side=turns.tool_response_truncate_side,
-        )
+        tools = make_tool_set(turns)
         interactions = InteractionSet.of_file(turns.interaction_config_path)
         parser = ToolParser.get_tool_parser(turns.format, tokenizer) if tools.tools else None
         world = cls(tools, interactions, parser)
