@@ -137,9 +137,7 @@ def follow(run: Run, train: Callable[[], str]) -> None:
         print(
             f"{entry['step']:4}  {shown} {entry['accuracy']:4.0%}  tool used {entry['called']:.0%}"
         )
-    picture = draw(
-        [results], run.folder / "curve.png", "held-out accuracy, temperature 1"
-    )
+    picture = draw([results], run.folder / "curve.png", "held-out accuracy, temperature 1")
     print(
         f"\nright {first['accuracy']:.0%} -> {last['accuracy']:.0%}, tool used "
         f"{first['called']:.0%} -> {last['called']:.0%}, in {time.monotonic() - start:.0f} s"
