@@ -131,7 +131,9 @@ class AgentWorld:
         records = Path(config.trainer.default_local_dir).expanduser()
         tools = make_tool_set(turns, records)
         start_reaping(tools, records)
-        interactions = InteractionSet.of_file(turns.interaction_config_path)
+        interactions = InteractionSet.of_file(
+            turns.interaction_config_path, default_timeout=turns.tool_timeout_seconds
+        )
         parser = ToolParser.get_tool_parser(turns.format, tokenizer) if tools.tools else None
         world = cls(tools, interactions, parser)
         schemas = tools.lease("check").schemas
