@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "tool-instances-{}.jsonl"
+MAX_RECORD_BYTES = 1 << 30
 MAX_REAPED_AT_ONCE = 32
 
 
@@ -159,18 +160,13 @@ class Reaped:
 
 def start_reaping(tool_set: "ToolSet", folder: str | Path) -> "Future[Reaped]":
     """Begin to end what killed processes with records in `folder` left; it is logged when done."""
-    records = sorted(Path(folder).glob(NAME.format("*")))
-    if records:
-        return tool_set.keeper.start(_reap_all(tool_set, records))
-    nothing: Future[Reaped] = Future()
-    nothing.set_result(Reaped())
-    return nothing
+    return tool_set.keeper.start(_reap_all(tool_set, Path(folder)))
 
 
-async def _reap_all(tool_set: "ToolSet", records: list[Path]) -> Reaped:
+async def _reap_all(tool_set: "ToolSet", folder: Path) -> Reaped:
     report = Reaped()
     limit = asyncio.Semaphore(MAX_REAPED_AT_ONCE)
-    for path in records:
+    for path in sorted(folder.glob(NAME.format("*"))):
         with abandoned(path) as is_abandoned:
             if is_abandoned:
                 found = unreleased(path)
@@ -183,7 +179,7 @@ async def _reap_all(tool_set: "ToolSet", records: list[Path]) -> Reaped:
         logger.warning(
             "ended %d instances of tools that a killed run had left (records in %s)",
             report.num_ended,
-            records[0].parent,
+            folder,
         )
     for fault in report.left[:10]:
         logger.warning("an instance that a killed run had left is still there: %s", fault)
