@@ -72,7 +72,7 @@ class AnswerTool(BaseTool):
         raise NotImplementedError
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        del self._instance_dict[instance_id]
+        self._instance_dict.pop(instance_id, None)
 
 
 class Gsm8kTool(AnswerTool):

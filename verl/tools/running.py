@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from verl.protocol.trajectory import InfraFault
@@ -239,17 +240,15 @@ class ToolLoop:
         if job.is_abandoned:
             job.tell(job.ended, (None, asyncio.CancelledError()))
         else:
-            job.task = asyncio.get_running_loop().create_task(self._work(job), name=job.tool)
+            job.task = asyncio.get_running_loop().create_task(work_of(job), name=job.tool)
+            job.task.add_done_callback(partial(self._end, job))
 
-    async def _work(self, job: Job) -> None:
-        job.tell(job.began)
-        outcome: tuple[Any, BaseException | None]
-        try:
-            outcome = await stepwise(job.work), None
-        except BaseException as error:
-            outcome = None, error
+    def _end(self, job: Job, task: asyncio.Task[Any]) -> None:
         self.hung.pop(job, None)
-        job.tell(job.ended, outcome)
+        if task.cancelled():  # before it began
+            job.tell(job.ended, (None, asyncio.CancelledError()))
+        else:
+            job.tell(job.ended, task.result())
 
     def _abandon(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
         def cancel() -> None:
@@ -266,6 +265,14 @@ class ToolLoop:
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(timeout=CLOSE_SECONDS)
+
+
+async def work_of(job: Job) -> tuple[Any, BaseException | None]:
+    """The outcome of a call; whatever it raises stays in it."""
+    try:
+        return await stepwise(job.work), None
+    except BaseException as error:
+        return None, error
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:
