@@ -12,6 +12,7 @@ import pytest
 
 from tests.pace import pace
 from verl.protocol.trajectory import InfraFault
+from verl.tools import running
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, schema_of
 from verl.tools.leases import ToolSet
@@ -325,6 +326,20 @@ async def test_a_sibling_of_a_tool_that_blocks_is_infra_and_names_it(tool_set, c
     assert "waited for tool 'hang', which blocks" in outcome.response.text
     assert "blocks the thread that all awaited tools share" in caplog.text
     blocking.free.set()
+
+
+async def test_other_calls_get_a_new_thread_when_one_stays_blocked(tool_set, monkeypatch):
+    monkeypatch.setattr(running, "REPLACE_SECONDS", 0.0)
+    blocking = Hangs("blocks")
+    tools = tool_set(blocking, Counter())
+    lease = tools.lease("a")
+    assert (await lease.call(Call("hang", '{"not": "yet"}'))).kind == "reply"
+    blocking.config["timeout"] = short()
+    assert (await lease.call(Call("hang"))).kind == "timeout"
+    async with tools.lease("b") as other:
+        assert (await other.call(Call("count"))).kind == "reply"
+    blocking.free.set()
+    await lease.release()
 
 
 async def test_hung_threads_do_not_starve_the_others_up_to_a_number(tool_set):
