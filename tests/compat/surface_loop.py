@@ -212,6 +212,13 @@ LOOP = {
         load_function_tools_from_path(_)
         normalize_function_tool_return(_)
     """,
+    "verl.tools.mcp_base_tool": """
+        MCPBaseTool(config, tool_schema=None)
+        MCPBaseTool._parse_tool_result(content)
+    """,
+    "verl.tools.mcp_search_tool": """
+        MCPSearchTool(config, tool_schema=None)
+    """,
     "verl.tools.schemas": """
         OpenAIFunctionCallSchema.from_openai_function_parsed_schema(_)
         OpenAIFunctionParametersSchema

@@ -258,7 +258,7 @@ class EnvironmentLease:
 
     def _fault(self, text: str) -> InfraFault:
         name = self._spec.name if self._spec else "?"
-        return InfraFault(f"the environment {name} of {self.owner} failed: {text}")
+        return InfraFault(f"the environment {name} of {self.owner} failed: {text}", reason=name)
 
     # ---- in a thread -----------------------------------------------------------------------------
 
