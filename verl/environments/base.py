@@ -39,6 +39,8 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    error: str | None = None
+    """Why the arguments cannot be read, where they cannot: text for the model."""
 
 
 class Action(str):
@@ -135,7 +137,6 @@ environments = Registry[Factory](
     textarena=f"{ADAPTERS}:TextArenaEnvironment",
     reasoning_gym=f"{ADAPTERS}:ReasoningGymEnvironment",
     openenv="verl.environments.remote:OpenEnvEnvironment",
-    verifiers="verl.environments.remote:VerifiersEnvironment",
     tool_methods="verl.environments.methods:ToolMethods",
 )
 """Factories: those of a scheme get what follows the colon, then the keyword arguments."""
