@@ -204,6 +204,15 @@ LOOP = {
         BaseTool.release(instance_id)
         OpenAIFunctionToolSchema
     """,
+    "verl.tools.geo3k_tool": """
+        Geo3kTool(config, tool_schema)*
+    """,
+    "verl.tools.gsm8k_tool": """
+        Gsm8kTool(config, tool_schema)*
+    """,
+    "verl.tools.image_zoom_in_tool": """
+        ImageZoomInTool(config, tool_schema)*
+    """,
     "verl.tools.function_tool": """
         function_tool
         FunctionTool(name, fn, tool_schema, is_async)

@@ -217,7 +217,7 @@ class EnvironmentLease:
         return self._observation(reply), reply["tools"]
 
     async def step(self, action: Action) -> Observation:
-        calls = [{"name": one.name, "arguments": dict(one.arguments)} for one in action.tool_calls]
+        calls = [vars(one) for one in action.tool_calls]
         reply = await self._say({"call": "step", "text": str(action), "tool_calls": calls})
         return self._observation(reply)
 

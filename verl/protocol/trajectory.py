@@ -103,6 +103,9 @@ class AgentLoopMetrics:
     tool_calls: float = 0.0
     """Seconds in tools."""
 
+    env_wait: float = 0.0
+    """Seconds until an environment was free."""
+
     compute_score: float = 0.0
     """Seconds of grading, where the loop grades its trajectory itself."""
 
@@ -244,6 +247,8 @@ def trajectory_timing(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "compute_score": [sum(t.metrics.compute_score for t in s) for s in sessions],
         "num_preempted": [float(max(t.metrics.num_preempted for t in s)) for s in sessions],
     }
+    if any(t.metrics.env_wait for t in trajectories):
+        parts["env_wait"] = [t.metrics.env_wait for t in trajectories]
     for name, values in parts.items():
         timing[f"agent_loop/{name}/min"] = min(values)
         timing[f"agent_loop/{name}/max"] = max(values)
