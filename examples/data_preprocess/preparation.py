@@ -50,6 +50,13 @@ def command_line(description: str | None, save_dir: str) -> argparse.ArgumentPar
     return parser
 
 
+def with_tools(row: Row, create_kwargs: Mapping[str, Mapping[str, Any]]) -> Row:
+    """The row for `tool_agent`: for each tool, what its instance of this row is made with."""
+    tools_kwargs = {name: {"create_kwargs": dict(made)} for name, made in create_kwargs.items()}
+    extra_info = {**row["extra_info"], "need_tools_kwargs": True, "tools_kwargs": tools_kwargs}
+    return {**row, "agent_name": "tool_agent", "extra_info": extra_info}
+
+
 def prepare(arguments: argparse.Namespace, source: Source, make_row: MakeRow) -> None:
     """Read the raw splits, map their rows and write a parquet file for each."""
     try:

@@ -17,13 +17,7 @@ PRESENT = {**BATCH_AND_CONTROLLER, **LOOP, **TRAINING, **UTILITIES, **RECIPES}
 LATER = {
     "verl.checkpoint_engine": "CheckpointEngineManager",
     "verl.experimental.agent_loop": "AgentLoopWorker",
-    "verl.interactions.base": "BaseInteraction",
-    "verl.interactions.gsm8k_interaction": "Gsm8kInteraction",
-    "verl.interactions.utils.interaction_registry": (
-        "get_interaction_class initialize_interactions_from_config"
-    ),
     "verl.model_merger": "MegatronModelMerger",
-    "verl.experimental.agent_loop.tool_agent_loop": "ToolAgentLoop",
     "verl.models.transformers.qwen2_vl": "get_rope_index",
     "verl.utils.dataset.vision_utils": "process_image process_video",
     "verl.utils.megatron_utils": "",

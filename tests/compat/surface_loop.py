@@ -17,6 +17,10 @@ LOOP = {
         AgentLoopBase.processor
         AgentLoopBase.loop
         AgentLoopBase.apply_chat_template_kwargs
+        AgentLoopBase.mm_processor_kwargs
+        AgentLoopBase.process_vision_info(messages)
+        AgentLoopBase.rollout_config
+        AgentLoopBase.system_prompt
         AgentLoopBase.run(sampling_params)
         AgentLoopBase.apply_chat_template(
             messages, tools=None, images=None, videos=None, remove_system_prompt=False
@@ -46,6 +50,29 @@ LOOP = {
     """,
     "verl.experimental.agent_loop.single_turn_agent_loop": """
         SingleTurnAgentLoop
+    """,
+    "verl.experimental.agent_loop.tool_agent_loop": """
+        AgentData(messages)*
+        AgentState
+        ToolAgentLoop
+        ToolAgentLoop.run(sampling_params)
+    """,
+    "verl.interactions.base": """
+        BaseInteraction(config)
+        BaseInteraction.start_interaction(instance_id=None)
+        BaseInteraction.generate_response(instance_id, messages)
+        BaseInteraction.calculate_score(instance_id)
+        BaseInteraction.finalize_interaction(instance_id)
+    """,
+    "verl.interactions.gsm8k_interaction": """
+        Gsm8kInteraction(config)
+    """,
+    "verl.interactions.weather_interaction": """
+        WeatherInteraction(config)
+    """,
+    "verl.interactions.utils.interaction_registry": """
+        get_interaction_class(class_name)
+        initialize_interactions_from_config(interaction_config_file)
     """,
     "verl.experimental.dataset.sampler": """
         AbstractSampler(data_source, data_config)

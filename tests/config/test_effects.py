@@ -179,14 +179,19 @@ def test_what_does_not_exist_is_refused_with_key_value_and_reason():
 
 
 def test_a_loop_of_ones_own_may_read_what_built_in_loops_do_not():
-    turns = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.tool_config_path": "tools.yaml"}
-    assert len(refused(turns)) == 2
-    assert refused(turns, has_own_code=True) == []
-    own = {**turns, f"{R}.agent.agent_loop_config_path": "loops.yaml"}
-    assert refused(own) == []
-    limit = {f"{R}.multi_turn.max_user_turns": 3}
-    assert idle(limit).keys() == limit.keys()
-    assert idle({**own, **limit}) == {}
+    own = {f"{R}.agent.agent_loop_config_path": "loops.yaml"}
+    repeats = {f"{R}.multi_turn.num_repeat_rollouts": 3}
+    assert idle({**repeats, f"{R}.multi_turn.enable": True}).keys() == repeats.keys()
+    assert idle({**own, **repeats}) == {}
+
+
+def test_options_of_turns_have_an_effect_where_the_default_loop_has_turns():
+    turns = {f"{R}.multi_turn.max_user_turns": 3, f"{R}.multi_turn.tool_config_path": "tools.yaml"}
+    assert idle(turns).keys() == turns.keys()
+    assert "only rows that name another loop" in idle(turns)[f"{R}.multi_turn.max_user_turns"]
+    assert idle({**turns, f"{R}.multi_turn.enable": True}) == {}
+    assert idle({**turns, f"{R}.agent.default_agent_loop": "tool_agent"}) == {}
+    assert refused({**turns, f"{R}.multi_turn.enable": True}) == []
 
 
 def test_a_switch_itself_is_never_called_idle():

@@ -1,5 +1,6 @@
 """Each script is run as a user runs it, on raw rows in the form in which they are published."""
 
+import io
 import json
 import runpy
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 import datasets
 import pyarrow.parquet as parquet
 import pytest
+import yaml
+from PIL import Image
 
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
@@ -15,7 +18,7 @@ from verl.utils.dataset.prompts import CHATML
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.rm_dataset import RMDataset
 from verl.utils.dataset.sft_dataset import SFTDataset
-from verl.utils.reward_score import gsm8k
+from verl.utils.reward_score import grading_fault, gsm8k
 
 FOLDER = Path(__file__).parents[2] / "examples" / "data_preprocess"
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -253,6 +256,106 @@ def test_the_multi_turn_conversations_are_right_and_train_both_answers(run, tmp_
     )
 
 
+# ---- rows for tools and simulated users ----------------------------------------------------------
+
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": "Solve: 6 * 7\n\nPut it after Answer:."}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4"},
+}
+NQ = {
+    "id": "train_0",
+    "question": "who wrote it?",
+    "golden_answers": ["Ann", "Ann B."],
+    "data_source": "nq",
+}
+TOOLS = FOLDER.parent / "sglang_multiturn" / "config" / "tool_config"
+
+
+def tool_name(config):
+    (entry,) = yaml.safe_load((TOOLS / f"{config}.yaml").read_text())["tools"]
+    return entry["tool_schema"]["function"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("script", "raw", "config", "made_with"),
+    [
+        ("gsm8k_multiturn_w_tool", PROBLEM, "gsm8k_tool_config", {"ground_truth": "72"}),
+        ("gsm8k_tool_agent_loop", PROBLEM, "gsm8k_tool_config", {"ground_truth": "72"}),
+        ("dapo_multiturn_w_tool", DAPO, "sandbox_fusion_tool_config", {"ground_truth": "42"}),
+        ("aime2024_multiturn_w_tool", DAPO, "sandbox_fusion_tool_config", {"ground_truth": "42"}),
+        (
+            "preprocess_search_r1_dataset",
+            NQ,
+            "search_tool_config",
+            {
+                "ground_truth": {"target": ["Ann", "Ann B."]},
+                "question": "who wrote it?",
+                "data_source": "searchR1_nq",
+            },
+        ),
+    ],
+)
+def test_rows_for_tools_name_the_loop_and_what_each_tool_is_made_with(
+    run, tmp_path, script, raw, config, made_with
+):
+    rows = run(script, "--local_dataset_path", raw_folder(tmp_path, train=[raw]))
+    (row,) = rows["train"]
+    tool = tool_name(config)
+    info = row["extra_info"]
+    assert row["agent_name"] == "tool_agent"
+    assert info["need_tools_kwargs"] is True
+    assert info["tools_kwargs"] == {tool: {"create_kwargs": made_with}}
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    if script != "preprocess_search_r1_dataset":
+        assert tool in row["prompt"][0]["content"]  # the model is told to use it
+    assert grading_fault(row["data_source"], row["reward_model"]["ground_truth"]) is None
+    settings = {"need_tools_kwargs": True, "filter_overlong_prompts": True}
+    item = dataset_of(tmp_path / "out" / "train.parquet", tmp_path, **settings)[0]
+    assert item["agent_name"] == "tool_agent"
+    assert item["tools_kwargs"] == info["tools_kwargs"]
+
+
+def test_rows_with_a_simulated_user_name_it_and_the_answer(run, tmp_path):
+    raw = raw_folder(tmp_path, train=[PROBLEM], test=[EXPENSIVE])
+    rows = run("gsm8k_multiturn_w_interaction", "--local_dataset_path", raw)
+    assert rows["train"][0]["agent_name"] == "tool_agent"
+    assert rows["train"][0]["extra_info"]["interaction_kwargs"] == {
+        "name": "gsm8k",
+        "query": PROBLEM["question"],
+        "ground_truth": "72",
+    }
+    assert rows["test"][0]["extra_info"]["interaction_kwargs"]["ground_truth"] == "1234567"
+    folder = TOOLS.parent / "interaction_config"
+    config = yaml.safe_load((folder / "gsm8k_interaction_config.yaml").read_text())
+    assert config["interaction"][0]["name"] == "gsm8k"
+
+
+@pytest.mark.parametrize("script", ["geo3k", "geo3k_multiturn_w_tool"])
+def test_geometry_rows_keep_their_pictures(run, tmp_path, script):
+    picture = Image.new("RGB", (8, 8), "red")
+    raw = datasets.Dataset.from_list(
+        [{"images": [picture], "problem": "<image>Find x.", "answer": "7"}]
+    )
+    datasets.DatasetDict({"train": raw, "test": raw}).save_to_disk(str(tmp_path / "saved"))
+    row = run(script, "--local_dataset_path", tmp_path / "saved")["train"][0]
+    assert row["prompt"][-1]["content"].startswith("<image>Find x.")
+    assert Image.open(io.BytesIO(row["images"][0]["bytes"])).size == (8, 8)
+    assert grading_fault(row["data_source"], row["reward_model"]["ground_truth"]) is None
+    if script != "geo3k":
+        tool = tool_name("geo3k_tool_config")
+        made_with = row["extra_info"]["tools_kwargs"][tool]["create_kwargs"]
+        assert made_with == {"ground_truth": "7"}
+
+
+def test_a_question_without_an_answer_is_refused(run, tmp_path):
+    raw = raw_folder(tmp_path, train=[{**NQ, "golden_answers": []}])
+    with pytest.raises(SystemExit, match="train row 1: the row has no answer"):
+        run("preprocess_search_r1_dataset", "--local_dataset_path", raw)
+
+
 # ---- what all scripts share ----------------------------------------------------------------------
 
 
@@ -353,7 +456,7 @@ def test_a_row_without_an_answer_stops_the_script_and_leaves_no_file(run, tmp_pa
 
 def test_every_script_of_the_folder_shows_its_help(monkeypatch, capsys):
     scripts = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "preparation")
-    assert len(scripts) == 6
+    assert len(scripts) == 14
     for script in scripts:
         monkeypatch.setattr(sys, "argv", [script, "--help"])
         with pytest.raises(SystemExit) as end:

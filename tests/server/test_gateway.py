@@ -171,6 +171,16 @@ def test_clients_may_add_and_drop_fields(session):
     assert not session.tree.forks
 
 
+@pytest.mark.parametrize(("n", "forks"), [(8, {}), (9, {"history_rewritten": 1})])
+def test_a_turn_may_come_back_as_text_that_quotes_its_calls(session, n, forks):
+    first = said(session, [SYSTEM, USER])
+    function = {"name": "guess", "arguments": {"n": n}}
+    text = f"Calling tools: {[{'id': first['tool_calls'][0]['id'], 'function': function}]}"
+    quoted = {"role": "assistant", "content": text}
+    said(session, [SYSTEM, USER, quoted, {"role": "user", "content": "Observation: low"}])
+    assert dict(session.tree.forks) == forks
+
+
 def test_parallel_calls_on_one_history_are_branches(bench, session):
     first = said(session, [SYSTEM, USER])
     history = [SYSTEM, USER, first, reply(first, "low")]

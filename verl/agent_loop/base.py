@@ -18,6 +18,7 @@ from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
 from verl.utils.dataset.continuation import Continuation, continuation_of
+from verl.utils.dataset.prompt_encoder import load_media
 from verl.utils.dataset.prompts import Prompt, encode_prompt
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
@@ -139,16 +140,20 @@ class AgentLoopBase(ABC):
         dataset_config: Any = None,
         *,
         data_config: Any = None,
+        hf_model_type: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.config = unwrapped(trainer_config)
+        self.rollout_config = self.config.actor_rollout_ref.rollout
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
         self.dataset_cls = dataset_cls
         section = dataset_config if data_config is None else data_config
         self.data_config = self.config.data if section is None else unwrapped(section)
+        self.hf_model_type = hf_model_type
         self.apply_chat_template_kwargs = dict(self.data_config.apply_chat_template_kwargs)
+        self.mm_processor_kwargs: dict[str, Any] = {}
         self.loop = asyncio.get_running_loop()
 
     @classmethod  # noqa: B027
@@ -186,12 +191,35 @@ class AgentLoopBase(ABC):
         videos: Sequence[Any] | None = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of a prompt, within `data.max_prompt_length` as `data.truncation` says."""
+        """Token ids of a prompt, within `data.max_prompt_length` as `data.truncation` says.
+
+        With `remove_system_prompt` they are messages that follow a turn of the model, ready to be
+        appended: without what the template writes at the beginning of a conversation, and with what
+        it writes between the end of that turn and the next.
+        """
         if images or videos:
             raise ValueError(
                 "the prompt has images or videos; the built-in engine continues text only"
             )
-        return self.encode(messages, tools)
+        if not remove_system_prompt:
+            return self.encode(messages, tools)
+        if isinstance(messages, str):
+            raise ValueError("remove_system_prompt is for messages; the prompt is text")
+        return self.continuation(tools).ids_after_turn(None, messages)
+
+    @property
+    def system_prompt(self) -> list[int]:
+        """The ids that the chat template writes before the first message."""
+        one, two = (self.encode([{"role": "user", "content": "a"}] * number) for number in (1, 2))
+        return one[: max(0, 2 * len(one) - len(two))]
+
+    async def process_vision_info(self, messages: Prompt) -> dict[str, list[Any]]:
+        """The images and videos of messages, by kind; a kind without any is left out."""
+        if isinstance(messages, str):
+            return {}
+        images, videos = await asyncio.to_thread(load_media, messages)
+        found = {"images": images, "videos": videos}
+        return {kind: media for kind, media in found.items() if media}
 
     def continuation(
         self,
@@ -224,6 +252,7 @@ class AgentLoopBase(ABC):
 agent_loops = Registry[type[AgentLoopBase]](
     "agent loop",
     single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
+    tool_agent="verl.agent_loop.tool_agent:ToolAgentLoop",
     program_agent="verl.server.program_agent:ProgramAgentLoop",
 )
 

@@ -84,7 +84,7 @@ class Conversation:
         wishes = (max_tokens, self.sampling_params.get("max_tokens"))
         params = {
             **self.sampling_params,
-            "max_tokens": min(self.room, *(wish for wish in wishes if wish is not None)),
+            "max_tokens": min([self.room, *(wish for wish in wishes if wish is not None)]),
         }
         if self.assistant_turns and params.get("seed") is not None:
             params["seed"] = keyed_seed(params["seed"], "turn", self.assistant_turns)

@@ -11,6 +11,7 @@ runs beside them.
 
 import asyncio
 import functools
+import logging
 import os
 import threading
 import time
@@ -47,6 +48,9 @@ from verl.workers.reward_manager.adapters import as_grader
 from verl.workers.reward_manager.service import GradingService
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
+logger = logging.getLogger(__name__)
+
+SINGLE_TURN = "single_turn_agent"
 MIN_ROWS_AHEAD = 16
 MAX_ENCODING_THREADS = 8
 
@@ -168,7 +172,7 @@ class Rollouter(GroupSource):
             pad_token_id=tokenizer.pad_token_id,
         )
         self._wake_up = wake_up
-        self._default_loop: str = rollout.agent.default_agent_loop
+        self._default_loop = default_loop(rollout)
         self._listed_loops = listed_loops(rollout.agent.agent_loop_config_path)
         self._loop_classes: dict[str, LoopClass] = {}
         self._dataset_cls = get_dataset_class(config.data)
@@ -326,6 +330,15 @@ class Rollouter(GroupSource):
             dataset_config=DictConfigWrap(self.config.data),
             **chosen.kwargs,
         )
+
+
+def default_loop(rollout: Any) -> str:
+    """The loop of rows that name none: with tools or users, where the run is multi-turn."""
+    name: str = rollout.agent.default_agent_loop
+    if rollout.multi_turn.enable and name == SINGLE_TURN:
+        logger.info("multi_turn.enable: rows that name no agent run tool_agent")
+        return "tool_agent"
+    return name
 
 
 class GradedGeneration:

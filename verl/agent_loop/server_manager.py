@@ -112,6 +112,7 @@ class AsyncLLMServerManager:
             recover=recover,
             max_attempts=rollout.server.max_attempts,
             max_sticky=max_cache_size,
+            keep_sessions=rollout.multi_turn.enable,
         )
         self.server_handles = self.fleet.engines
         self._max_response_tokens: int = rollout.response_length

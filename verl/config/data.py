@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig, When, never, option, while_on
-from verl.config.roles import NO_TOOLS
 
 
 @dataclass(kw_only=True)
@@ -138,9 +137,14 @@ class DataConfig(BaseConfig):
     tool_config_path: str | None = option(
         None,
         yaml="${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
-        absent=NO_TOOLS,
     )
     """Tools to count when prompts are measured; follows `rollout.multi_turn`."""
+
+    function_tool_path: str | None = option(
+        None,
+        yaml="${oc.select:actor_rollout_ref.rollout.multi_turn.function_tool_path,null}",
+    )
+    """Functions to count when prompts are measured; follows `rollout.multi_turn`."""
 
     need_tools_kwargs: bool = False
     """Warn about rows without `tools_kwargs`."""

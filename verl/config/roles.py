@@ -12,7 +12,7 @@ so it tells their variants apart by their keys and not by their classes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -85,7 +85,7 @@ def rollout_traits(name: str) -> RolloutTraits:
     return ROLLOUTS.get(name, RolloutTraits())
 
 
-AGENT_LOOPS = ("single_turn_agent",)
+AGENT_LOOPS = ("single_turn_agent", "tool_agent", "env_agent", "program_agent")
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
 POOL_ROLES = ("actor_rollout_ref", "critic", "reward_model", "rollout")
 
@@ -257,6 +257,15 @@ def has_own_loops(here: Any, run: Any) -> bool:
     return bool(is_named) or may_register_names(run)
 
 
+def has_several_turns(here: Any, run: Any) -> bool:
+    """Whether rows that name no loop run one with tools, users or environments."""
+    if not is_training(run):
+        return False
+    rollout = run.actor_rollout_ref.rollout
+    is_single = rollout.agent.default_agent_loop == "single_turn_agent"
+    return rollout.multi_turn.enable or not is_single or has_own_loops(here, run)
+
+
 ON_GPU = When(
     lambda here, run: run.trainer.device != "cpu",
     "trainer.device is cpu: nothing is compiled there, and memory is not measured",
@@ -300,7 +309,12 @@ SGLANG_SERVER = When(
     lambda here, run: (run.actor_rollout_ref if is_training(run) else run).rollout.name == "sglang",
     "only SGLang is reached over HTTP",
 )
-OWN_LOOPS = When(has_own_loops, "the loop single_turn_agent has one turn and no tools")
+SEVERAL_TURNS = When(
+    has_several_turns,
+    "multi_turn.enable is off and the default loop is single_turn_agent, which has one turn and no "
+    "tools; only rows that name another loop (agent_name) use it",
+)
+OWN_LOOPS = When(has_own_loops, "no built-in loop reads it, and the run names none of your own")
 WITH_CRITIC = When(
     lambda here, run: needs_critic(run),
     "there is no critic: algorithm.adv_estimator does not use one",
@@ -327,12 +341,6 @@ ON_RAY = When(
 RECORDED_WITH_ACTOR = never("the actor's ranks record: actor_rollout_ref.actor.profiler")
 SYNCHRONOUS = Absent("training is synchronous, there is no asynchronous mode yet: leave it out")
 ROUTES = Absent("expert routes are not recorded or replayed yet: leave it out")
-NO_TOOLS = Absent(
-    "there is no agent loop with tools or several turns yet; leave it out, or register a loop of "
-    "your own (actor_rollout_ref.rollout.agent.agent_loop_config_path)",
-    unless=has_own_loops,
-)
-NO_TOOL_LOOP = replace(NO_TOOLS, values=("tool_agent",))
 BACK_END = Absent(
     "this training back-end is not built in yet: use fsdp", values=("megatron", "veomni")
 )

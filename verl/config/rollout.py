@@ -14,12 +14,11 @@ from verl.config.model import MtpConfig
 from verl.config.profiler import ProfilerConfig, RolloutProfilerConfig
 from verl.config.roles import (
     FOREIGN_ENGINE,
-    NO_TOOL_LOOP,
-    NO_TOOLS,
     OWN_LOOPS,
     OWN_PROCESS,
     RECORDED_WITH_ACTOR,
     ROUTES,
+    SEVERAL_TURNS,
     SYNCHRONOUS,
     is_training,
     rollout_traits,
@@ -47,36 +46,47 @@ class MultiTurnConfig(BaseConfig):
 
     _target_: str = "verl.workers.config.MultiTurnConfig"
 
-    enable: bool = option(False, absent=NO_TOOLS)
-    """Say that the run is multi-turn. What happens in a turn is up to the agent loop."""
+    enable: bool = False
+    """Run rows that name no agent loop in `tool_agent`: the model may call the tools below, and
+    simulated users answer it."""
 
-    max_assistant_turns: int | None = option(None, minimum=1, used_if=OWN_LOOPS)
+    max_assistant_turns: int | None = option(None, minimum=1, used_if=SEVERAL_TURNS)
     """Most turns of the model; null sets no limit."""
 
-    max_user_turns: int | None = option(None, minimum=1, used_if=OWN_LOOPS)
+    max_user_turns: int | None = option(None, minimum=1, used_if=SEVERAL_TURNS)
     """Most turns of the user or of tools; null sets no limit."""
 
-    tool_config_path: str | None = option(None, absent=NO_TOOLS)
-    """YAML file that lists the tools."""
+    tool_config_path: str | None = option(None, used_if=SEVERAL_TURNS)
+    """YAML file that lists the tools: classes with a configuration and a schema, MCP servers."""
 
-    tool_server: str | None = option(None, absent=NO_TOOLS)
-    """Address of an HTTP server whose tools are offered to the model."""
+    function_tool_path: str | None = option(None, used_if=SEVERAL_TURNS)
+    """Python file, or `pkg://package.module`, whose `@function_tool` functions are offered too."""
 
-    interaction_config_path: str | None = option(None, absent=NO_TOOLS)
+    tool_server: str | None = option(None, used_if=SEVERAL_TURNS)
+    """Address of an HTTP server whose tools are offered to the model too."""
+
+    interaction_config_path: str | None = option(None, used_if=SEVERAL_TURNS)
     """YAML file that lists the simulated users."""
 
-    max_parallel_calls: int = option(1, minimum=1, used_if=OWN_LOOPS)
+    max_parallel_calls: int = option(1, minimum=1, used_if=SEVERAL_TURNS)
     """Tool calls run per turn; further ones are dropped."""
 
-    max_tool_response_length: int = option(256, minimum=0, used_if=OWN_LOOPS)
+    max_tool_response_length: int = option(256, minimum=0, used_if=SEVERAL_TURNS)
     """Longest tool output, in characters; longer output is cut."""
 
     tool_response_truncate_side: str = option(
-        "middle", choices=("left", "middle", "right"), used_if=OWN_LOOPS
+        "middle", choices=("left", "middle", "right"), used_if=SEVERAL_TURNS
     )
-    """Which part of a long tool output is cut out."""
+    """Which part of a long tool output is cut out: `left` keeps the end, `right` the beginning,
+    `middle` both."""
 
-    format: str = option("hermes", used_if=OWN_LOOPS)
+    tool_timeout_seconds: float = option(60.0, above=0, used_if=SEVERAL_TURNS)
+    """Most seconds that a call of a tool may take; `config.timeout` of a tool comes first."""
+
+    max_tool_threads: int = option(64, minimum=1, used_if=SEVERAL_TURNS)
+    """Blocking tool calls that run at once, and such calls that may hang before all are refused."""
+
+    format: str = option("hermes", used_if=SEVERAL_TURNS)
     """How the model writes tool calls: `hermes`, `gpt-oss`, or a registered parser."""
 
     use_inference_chat_template: bool = option(
@@ -92,7 +102,7 @@ class MultiTurnConfig(BaseConfig):
     """Accepted for older scripts; sampled tokens are never tokenized again, so there is nothing to
     check."""
 
-    max_infra_ratio: float = option(0.25, minimum=0, maximum=1, used_if=OWN_LOOPS)
+    max_infra_ratio: float = option(0.25, minimum=0, maximum=1, used_if=SEVERAL_TURNS)
     """Largest share of the trajectories of a step that broken tools or environments may end; the
     run stops above it."""
 
@@ -122,8 +132,9 @@ class AgentLoopConfig(BaseConfig):
     num_workers: int = option(8, minimum=1, used_if=never("all loops run on one event loop"))
     """Processes that run agent loops."""
 
-    default_agent_loop: str = option("single_turn_agent", absent=NO_TOOL_LOOP)
-    """Loop for rows without an `agent_name`: `single_turn_agent`, or a registered one."""
+    default_agent_loop: str = "single_turn_agent"
+    """Loop for rows without an `agent_name`: `single_turn_agent` (which `multi_turn.enable` turns
+    into `tool_agent`), `tool_agent`, `env_agent`, `program_agent`, or a registered one."""
 
     agent_loop_config_path: str | None = None
     """YAML file that lists more loops as `{name, _target_, ...}`."""

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from verl.config.faults import Fault, nearest_path, shown
 from verl.config.model import DEFAULT_MODEL, ROPE_OVERRIDES, rope_faults
 from verl.config.packages import engine_argument_faults, engine_package_faults
@@ -40,6 +42,7 @@ def machine_faults(config: Any) -> Iterator[Fault]:
     yield from device_faults(config)
     yield from override_faults(config)
     if isinstance(config, PPOConfig):
+        yield from tool_faults(config)
         yield from trace_faults(config)
         yield from engine_package_faults(config)
         yield from engine_argument_faults(config)
@@ -83,7 +86,10 @@ def named_files(config: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(config, PPOConfig):
         turns = config.actor_rollout_ref.rollout.multi_turn
         yield f"{ROLLOUT}.multi_turn.tool_config_path", turns.tool_config_path
+        yield f"{ROLLOUT}.multi_turn.function_tool_path", turns.function_tool_path
         yield f"{ROLLOUT}.multi_turn.interaction_config_path", turns.interaction_config_path
+        yield "data.tool_config_path", config.data.tool_config_path
+        yield "data.function_tool_path", config.data.function_tool_path
         loops = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
         yield f"{ROLLOUT}.agent.agent_loop_config_path", loops
         yield "custom_reward_function.path", config.custom_reward_function.path
@@ -95,6 +101,36 @@ def named_files(config: Any) -> Iterator[tuple[str, Any]]:
         yield "trainer.resume_from_path", config.trainer.resume_from_path
     elif "path" in config.data:
         yield "data.path", config.data.path
+
+
+def tool_faults(config: PPOConfig) -> Iterator[Fault]:
+    """Files that are there and list no tools, seen without importing what they name."""
+    turns, path = config.actor_rollout_ref.rollout.multi_turn, f"{ROLLOUT}.multi_turn"
+    lists = (
+        (f"{path}.tool_config_path", turns.tool_config_path, "tools"),
+        (f"{path}.interaction_config_path", turns.interaction_config_path, "interaction"),
+    )
+    for key, name, entries in lists:
+        if name is None or not Path(name).expanduser().is_file():
+            continue
+        try:
+            content = yaml.safe_load(Path(name).expanduser().read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            yield Fault(f"{key} is {shown(name)}, which is no YAML: {error}", (key,))
+            continue
+        listed = content.get(entries) if isinstance(content, dict) else None
+        if not isinstance(listed, list) or not listed:
+            text = f"{key} is {shown(name)}, which lists nothing below `{entries}:`"
+            yield Fault(text, (key,))
+    name = turns.function_tool_path
+    file = Path(name).expanduser() if isinstance(name, str) and is_local(name) else None
+    if file and file.is_file() and "function_tool" not in file.read_text(errors="replace"):
+        key = f"{path}.function_tool_path"
+        text = (
+            f"{key} is {shown(name)}, which has no tools; decorate functions with "
+            "@function_tool (from verl.tools.function_tool import function_tool)"
+        )
+        yield Fault(text, (key,))
 
 
 def named_models(config: Any) -> Iterator[tuple[str, str]]:

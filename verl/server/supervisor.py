@@ -10,11 +10,9 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-LOOK_SECONDS = 3600.0
 NOT_STARTED = 127
 """The exit status where there is no such program."""
 
@@ -45,10 +43,8 @@ def main(command: list[str]) -> int:
         except OSError as error:
             sys.stderr.write(f"cannot run {command[0]!r}: {error.strerror}\n")
             return NOT_STARTED
-        code = None
-        while code is None:  # for as long as the one who started us lets it
-            with suppress(subprocess.TimeoutExpired):
-                code = program.wait(timeout=LOOK_SECONDS)
+        # For as long as the one who started us lets it; `Popen.wait` with a timeout would poll.
+        program.returncode = code = os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1])
         return code if code >= 0 else 128 - code
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -67,7 +67,13 @@ class ModelTurn:
     """Under this name the engine keeps the keys and values of this path."""
 
     output: TokenOutput
+    text: str = ""
+    """What it said, in canonical form."""
+
     call_ids: tuple[str, ...] = ()
+    quoted: tuple[str, ...] = ()
+    """What a client that writes the calls as text cannot leave out: words, ids, names, values."""
+
     seconds: float = 0.0
     num_children: int = 0
     is_delivered: bool = True
@@ -118,6 +124,7 @@ class Tree:
         self.budget = budget
         self.turns: list[ModelTurn] = []
         self.forks: Counter[str] = Counter()
+        self._asked: dict[str, list[ModelTurn]] = {}
         self._answered: dict[str, list[ModelTurn]] = {}
         self._beginnings: list[tuple[str, str, str]] = []  # of roots: all, system, first words
         self._num_roots = 0
@@ -126,8 +133,7 @@ class Tree:
 
     def place(self, messages: Sequence[Message], tools: str) -> Place:
         """Find the turn that the history ends with, and why a branch begins if one does."""
-        texts = [canonical(message) for message in messages]
-        keys = chain(texts)
+        texts, keys = self._read(messages)
         parent, num_known, fork = None, 0, None
         for end in range(len(messages) - 1, 0, -1):
             turns = [turn for turn in self._answered.get(keys[end], ()) if turn.is_delivered]
@@ -158,12 +164,33 @@ class Tree:
         self._begin(place, beginning)
         return place
 
+    def _read(self, messages: Sequence[Message]) -> tuple[list[str], list[str]]:
+        """Each message in canonical form, and the names of all beginnings of the history.
+
+        Some clients send the calls of a turn back as text. Such a message is the turn that was
+        answered at its place if it quotes all of it, ids included.
+        """
+        texts, keys = [], [""]
+        for message in messages:
+            text = canonical(message)
+            if isinstance(message, AssistantMessage) and not message.tool_calls:
+                words = template_message(message)["content"]
+                quoted = (
+                    turn
+                    for turn in self._asked.get(keys[-1], ())
+                    if turn.call_ids and all(part in words for part in turn.quoted)
+                )
+                text = next((turn.text for turn in quoted), text)
+            texts.append(text)
+            keys.append(link(keys[-1], text))
+        return texts, keys
+
     def begin_again(self, place: Place, fork: str) -> None:
         """Nothing can be appended after the parent: the history is encoded from its beginning."""
         self.release(place)
         place.parent, place.num_known, place.fork = None, 0, fork
-        texts = [canonical(message) for message in place.messages]
-        self._begin(place, (place.keys[-1], *beginning_of(place.messages, texts)))
+        texts, keys = self._read(place.messages)
+        self._begin(place, (keys[-1], *beginning_of(place.messages, texts)))
 
     def sibling(self, place: Place) -> Place:
         """Another sample of the same request."""
@@ -212,6 +239,10 @@ class Tree:
         if place.fork is not None:
             self.forks[place.fork] += 1
         calls = said.tool_calls or ()
+        spoken = [(call.function.name, call.function.arguments) for call in calls]
+        words = (said.content or "").strip()
+        text = canonical_turn(words, spoken)
+        values = [leaf for _, arguments in spoken for leaf in leaves_of(arguments_of(arguments))]
         turn = ModelTurn(
             parent=place.parent,
             path=place.path,
@@ -219,12 +250,14 @@ class Tree:
             tools=place.tools,
             engine_session=self.engine_session(place),
             output=output,
+            text=text,
             call_ids=tuple(call.id for call in calls),
+            quoted=(words, *(part for call in calls for part in (call.id, call.function.name)))
+            + tuple(values),
             seconds=seconds,
         )
-        spoken = [(call.function.name, call.function.arguments) for call in calls]
-        key = link(place.keys[-1], canonical_turn(said.content or "", spoken))
-        self._answered.setdefault(key, []).append(turn)
+        self._asked.setdefault(place.keys[-1], []).append(turn)
+        self._answered.setdefault(link(place.keys[-1], text), []).append(turn)
         self.turns.append(turn)
         return turn
 
@@ -308,11 +341,13 @@ def link(before: str, text: str) -> str:
     return hashlib.blake2b(f"{before}{text}".encode(), digest_size=16).hexdigest()
 
 
-def chain(texts: Sequence[str]) -> list[str]:
-    keys = [""]
-    for text in texts:
-        keys.append(link(keys[-1], text))
-    return keys
+def leaves_of(value: Any) -> list[str]:
+    """The texts and numbers in the arguments of a call."""
+    if isinstance(value, dict):
+        return [leaf for inner in value.values() for leaf in leaves_of(inner)]
+    if isinstance(value, list):
+        return [leaf for inner in value for leaf in leaves_of(inner)]
+    return [] if value is None or isinstance(value, bool) else [str(value)]
 
 
 def beginning_of(messages: Sequence[Message], texts: Sequence[str]) -> tuple[str, str]:

@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.protocol.trajectory import InfraFault
 from verl.utils.processes import forks_end_here
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 GRACE_SECONDS = 0.5
 """How long the thread of awaited calls may take to answer before it counts as blocked."""
 REPLACE_SECONDS = 5.0
@@ -228,7 +229,7 @@ class ToolLoop:
                 self._thread.start()
             return self._loop
 
-    def start(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
+    def start(self, work: "Coroutine[Any, Any, Result]") -> "Future[Result]":
         """Run code of ours to its end, whatever becomes of the caller."""
         return asyncio.run_coroutine_threadsafe(work, self._live_loop())
 

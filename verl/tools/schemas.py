@@ -36,7 +36,7 @@ class OpenAIFunctionSchema(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(min_length=1, max_length=256)
-    description: str = ""
+    description: str | None = None
     parameters: OpenAIFunctionParametersSchema = Field(
         default_factory=lambda: OpenAIFunctionParametersSchema(
             type="object", properties={}, required=[]

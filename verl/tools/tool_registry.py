@@ -9,22 +9,29 @@ A field that nobody reads is refused: a misspelt `tool_schema` must not become a
 model is never shown. `config` belongs to the tool, except `type`, `scope` and `timeout`.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from verl.config.rollout import MultiTurnConfig
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, load_function_tools_from_path
+from verl.tools.leases import ToolSet
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
 
+logger = logging.getLogger(__name__)
+
+ROLLOUT = "actor_rollout_ref.rollout"
 MAX_FILE_BYTES = 10_000_000
 FIELDS = ("class_name", "config", "tool_schema", "mcp")
 
@@ -42,10 +49,18 @@ class ToolEntry:
 
     where: str
     """The file and the number of the entry, for messages."""
-    cls: type[BaseTool]
+    class_name: str
     config: Mapping[str, Any]
     tool_schema: OpenAIFunctionToolSchema | None
     mcp: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return str(self.config.get("type", "native"))
+
+    @cached_property
+    def cls(self) -> type[BaseTool]:
+        return get_tool_class(self.class_name)
 
 
 def native_tools(entry: ToolEntry) -> list[BaseTool]:
@@ -54,6 +69,9 @@ def native_tools(entry: ToolEntry) -> list[BaseTool]:
     return [entry.cls(config=dict(entry.config), tool_schema=entry.tool_schema)]
 
 
+tool_servers = Registry[Callable[[str], list[BaseTool]]](
+    "kind of tool server", http="verl.tools.http_tools:tools_of_server"
+)
 tool_types = Registry[Callable[[ToolEntry], list[BaseTool]]](
     "tool type", native=native_tools, mcp="verl.tools.mcp:tools_of_entry"
 )
@@ -63,9 +81,44 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     """The tools that a YAML file lists; one entry of type mcp may stand for several."""
     tools: list[BaseTool] = []
     for entry in read_entries(tools_config_file):
-        tools += tool_types[str(entry.config.get("type", "native"))](entry)
+        tools += tool_types[entry.kind](entry)
     check_names(tools, tools_config_file)
     return tools
+
+
+def schemas_of_files(
+    tool_config_path: str | None = None, function_tool_path: str | None = None
+) -> list[dict[str, Any]]:
+    """What both files offer to a model, for measuring prompts: no server is asked for its tools."""
+    entries = read_entries(tool_config_path) if tool_config_path else []
+    functions = load_function_tools_from_path(function_tool_path) if function_tool_path else []
+    schemas = [function.tool_schema for function in functions]
+    for entry in reversed(entries):
+        if entry.tool_schema is not None:
+            schemas.insert(0, entry.tool_schema)
+        elif entry.kind == "native":
+            schemas.insert(0, native_tools(entry)[0].tool_schema)
+        else:
+            logger.warning(
+                "%s: tools of servers do not count in the length of prompts", entry.where
+            )
+    return [schema.offered() for schema in schemas]
+
+
+def make_tool_set(turns: MultiTurnConfig, record_folder: str | Path | None = None) -> ToolSet:
+    """The tools that `rollout.multi_turn` names, with its limits."""
+    tools = load_all_tools(turns.tool_config_path, turns.function_tool_path)
+    if turns.tool_server is not None:
+        tools += tool_servers["http"](turns.tool_server)
+    check_names(tools, f"{ROLLOUT}.multi_turn")
+    return ToolSet(
+        tools,
+        max_threads=turns.max_tool_threads,
+        default_timeout=turns.tool_timeout_seconds,
+        max_response_length=turns.max_tool_response_length,
+        truncate_side=turns.tool_response_truncate_side,
+        record_folder=record_folder,
+    )
 
 
 def get_tool_class(cls_name: str) -> type[BaseTool]:
@@ -132,7 +185,7 @@ def read_entry(item: Any, where: str) -> ToolEntry:
         raise ValueError(f"{where}: {schema_faults(error)}") from error
     return ToolEntry(
         where=where,
-        cls=get_tool_class(item["class_name"]),
+        class_name=item["class_name"],
         config=item.get("config") or {},
         tool_schema=tool_schema,
         mcp=item.get("mcp") or {},

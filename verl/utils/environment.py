@@ -191,6 +191,16 @@ def server_token() -> str | None:
     return variable("VERL_SERVER_TOKEN") or None
 
 
+def tool_server_token() -> str:
+    """`VERL_TOOL_SERVER_TOKEN`: what is shown to `multi_turn.tool_server`; unset, nothing is."""
+    return variable("VERL_TOOL_SERVER_TOKEN")
+
+
+def retrieval_token() -> str:
+    """`VERL_RETRIEVAL_TOKEN`: what is shown to the search tool's service; unset, nothing is."""
+    return variable("VERL_RETRIEVAL_TOKEN")
+
+
 def ray_job_config() -> str:
     """`RAY_JOB_CONFIG_JSON_ENV_VAR`: what `ray job submit` was given, as JSON; "" outside a job."""
     return variable("RAY_JOB_CONFIG_JSON_ENV_VAR")

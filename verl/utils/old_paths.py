@@ -37,7 +37,10 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.experimental.dynamic_dataset": {},
     "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.utils.dataset.dynamicgen_dataset",
     "verl.experimental.agent_loop.single_turn_agent_loop": "verl.agent_loop.single_turn",
+    "verl.experimental.agent_loop.tool_agent_loop": "verl.agent_loop.tool_agent",
     "verl.experimental.agent_loop.tool_parser": "verl.tools.parsers",
+    "verl.interactions.utils": {},
+    "verl.interactions.utils.interaction_registry": "verl.interactions.registry",
     "verl.experimental.reward_loop.reward_manager.base": names(
         f"{_MANAGERS}.adapters", "RewardManagerBase"
     ),

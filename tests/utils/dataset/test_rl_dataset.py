@@ -317,11 +317,18 @@ def test_tools_count_when_prompts_are_measured(tmp_path, caplog):
     assert len(dataset(path, **options)) == 1
     with pytest.raises(DataError, match="no prompt of"):  # "calc12345" is one too long
         dataset(path, tool_config_path=str(tools), **options)
-    tools.write_text("tools: [{class_name: a.B}]")
+    functions = tmp_path / "measured_tools.py"
+    functions.write_text(
+        "from verl.tools.function_tool import function_tool\n"
+        "@function_tool\ndef sums():\n    pass\n"
+    )
+    with pytest.raises(DataError, match="no prompt of"):
+        dataset(path, function_tool_path=str(functions), **options)
+    tools.write_text("tools: [{class_name: a.B, config: {type: mcp}}]")
     assert len(dataset(path, tool_config_path=str(tools), **options)) == 1
-    assert "1 of 1 tools in" in caplog.text
+    assert "tools of servers do not count in the length of prompts" in caplog.text
     tools.write_text("nothing: 1")
-    with pytest.raises(DataError, match="has no list of `tools`"):
+    with pytest.raises(DataError, match="must hold `tools:` with a list"):
         dataset(path, tool_config_path=str(tools))
 
 

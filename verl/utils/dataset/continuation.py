@@ -1,4 +1,4 @@
-"""`Continuation`: the token ids that follow a turn of the model, without rendering its history again.
+"""`Continuation`: the token ids that follow a turn of the model; its history is not rendered again.
 
 A chat template that writes a conversation anew seldom reproduces the ids that the model sampled:
 many drop the thinking of earlier turns, others trim. So the history stays as it is and only what
@@ -7,8 +7,8 @@ follows is rendered, after a short conversation that is made up:
     user: ...  assistant: MARK<end of turn>[rest: the new messages, the next turn's beginning]
 
 The rest is what is appended. It is proven once per shape of messages that it depends neither on
-what the made-up turn says nor on whether there was such a turn before, that no token reaches across its
-border, and that the template writes every message. What cannot be proven is refused.
+what the made-up turn says nor on whether there was such a turn before, that no token reaches across
+its border, and that the template writes every message. What cannot be proven is refused.
 """
 
 import json
@@ -16,7 +16,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -171,7 +170,7 @@ class Continuation:
         follows, too."""
         alone = self._rendering(messages, MARKS[0], without=True)
         special = special_texts(self.tokenizer)
-        shared = commonprefix([rendering.tail, alone.tail])
+        shared = common_prefix(rendering.tail, alone.tail)
         length = max(
             (shared.rfind(token) + len(token) for token in special if token in shared), default=0
         )
@@ -357,6 +356,14 @@ def _continuation(
         tools=json.loads(tools),
         stop_token_ids=stop_ids,
     )
+
+
+def common_prefix(one: str, other: str) -> str:
+    length = next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    return one[:length]
 
 
 def _user(text: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ model's processor.
 """
 
 import io
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -281,30 +279,6 @@ def load_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[A
             elif part.get("type") == "video":
                 videos.append(load_video(part))
     return images, videos
-
-
-logger = logging.getLogger(__name__)
-
-
-def load_tool_schemas(path: str | None) -> list[dict[str, Any]]:
-    """The `tool_schema` of every entry below `tools`; none without a file."""
-    if path is None:
-        return []
-    try:
-        content = yaml.safe_load(Path(path).expanduser().read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise DataError(f"data.tool_config_path ({path}) cannot be read: {error}") from error
-    entries = content.get("tools") if isinstance(content, dict) else None
-    if not isinstance(entries, list):
-        raise DataError(f"data.tool_config_path ({path}) has no list of `tools`")
-    stated = [entry.get("tool_schema") for entry in entries if isinstance(entry, dict)]
-    schemas = [schema_without_nulls(schema) for schema in stated if isinstance(schema, dict)]
-    if len(schemas) < len(entries):
-        logger.warning(
-            "%d of %d tools in %s have no tool_schema; they do not count in the length of prompts",
-            len(entries) - len(schemas), len(entries), path,
-        )  # fmt: skip
-    return schemas
 
 
 def schema_without_nulls(schema: Any) -> Any:

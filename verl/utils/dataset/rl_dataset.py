@@ -28,11 +28,11 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.convert import Conversion, plain
 from verl.config.data import DataConfig
 from verl.config.faults import ConfigError
+from verl.tools.tool_registry import schemas_of_files
 from verl.utils.dataset.prompt_encoder import (
     PromptEncoder,
     PromptRow,
     load_media,
-    load_tool_schemas,
     media_fault,
     with_media,
 )
@@ -54,6 +54,14 @@ logger = logging.getLogger(__name__)
 DEFAULT_SEED = 1
 UNKNOWN_SOURCE = "unknown"
 GradingFault = Callable[[Any, Any], str | None]
+
+
+def tool_schemas_of(config: DataConfig) -> list[dict[str, Any]]:
+    """What the chat template is told of tools, where the files of the run say it."""
+    try:
+        return schemas_of_files(config.tool_config_path, config.function_tool_path)
+    except (ValueError, OSError, ImportError, AttributeError, RuntimeError) as error:
+        raise DataError(f"the tools, which count in the length of prompts: {error}") from error
 
 
 @runtime_checkable
@@ -102,7 +110,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.processor = processor
         self.max_samples = max_samples
         self._keys = (self.config.prompt_key, self.config.image_key, self.config.video_key)
-        self.tool_schemas = load_tool_schemas(self.config.tool_config_path)
+        self.tool_schemas = tool_schemas_of(self.config)
         self.encoder = PromptEncoder(tokenizer, processor, self.config, self.tool_schemas)
         self._read_files_and_tokenize()
         if not len(self.dataframe):

@@ -1,21 +1,17 @@
 """One program and its test cases, run by a Sandbox Fusion service (`POST .../run_code`).
 
 The cases share one time limit, as in the local sandbox. Only an overloaded gateway (HTTP 504) is
-asked again. The service gets the program and the input; what is expected stays here. A request has
-one deadline for all of it and a limit on the size of the answer.
+asked again. The service gets the program and the input; what is expected stays here.
 """
 
 import functools
-import json
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from verl.utils.http_json import RequestFailed, post_json
 from verl.utils.reward_score.code_programs import asserting_program, function_program
 from verl.utils.reward_score.code_tests import (
     COMPILE_ERROR,
@@ -124,41 +120,6 @@ def _part(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _seconds(part: Mapping[str, Any]) -> float | None:
     seconds = part.get("execution_time")
     return float(seconds) if isinstance(seconds, int | float) else None
-
-
-class RequestFailed(Exception):
-    """No answer, or one that is no use; `status` is the HTTP status if there was one."""
-
-    def __init__(self, text: str, status: int | None = None) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-def post_json(
-    url: str, payload: dict[str, Any], *, timeout_seconds: float, max_response_bytes: int
-) -> Any:
-    """The answer's JSON. Redirects are not followed and proxies not used."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"the address of the service is {url!r}; it must begin with http://")
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=timeout_seconds)
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    body = json.dumps(payload).encode()
-    try:
-        status, content = _exchange(connection, target, body, timeout_seconds, max_response_bytes)
-    except (OSError, HTTPException) as error:
-        raise RequestFailed(f"{type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-    if status != 200:
-        raise RequestFailed(f"HTTP {status}: {content[:200].decode(errors='replace')}", status)
-    if len(content) > max_response_bytes:
-        raise RequestFailed(f"the answer has more than {max_response_bytes} bytes")
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise RequestFailed(f"the answer is not JSON: {error}") from error
 
 
 class RemoteTests:
@@ -275,32 +236,3 @@ def _verdict(case: Case, record: Mapping[str, Any], password: str) -> tuple[Verd
     if record["run_status"] in ("Error", "Finished"):
         return RUNTIME_ERROR, "runtime_error"
     return SERVICE_ERROR, "sandbox_error"
-
-
-def _exchange(
-    connection: HTTPConnection, target: str, body: bytes, timeout_seconds: float, max_bytes: int
-) -> tuple[int, bytes]:
-    """The time-out of a socket is for each read; the alarm ends a sender that drips."""
-    connection.connect()
-    expired = threading.Event()
-    alarm = threading.Timer(timeout_seconds, _cut, (connection.sock, expired))
-    alarm.daemon = True
-    alarm.start()
-    try:
-        connection.request("POST", target, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = response.status, response.read(max_bytes + 1)
-    except (OSError, HTTPException) as error:
-        if expired.is_set():
-            raise TimeoutError(f"no answer within {timeout_seconds} s") from error
-        raise
-    finally:
-        alarm.cancel()
-    if expired.is_set():
-        raise TimeoutError(f"no answer within {timeout_seconds} s")
-    return answer
-
-
-def _cut(connected: socket.socket, expired: threading.Event) -> None:
-    expired.set()
-    connected.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,19 @@
+"""What earns a reward: the right answer after `Answer:`. Whether a query ran is only reported."""
+
+import re
+from typing import Any
+
+ANSWER = re.compile(r"Answer: {0,4}(\S{1,64})")
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, float]:
+    is_right = [answer.rstrip(".") for answer in ANSWER.findall(solution_str)][-1:] == [
+        ground_truth
+    ]
+    return {"score": float(is_right), "called": float("<tool_call>" in solution_str)}

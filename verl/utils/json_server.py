@@ -1,0 +1,208 @@
+"""A small JSON-over-HTTP server on the standard library, for services that tools ask.
+
+    connection -> host known? -> token right? -> body JSON and small enough? -> route -> JSON
+
+It listens on this machine only and asks for a token, unless told otherwise. A request must arrive
+whole within `receipt_seconds`; connections above `max_connections` are turned away with 503.
+`GET /health` is open.
+"""
+
+import hmac
+import ipaddress
+import json
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from verl.utils.py_functional import printable
+
+logger = logging.getLogger(__name__)
+
+Route = Callable[[Any], Any]
+"""From the JSON of the body (None without one) to the JSON of the reply."""
+
+MIN_TOKEN_CHARACTERS = 16
+
+
+class Refusal(Exception):
+    """What a route will not do: an HTTP status, and why."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class JsonServer:
+    """`start` serves in a thread until `stop`; `serve_forever` serves in this one.
+
+    `token` None makes one (`server.token`), "" asks for none, which only loopback allows.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[tuple[str, str], Route],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        max_body_bytes: int = 1 << 20,
+        max_connections: int = 256,
+        receipt_seconds: float = 10.0,
+    ) -> None:
+        self.host = host
+        self.token = secrets.token_urlsafe(24) if token is None else token
+        if not self.token and not is_loopback(host):
+            raise ValueError(
+                f"a server on {host} can be reached from other machines and needs a token; "
+                "give one, or listen on 127.0.0.1"
+            )
+        if self.token and len(self.token) < MIN_TOKEN_CHARACTERS:
+            raise ValueError(f"the token must have {MIN_TOKEN_CHARACTERS} or more characters")
+        self.routes = {("GET", "/health"): lambda _: {"status": "ok"}, **routes}
+        self.max_body_bytes = max_body_bytes
+        self.receipt_seconds = receipt_seconds
+        self.places = threading.BoundedSemaphore(max_connections)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        kind = type("Server", (_HttpServer,), {"address_family": family})
+        self._http = kind((host, port), _handler(self))
+        self._thread = threading.Thread(target=self.serve_forever, daemon=True)
+
+    @property
+    def port(self) -> int:
+        return self._http.server_address[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    def start(self) -> "JsonServer":
+        self._thread.start()
+        return self
+
+    def serve_forever(self) -> None:
+        self._http.serve_forever(poll_interval=0.05)
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def __enter__(self) -> "JsonServer":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ---- one request -----------------------------------------------------------------------------
+
+    def answer(self, request: BaseHTTPRequestHandler) -> tuple[int, Any]:
+        try:
+            self._check_host(request)
+            route = self._route(request)
+            return 200, route(self._body(request))
+        except Refusal as refusal:
+            return refusal.status, {"error": str(refusal)}
+        except OSError as error:  # the client went, or sent too slowly
+            return 408, {"error": f"the request did not arrive: {error}"}
+        except Exception as error:
+            logger.exception("%s %s failed", request.command, printable(request.path))
+            return 500, {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+    def _check_host(self, request: BaseHTTPRequestHandler) -> None:
+        """A page from elsewhere must not reach a local server through a name of its own."""
+        name = (request.headers.get("Host") or "").rsplit(":", 1)[0].strip("[]").lower()
+        if is_loopback(self.host) and name not in (self.host, "localhost", "127.0.0.1", "::1"):
+            raise Refusal(403, "the Host header names another server")
+
+    def _route(self, request: BaseHTTPRequestHandler) -> Route:
+        key = request.command, request.path.partition("?")[0]
+        if key != ("GET", "/health") and self.token:
+            scheme, _, shown = (request.headers.get("Authorization") or "").partition(" ")
+            right = hmac.compare_digest(shown.encode(), self.token.encode())
+            if scheme.lower() != "bearer" or not right:
+                raise Refusal(401, "this needs the server's token: Authorization: Bearer ...")
+        if key not in self.routes:
+            known = ", ".join(f"{method} {path}" for method, path in sorted(self.routes))
+            raise Refusal(405, f"there is no {printable(' '.join(key))}; there are {known}")
+        return self.routes[key]
+
+    def _body(self, request: BaseHTTPRequestHandler) -> Any:
+        length = request.headers.get("Content-Length") or "0"
+        if request.headers.get("Transfer-Encoding") or not length.isdigit():
+            raise Refusal(411, "send the body with its Content-Length")
+        if int(length) > self.max_body_bytes:
+            raise Refusal(413, f"the body is longer than {self.max_body_bytes} bytes")
+        body = request.rfile.read(int(length))
+        if not body:
+            return None
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, f"the body is not JSON: {error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name; where it leads is not ours to guess
+        return False
+
+
+class _HttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is no event."""
+
+
+def _handler(server: JsonServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = server.receipt_seconds
+
+        def handle_one_request(self) -> None:
+            self.alarm = threading.Timer(server.receipt_seconds, self._cut)
+            self.alarm.daemon = True
+            self.alarm.start()
+            try:
+                super().handle_one_request()
+            finally:
+                self.alarm.cancel()
+
+        def _cut(self) -> None:
+            try:
+                self.connection.shutdown(socket.SHUT_RD)
+            except OSError:
+                return  # it has been closed
+
+        def do_GET(self) -> None:
+            if not server.places.acquire(blocking=False):
+                self._reply(503, {"error": "too many requests at once"})
+                return
+            try:
+                self._reply(*server.answer(self))
+            finally:
+                server.places.release()
+
+        do_POST = do_GET
+
+        def _reply(self, status: int, content: Any) -> None:
+            self.alarm.cancel()
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Requests are not logged: they hold what the model wrote."""
+
+    return Handler
