@@ -9,6 +9,20 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 HIDDEN = "game"
 """The server asks for it; the row knows it (`tools_kwargs`), and the model must not."""
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "guess",
+        "description": "Guess the number.",
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "description": "Your guess."}},
+            "required": ["n"],
+        },
+    },
+}
+"""What the model is shown, in supervised training and here alike."""
+
 
 class GuessTool(MCPBaseTool):
     """Adds the name of the trajectory's game to every guess."""
@@ -17,9 +31,7 @@ class GuessTool(MCPBaseTool):
         self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        parameters = self.tool_schema.function.parameters
-        parameters.properties.pop(HIDDEN)
-        parameters.required.remove(HIDDEN)
+        self.tool_schema = OpenAIFunctionToolSchema.model_validate(TOOL)
         self._games: dict[str, str] = {}
 
     async def create(

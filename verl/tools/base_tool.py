@@ -72,3 +72,6 @@ class BaseTool:
         Called at the next start, with nothing known but the id. Instances are recorded on disk
         only for tools that override this.
         """
+
+    def close(self) -> None:
+        """Give back what the tool itself holds, at the end of the run."""

@@ -152,6 +152,9 @@ class ToolSet:
         wait([lease.start_release() for lease in list(self.leases)], timeout=seconds)
         self.keeper.close()
         self.tool_loop.close()
+        for tool in self.tools.values():
+            if isinstance(tool, BaseTool):
+                tool.close()
         if self.record is not None:
             self.record.close()
 

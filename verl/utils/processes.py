@@ -15,11 +15,13 @@ import faulthandler
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +150,81 @@ def descendants(root: int) -> list[int]:
         found += below
         waiting += below
     return found
+
+
+def supervised(command: Sequence[str], *, max_line_bytes: int, max_stderr_bytes: int) -> list[str]:
+    """A command line that runs `command` and ends with the thread that starts it, by whatever it
+    ends, together with all that it has started.
+
+    A line of output that is too long ends it too. Of what it writes to stderr, a file, only the
+    latest is kept.
+    """
+    boot = (
+        "import sys; sys.path.insert(0, sys.argv[1]); "
+        "from verl.utils.processes import supervise; "
+        "sys.exit(supervise(sys.argv[5:], *map(int, sys.argv[2:5])))"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    limits = (os.getpid(), max_line_bytes, max_stderr_bytes)
+    return [sys.executable, "-I", "-c", boot, root, *map(str, limits), *command]
+
+
+def supervise(command: list[str], parent: int, max_line_bytes: int, max_stderr_bytes: int) -> int:
+    """Run a command below this process, which does nothing else; its exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    adopt_orphans()
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        return 1
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        return 127
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the end of stdin is for the command alone
+    assert process.stdout is not None
+    assert process.stderr is not None
+    pipes = (process.stdout.fileno(), process.stderr.fileno())
+    relays = [
+        threading.Thread(target=_relay_lines, args=(process, pipes[0], max_line_bytes)),
+        threading.Thread(target=_keep_latest, args=(pipes[1], max_stderr_bytes)),
+    ]
+    for relay in relays:
+        relay.daemon = True
+        relay.start()
+    try:
+        _, status = os.waitpid(process.pid, 0)
+        for relay in relays:
+            relay.join(0.5)  # an orphan may hold the pipe open
+        return os.waitstatus_to_exitcode(status) & 0xFF
+    finally:
+        end_descendants()
+
+
+def _relay_lines(process: "subprocess.Popen[bytes]", source: int, max_line_bytes: int) -> None:
+    length = 0
+    while chunk := os.read(source, 1 << 16):
+        head, newline, tail = chunk.rpartition(b"\n")
+        length = len(tail) if newline else length + len(chunk)
+        if length > max_line_bytes or max(map(len, head.split(b"\n"))) > max_line_bytes:
+            os.write(2, f"a line of output has more than {max_line_bytes} bytes\n".encode())
+            process.kill()
+            return
+        try:
+            while chunk:
+                chunk = chunk[os.write(1, chunk) :]
+        except OSError:  # nobody reads any more
+            process.kill()
+            return
+
+
+def _keep_latest(source: int, max_bytes: int) -> None:
+    while chunk := os.read(source, 1 << 16):
+        with suppress(OSError):  # not a file: it cannot be cut
+            if os.lseek(2, 0, os.SEEK_CUR) > max_bytes:
+                os.ftruncate(2, 0)
+                os.lseek(2, 0, os.SEEK_SET)
+        os.write(2, chunk)
 
 
 @contextmanager
