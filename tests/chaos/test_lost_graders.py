@@ -9,7 +9,7 @@ import pytest
 from tests.chaos import table
 from tests.chaos.strikes import wait_until_gone
 from tests.toy import toy_run
-from verl.workers.reward_manager import workers
+from verl.utils import forked_workers
 from verl.workers.reward_manager.grader import InfraError, Score
 from verl.workers.reward_manager.workers import WorkerPool
 
@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr(workers, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(forked_workers, "PROBE_SECONDS", 0.3)
 
 
 def show(phase, number, seconds):

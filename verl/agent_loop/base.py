@@ -19,7 +19,7 @@ from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, 
 from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
 from verl.utils.dataset.continuation import Continuation, continuation_of
 from verl.utils.dataset.prompt_encoder import load_media
-from verl.utils.dataset.prompts import Prompt, encode_prompt
+from verl.utils.dataset.prompts import Prompt, encode_prompt, render
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
 from verl.utils.rollout_trace import rollout_trace_attr
@@ -210,7 +210,17 @@ class AgentLoopBase(ABC):
     @property
     def system_prompt(self) -> list[int]:
         """The ids that the chat template writes before the first message."""
-        one, two = (self.encode([{"role": "user", "content": "a"}] * number) for number in (1, 2))
+        message = {"role": "user", "content": "a"}
+        texts = [
+            render(
+                [message] * number,
+                self.tokenizer,
+                add_generation_prompt=False,
+                template_kwargs=self.apply_chat_template_kwargs,
+            )
+            for number in (1, 2)
+        ]
+        one, two = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
         return one[: max(0, 2 * len(one) - len(two))]
 
     async def process_vision_info(self, messages: Prompt) -> dict[str, list[Any]]:
@@ -252,6 +262,7 @@ class AgentLoopBase(ABC):
 agent_loops = Registry[type[AgentLoopBase]](
     "agent loop",
     single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
+    env_agent="verl.agent_loop.env_agent:EnvAgentLoop",
     tool_agent="verl.agent_loop.tool_agent:ToolAgentLoop",
     program_agent="verl.server.program_agent:ProgramAgentLoop",
 )

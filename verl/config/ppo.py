@@ -12,6 +12,7 @@ from verl.config.algorithm import AlgoConfig
 from verl.config.base import BaseConfig, When, option
 from verl.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
 from verl.config.data import DataConfig
+from verl.config.env import EnvConfig
 from verl.config.model import HFModelConfig, McoreModelConfig
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.ref import FSDPRefConfig, McoreRefConfig, RefConfig
@@ -93,6 +94,9 @@ class PPOConfig(BaseConfig):
         default_factory=CustomRewardFunctionConfig
     )
     """A reward function of your own."""
+
+    env: EnvConfig = option(default_factory=EnvConfig)
+    """The world of the agent loop `env_agent`."""
 
     algorithm: AlgoConfig = option(default_factory=AlgoConfig)
     """From rewards to advantages."""

@@ -254,7 +254,8 @@ def has_own_loops(here: Any, run: Any) -> bool:
         return False
     agent = run.actor_rollout_ref.rollout.agent
     is_named = agent.agent_loop_config_path or agent.agent_loop_manager_class
-    return bool(is_named) or may_register_names(run)
+    is_environment = agent.default_agent_loop == "env_agent"
+    return bool(is_named) or is_environment or may_register_names(run)
 
 
 def has_several_turns(here: Any, run: Any) -> bool:

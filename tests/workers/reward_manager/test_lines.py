@@ -16,13 +16,14 @@ from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.batches import batch
 from tests.workers.reward_manager.test_worker_pool import is_running, wait_until
 from verl.utils import line
+from verl.utils.forked_workers import WorkerProcess
 from verl.utils.line import HEADER, Line, header_of
 from verl.utils.py_functional import timeout_limit
 from verl.workers.reward_manager import get_reward_manager_cls
 from verl.workers.reward_manager.adapters import grades_of
 from verl.workers.reward_manager.grader import InfraError, Score
 from verl.workers.reward_manager.prime import parallel_compute_score_async
-from verl.workers.reward_manager.workers import RayWorkerPool, WorkerPool, WorkerProcess, packed
+from verl.workers.reward_manager.workers import RayWorkerPool, WorkerPool, packed
 
 EARNED = {"5": 0.7, "6": 0.3, "7": 0.1, "8": 0.2}
 

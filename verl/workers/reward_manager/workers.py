@@ -1,11 +1,5 @@
 """Calls a reward function in processes that can be killed.
 
-    trainer ---- control socket ----> fork server   forked once, has one thread, runs no user code
-       |                                 |  forks and ends keepers
-       |                               keeper       one for each worker, ends all that it leaves
-       |                                 |
-       +---- a line for each ------> worker         read arguments, call the function, send a grade
-
 A call that takes too long ends with its worker killed, inside C code or not. A worker that dies
 under a call (out of memory, a crash in C, somebody's `kill`), is stopped by a signal, or says
 something else than the reply to its call, tells nothing about the response: it is killed and the
@@ -14,29 +8,24 @@ call is repeated on a new worker, a few times. Either way the next call gets a w
 Arguments go out as the trainer pickles them; what comes back is plain data (`codec`), so nothing
 that runs in a worker becomes code in the trainer. A fork that a function makes never replies.
 
-The fork server is a copy of the trainer from the moment the reward manager was made, and workers
-are copies of it: they start in milliseconds, however large the trainer has grown, and take any
-function, closures too. A keeper adopts what the processes below it leave behind, daemons with a
-session of their own too, and kills it when its worker ends. When the trainer is gone the fork
-server reads the end of its socket and ends the keepers; when the fork server is gone, the kernel
-tells them.
+Workers are copies of the trainer from the moment the reward manager was made
+(`verl.utils.forked_workers`): they start in milliseconds, however large the trainer has grown, and
+take any function, closures too.
 
 `RayWorkerPool` does the same with actors on all machines of a Ray cluster; they take any function
 that Ray can serialize.
 """
 
 import asyncio
+import functools
 import os
-import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,36 +33,23 @@ import torch
 from verl.protocol import codec
 from verl.protocol.trajectory import Abstain, Grade, InfraError, Score
 from verl.single_controller.local.payload import Payload
-from verl.utils.import_utils import require
-from verl.utils.line import BrokenLineError, Line, Octets, call_numbers, close_in_forks
-from verl.utils.processes import (
-    adopt_orphans,
-    die_with_parent,
-    end_descendants,
-    forks_end_here,
-    has_children,
-    is_stopped,
+from verl.utils.forked_workers import (
+    LostWorkerError,
+    WorkerProcesses,
+    await_reply,
+    fork_server,
 )
+from verl.utils.import_utils import require
+from verl.utils.line import BrokenLineError, Line, Octets, call_numbers
+from verl.utils.processes import die_with_parent, forks_end_here
 from verl.workers.reward_manager.grader import as_grade, checked, infra_error_of, is_async
 
 MAX_RETRIES = 3
-CONTROL_SECONDS = 10.0
-"""The fork server replies in milliseconds; longer means that it was stopped."""
-
-PROBE_SECONDS = 5.0
-"""How often to check whether a worker that does not reply was stopped by a signal."""
-
 START_SECONDS = 120.0
 """Until an actor replies for the first time; it has to import the package."""
 
 MAX_CALL_BYTES = 1 << 40
 MAX_REPLY_BYTES = 64 << 20
-
-CONTROL = struct.Struct("QQ")
-"""Number of the request, and START or the pid of a worker to kill; the reply has the number and the
-pid of the worker."""
-
-START = 0
 
 
 class WorkerPool:
@@ -86,7 +62,10 @@ class WorkerPool:
     def __init__(self, function: Callable[..., Any], *, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self._numbers = call_numbers()
-        self._processes = WorkerProcesses(function)
+        self._processes = WorkerProcesses(
+            fork_server(functools.partial(work, function=function)),
+            max_reply_bytes=MAX_REPLY_BYTES,
+        )
         self._close = weakref.finalize(self, self._processes.end)
 
     def close(self) -> None:
@@ -135,200 +114,6 @@ class WorkerPool:
                 self._processes.kill(worker)
         self._processes.put_back(worker)
         return grade
-
-
-class LostWorkerError(RuntimeError):
-    """The worker is gone and has not told anything about the response."""
-
-
-@dataclass(frozen=True)
-class WorkerProcess:
-    pid: int
-    line: Line
-
-
-def await_reply(worker: WorkerProcess, deadline: float) -> None:
-    """Wait until it says something, or has ended; a `LostWorkerError` once it is found stopped
-    twice."""
-    was_stopped = False
-    while (remaining := deadline - time.monotonic()) > 0:
-        if worker.line.has_bytes(min(PROBE_SECONDS, remaining)):
-            return
-        if was_stopped and is_stopped(worker.pid):
-            raise LostWorkerError(f"process {worker.pid} was stopped by a signal")
-        was_stopped = is_stopped(worker.pid)
-    raise TimeoutError
-
-
-class WorkerProcesses:
-    """The fork server and its workers, as the trainer sees them; a lost fork server is replaced."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
-        self._numbers = call_numbers()
-        self._idle: list[WorkerProcess] = []
-        self._server_pid, self._control = self._start_fork_server()
-
-    def take(self) -> WorkerProcess:
-        with self._lock:
-            return self._idle.pop() if self._idle else self._start_worker()
-
-    def put_back(self, worker: WorkerProcess) -> None:
-        with self._lock:
-            self._idle.append(worker)
-
-    def kill(self, worker: WorkerProcess) -> None:
-        """End it and whatever it started; without a fork server it is dead already."""
-        worker.line.close()
-        with self._lock:
-            try:
-                self._request(worker.pid)
-            except OSError:
-                self._control.close()  # a late reply would be taken for another one's
-
-    def end(self) -> None:
-        if os.getpid() != self._owner:  # a fork of the trainer has no say in this
-            return
-        for worker in self._idle:
-            worker.line.close()
-        self._end_fork_server()
-
-    def _start_fork_server(self) -> tuple[int, socket.socket]:
-        pid, control = start_fork_server(self._function)
-        close_in_forks(control)
-        control.settimeout(CONTROL_SECONDS)
-        return pid, control
-
-    def _start_worker(self) -> WorkerProcess:
-        try:
-            return self._new_worker()
-        except OSError:  # the fork server was killed or stopped
-            self._end_fork_server()
-            self._server_pid, self._control = self._start_fork_server()
-            return self._new_worker()
-
-    def _new_worker(self) -> WorkerProcess:
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                pid = self._request(START, theirs.fileno())
-        except OSError:
-            ours.close()
-            raise
-        return WorkerProcess(pid, Line(ours, max_bytes=MAX_REPLY_BYTES))
-
-    def _request(self, what: int, *descriptors: int) -> int:
-        """The pid in the fork server's reply; OSError if there is none, or another's."""
-        number = next(self._numbers)
-        socket.send_fds(self._control, [CONTROL.pack(number, what)], descriptors)
-        reply = self._control.recv(CONTROL.size)
-        if len(reply) != CONTROL.size or CONTROL.unpack(reply)[0] != number:
-            raise ConnectionError("the fork server of the reward workers has ended")
-        return CONTROL.unpack(reply)[1]
-
-    def _end_fork_server(self) -> None:
-        self._control.close()
-        for _ in range(100):  # it ends its keepers first
-            pid, _ = os.waitpid(self._server_pid, os.WNOHANG)
-            if pid:
-                return
-            time.sleep(0.01)
-        os.kill(self._server_pid, signal.SIGKILL)
-        os.waitpid(self._server_pid, 0)  # it was killed, so this returns
-
-
-def start_fork_server(function: Callable[..., Any]) -> tuple[int, socket.socket]:
-    """Its process id and our end of the control socket."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or the copy would print it too
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        _run_and_exit(lambda: ForkServer(theirs, function).serve())
-    theirs.close()
-    return pid, ours
-
-
-class ForkServer:
-    """Forks and ends keepers on request, until the control socket is closed."""
-
-    def __init__(self, control: socket.socket, function: Callable[..., Any]) -> None:
-        self._control = control
-        self._function = function
-        self._keepers: dict[int, int] = {}  # by the pid of the worker
-
-    def serve(self) -> None:
-        os.setsid()  # Ctrl-C is for the trainer
-        adopt_orphans()  # of a keeper that somebody killed
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        while True:
-            message, descriptors, _, _ = socket.recv_fds(self._control, CONTROL.size, 1)
-            if len(message) < CONTROL.size:
-                break
-            number, what = CONTROL.unpack(message)
-            pid = self._fork(descriptors[0]) if what == START else self._kill(what)
-            self._control.sendall(CONTROL.pack(number, pid))
-        for keeper in self._keepers.values():
-            os.kill(keeper, signal.SIGTERM)
-        for keeper in self._keepers.values():
-            os.waitpid(keeper, 0)  # what it keeps has a deadline
-        end_descendants()
-
-    def _fork(self, descriptor: int) -> int:
-        reader, writer = os.pipe()
-        server, keeper = os.getpid(), os.fork()
-        if keeper == 0:
-            self._control.close()
-            os.close(reader)
-            connection = socket.socket(fileno=descriptor)
-            _run_and_exit(lambda: keep(connection, self._function, writer, server))
-        os.close(writer)
-        os.close(descriptor)
-        with open(reader, "rb") as stream:
-            pid = int.from_bytes(stream.read(), "big")
-        self._keepers[pid] = keeper
-        return pid
-
-    def _kill(self, pid: int) -> int:
-        keeper = self._keepers.pop(pid, None)
-        if keeper is not None:  # nobody else waits for it, so the number is still its own
-            os.kill(keeper, signal.SIGTERM)
-            os.waitpid(keeper, 0)  # what it keeps has a deadline
-        return pid
-
-
-def keep(
-    connection: socket.socket, function: Callable[..., Any], pid_pipe: int, server: int
-) -> None:
-    """Start a worker and tell its pid; when it ends, or SIGTERM comes, end all that is below."""
-    signals = (signal.SIGTERM, signal.SIGCHLD)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    die_with_parent(signal.SIGTERM)
-    if os.getppid() != server:  # it has died before we asked
-        return
-    adopt_orphans()
-    worker = os.fork()
-    if worker == 0:
-        os.close(pid_pipe)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        _run_and_exit(lambda: work(connection, function))
-    connection.close()
-    os.write(pid_pipe, worker.to_bytes(8, "big"))
-    os.close(pid_pipe)
-    while signal.sigwait(signals) == signal.SIGCHLD and is_running(worker):
-        has_children()  # collects
-    end_descendants()
-
-
-def is_running(child: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # collected
-        return False
 
 
 def work(connection: socket.socket, function: Callable[..., Any]) -> None:
@@ -409,16 +194,6 @@ def unpacked(message: bytes | bytearray) -> Grade:
     if not is_sound:
         raise ValueError(f"a reply that is no grade: {kind} with {fields!r:.200}")
     return checked(grade)
-
-
-def _run_and_exit(task: Callable[[], None]) -> NoReturn:
-    """End without the exit handlers and buffers that were copied from the trainer."""
-    code = 1
-    try:
-        task()
-        code = 0
-    finally:
-        os._exit(code)
 
 
 def is_attached() -> bool:
