@@ -7,10 +7,12 @@ from tests.agent_loop.fakes import FakeRollout, loop_config
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
 from verl.agent_loop.rollouter import RolloutOptions, new_groups
-from verl.agent_loop.sessions import BrokenWorld, require_working_world
+from verl.agent_loop.sessions import BrokenWorld, fill_from_batch, require_working_world
+from verl.algos.sessions import one_row_per_session
 from verl.protocol import DataProto
-from verl.protocol.trajectory import Abstain, InfraError, InfraFault
+from verl.protocol.trajectory import Abstain, Group, InfraError, InfraFault, Trajectory
 from verl.trainer.ppo.context import StepBatch
+from verl.trainer.ppo.metric_utils import conversation_metrics
 from verl.trainer.ppo.scoring import score_batch
 from verl.workers.reward_manager.managers import NaiveRewardManager
 
@@ -40,6 +42,15 @@ class BrokenGroup(ScriptedLoop):
     async def run_group(cls, make_loop, samples):
         await samples[0].run_in(make_loop())
         raise InfraFault("the shared board is gone", reason="board")
+
+
+@register("forgetful_for_tests")
+class Forgetful(ScriptedLoop):
+    """Ends one sample and forgets the others."""
+
+    @classmethod
+    async def run_group(cls, make_loop, samples):
+        await samples[0].run_in(make_loop())
 
 
 def generated(scripts, *, loop="scripted_for_tests", reward_fn=None):
@@ -156,3 +167,55 @@ def test_a_run_stops_above_the_threshold_and_says_what_is_broken():
     require_working_world(groups, 0.25)
     with pytest.raises(BrokenWorld, match=r"1 of 4 .*search 1.*connection refused.*max_infra_rat"):
         require_working_world(groups, 0.2)
+
+
+def test_a_batch_from_elsewhere_says_whose_rows_it_has():
+    manager, groups = generated([[[row_of(6), row_of(7)], None, row_of(8)], [row_of(9)] * 3])
+    batch = manager._as_batch(groups)
+    assert batch.non_tensor_batch["request_row"].tolist() == [0, 0, 2, 3, 4, 5]
+    asked = [
+        Group(
+            index=n, uid=group.uid, drawn_at=1,
+            trajectories=[Trajectory(uid=group.uid, sample=k, row={}) for k in range(3)],
+        )
+        for n, group in enumerate(groups)
+    ]  # fmt: skip
+    fill_from_batch(asked, batch)
+    for found, group in zip(asked, groups, strict=True):
+        assert [t.response_ids for t in found.trajectories] == [
+            t.response_ids for t in group.trajectories
+        ]
+        assert [(t.sample, t.rows_after) for t in found.trajectories] == [
+            (t.sample, t.rows_after) for t in group.trajectories
+        ]
+        assert [t.sample for t in found.lost] == [t.sample for t in group.lost]
+    del batch.non_tensor_batch["request_row"]
+    wanted = [Group(index=0, uid="p", drawn_at=1, trajectories=asked[0].trajectories[:1])]
+    with pytest.raises(ValueError, match="1 rows were to be continued and 6 came back"):
+        fill_from_batch(wanted, batch)
+
+
+def test_outcomes_of_tools_and_forks_are_counted_per_session():
+    said = {"tool_outcomes": {"reply": 2, "timeout": 1}, "fork_reasons": {"compaction": 1}}
+    session = [row_of(6), row_of(7, extra_fields=said)]
+    fault = InfraFault("no answer", reason="search")
+    manager, groups = generated([[session, row_of(8, extra_fields=said), fault, None]])
+    metrics, _ = manager.rollouter.take_report(groups)
+    assert metrics == {
+        "rollout/truncated_ratio": 0.0,
+        "rollout/rows_per_session": 1.5,
+        "rollout/env_faults": 1.0,
+        "rollout/env_faults/search": 1.0,
+        "rollout/empty_sessions": 1.0,
+        "rollout/tool_outcomes/reply": 4.0,
+        "rollout/tool_outcomes/timeout": 2.0,
+        "rollout/fork_reasons/compaction": 2.0,
+    }
+    batch = StepBatch(groups, manager.rollouter.padding).data
+    counts = conversation_metrics(one_row_per_session(batch).non_tensor_batch)
+    assert counts["tool_call_counts/mean"] == 3.0
+
+
+def test_a_group_that_ends_without_its_samples_is_a_mistake_of_the_loop():
+    with pytest.raises(RuntimeError, match=r"Forgetful.run_group ended 1 of 2 samples"):
+        generated([[row_of(6), row_of(7)]], loop="forgetful_for_tests")

@@ -87,6 +87,8 @@ def run(toy, folder, loop, *changes, **options):
         ("gae", "seq-mean-token-mean"),
         pytest.param("grpo", "seq-mean-token-sum", marks=pytest.mark.slow),
         pytest.param("rloo", "token-mean", marks=pytest.mark.slow),
+        pytest.param("remax", "seq-mean-token-mean", marks=pytest.mark.slow),
+        pytest.param("reinforce_plus_plus", "seq-mean-token-sum", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_learns_the_same_from_sessions_in_several_rows(toy, tmp_path, estimator, mode):
@@ -120,6 +122,45 @@ def test_a_step_learns_the_same_from_sessions_in_several_rows(toy, tmp_path, est
         if cut[name] != pytest.approx(whole[name], rel=2e-5, abs=1e-6)
     }
     assert differs == {}
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_the_same_from_sessions_in_several_rows(toy, tmp_path):
+    changes = [
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+        f"{ACTOR}.ppo_mini_batch_size=2",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",
+        f"{ACTOR}.optim.lr=1e-9",
+    ]
+    ranks = ["trainer.n_gpus_per_node=2", "trainer.controller=local"]
+    (whole,), _ = run(toy, tmp_path / "whole", "Answering", *changes)
+    (cut,), _ = run(toy, tmp_path / "cut", "Cutting", *changes, *ranks)
+    assert cut["rollout/rows_per_session"] > 2
+    for name in ("actor/grad_norm", "actor/pg_loss", "critic/advantages/max", "actor/entropy"):
+        assert cut[name] == pytest.approx(whole[name], rel=2e-5, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_and_validation_count_sessions(toy, tmp_path):
+    changes = [
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=seq_reward",
+        "algorithm.filter_groups.max_num_gen_batches=0",
+        "data.gen_batch_size=4",
+        "trainer.val_before_train=true",
+        f"{ACTOR}.optim.lr=1e-9",
+    ]
+    whole, _ = run(toy, tmp_path / "whole", "Answering", *changes)
+    cut, trainer = run(toy, tmp_path / "cut", "Cutting", *changes)
+    assert len(trainer.batch) > 30
+    for before, now in zip(whole, cut, strict=True):
+        for name in before:
+            if name.startswith(("val-", "train/", "critic/", "reward/", "actor/grad_norm")):
+                assert now[name] == pytest.approx(before[name], rel=2e-5, abs=1e-6), name
+    assert any(name.startswith("val-core") for name in whole[0])
+    scores = trainer.batch.batch["token_level_scores"].sum(-1)
+    assert len(set(trainer.batch.non_tensor_batch["session_uid"])) == 16
+    assert (scores != 0).sum() == sum(step["critic/score/mean"] * 16 for step in cut[1:])
 
 
 def test_a_broken_environment_takes_its_trajectories_out_and_changes_no_other(toy, tmp_path):

@@ -52,6 +52,13 @@ class AgentLoopOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     """Columns to add to the batch."""
 
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """What the processor of images and videos was called with."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field by name; `metrics` as a mapping."""
+        return {**vars(self), "metrics": dict(vars(self.metrics))}
+
     def __post_init__(self) -> None:
         if isinstance(self.metrics, Mapping):
             self.metrics = AgentLoopMetrics(**self.metrics)

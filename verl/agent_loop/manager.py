@@ -5,12 +5,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from verl.agent_loop.rollouter import Rollouter, RolloutOptions, rows_of
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.agent_loop.sessions import require_working_world
 from verl.protocol import DataProto
 from verl.protocol.ops import object_array
-from verl.protocol.padded import padded_batch
+from verl.protocol.padded import REQUEST_ROW, padded_batch
 from verl.protocol.trajectory import Group, Score, Trajectory
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager.abstract import graded_rewards
@@ -80,7 +82,9 @@ class AgentLoopManager:
         `meta_info` of the result has `timing`, `metrics`, and `policy_version` if all tokens were
         sampled with the same weights. Where every response got a score while they were generated,
         the scores are `rm_scores`, and what graders reported besides are the columns that
-        `reward_extra_keys` names. `generate_sequences_async` is for code with an event loop.
+        `reward_extra_keys` names. Where loops returned several rows of a session, or none, the
+        column `request_row` says which prompt a row continues. `generate_sequences_async` is for
+        code with an event loop.
         """
         groups, options = groups_of_rows(prompts), options_of(prompts.meta_info)
         self.rollouter.generate(groups, options)
@@ -115,6 +119,12 @@ class AgentLoopManager:
         require_working_world(groups, turns.max_infra_ratio)
         trajectories = [t for group in groups for t in group.trajectories]
         batch = padded_batch(trajectories, self.rollouter.padding, with_rows=False)
+        num_before, places = 0, []
+        for group in groups:
+            places += [num_before + t.sample for t in group.trajectories]
+            num_before += len(group.last_rows) + len(group.lost)
+        if places != list(range(num_before)):
+            batch.non_tensor_batch[REQUEST_ROW] = np.array(places)
         last_grades = [t.grade for group in groups for t in group.last_rows]
         if all(isinstance(grade, Score) for grade in last_grades):
             grades = [Score(0.0) if t.rows_after else t.grade for t in trajectories]

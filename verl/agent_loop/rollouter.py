@@ -36,10 +36,10 @@ from verl.agent_loop.base import (
 from verl.agent_loop.buffer import Buffer
 from verl.agent_loop.journal import Journal, Phase
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
-from verl.agent_loop.sessions import fill_session, session_metrics
+from verl.agent_loop.sessions import fill_from_batch, fill_session, session_metrics
 from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.protocol import DataProto
-from verl.protocol.padded import Padding, padded_batch, trajectories_of
+from verl.protocol.padded import Padding, padded_batch
 from verl.protocol.trajectory import Group, InfraFault, Trajectory, trajectory_timing
 from verl.utils.dataset.prompts import MAX_REMEMBERED, Prompt
 from verl.utils.dataset.rl_dataset import get_dataset_class
@@ -299,6 +299,11 @@ class Rollouter(GroupSource):
         except InfraFault as fault:
             for number in set(range(len(samples))) - rows_of_sample.keys():
                 end(number, fault, SampledTurns())
+        if len(rows_of_sample) < len(samples):
+            raise RuntimeError(
+                f"{chosen.cls.__name__}.run_group ended {len(rows_of_sample)} of {len(samples)} "
+                "samples; it must call `end` of each, or `run_in`, which does"
+            )
         group.lost = [t for n, t in enumerate(group.trajectories) if not rows_of_sample[n]]
         group.trajectories = [t for n in sorted(rows_of_sample) for t in rows_of_sample[n]]
         if self.journal is not None:
@@ -401,10 +406,7 @@ class BatchSource(GroupSource):
             [t.seed for t in trajectories], dtype=object
         )
         batch = self.manager.generate_sequences(request)
-        for trajectory, made in zip(trajectories, trajectories_of(batch), strict=True):
-            trajectory.segments = made.segments
-            trajectory.num_turns = made.num_turns
-            trajectory.extra_fields = made.extra_fields
+        fill_from_batch(groups, batch)
         self._metrics |= batch.meta_info.pop("metrics", {})
         self._seconds |= batch.meta_info.pop("timing", {})
         for group in groups:

@@ -12,6 +12,8 @@ from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput, LoopResult
 from verl.agent_loop.server_manager import SampledTurns
+from verl.protocol import DataProto
+from verl.protocol.padded import REQUEST_ROW, trajectories_of
 from verl.protocol.trajectory import (
     Abstain,
     Group,
@@ -68,6 +70,40 @@ def session_score(outputs: Sequence[AgentLoopOutput]) -> float | None:
             "reward: set reward_score on one of them, or the same on all"
         )
     return next(iter(scores), None)
+
+
+def fill_from_batch(groups: Sequence[Group], batch: DataProto) -> None:
+    """Take in what somebody else generated for the trajectories of these groups, in order.
+
+    The column `request_row` says which of them a row belongs to, unless there is a row for each.
+    """
+    made = trajectories_of(batch)
+    num_wanted = sum(len(group.trajectories) for group in groups)
+    places = batch.non_tensor_batch.get(REQUEST_ROW, range(len(made)))
+    if REQUEST_ROW not in batch.non_tensor_batch and len(made) != num_wanted:
+        raise ValueError(
+            f"{num_wanted} rows were to be continued and {len(made)} came back; where sessions "
+            f"have several rows or none, the column {REQUEST_ROW!r} must say whose they are"
+        )
+    rows_of: dict[int, list[Trajectory]] = {}
+    for place, row in zip(places, made, strict=True):
+        rows_of.setdefault(int(place), []).append(row)
+    num_before = 0
+    for group in groups:
+        asked, group.trajectories = group.trajectories, []
+        for place, trajectory in enumerate(asked, num_before):
+            found = rows_of.get(place, [])
+            if not found:
+                trajectory.grade = Abstain("nothing came back to train on")
+                group.lost.append(trajectory)
+            rows = [*(replace(trajectory) for _ in found[1:]), trajectory]
+            for number, row in enumerate(found):
+                rows[number].segments = row.segments
+                rows[number].num_turns = row.num_turns
+                rows[number].extra_fields = row.extra_fields
+                rows[number].rows_after = len(found) - 1 - number
+            group.trajectories += rows[: len(found)]
+        num_before += len(asked)
 
 
 def fill_trajectory(

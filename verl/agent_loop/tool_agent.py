@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
@@ -27,9 +28,10 @@ from verl.interactions.base import BaseInteraction
 from verl.interactions.registry import InteractionSet, UserLease, UserReply
 from verl.protocol.trajectory import InfraFault
 from verl.tools.leases import ToolLease, ToolSet
+from verl.tools.orphans import start_reaping
 from verl.tools.outcomes import ToolOutcome
 from verl.tools.parsers import FunctionCall, ToolParser
-from verl.tools.tool_registry import load_all_tools
+from verl.tools.tool_registry import make_tool_set
 from verl.utils.dataset.continuation import Continuation, continuation_of
 from verl.utils.dataset.prompts import Message, Prompt, render
 from verl.utils.rollout_trace import rollout_trace_op
@@ -126,12 +128,12 @@ class AgentWorld:
     def of(cls, config: Any, tokenizer: Any) -> "AgentWorld":
         """The world that the configuration describes; raises where the model cannot live in it."""
         turns = config.actor_rollout_ref.rollout.multi_turn
-        tools = ToolSet(
-            load_all_tools(turns.tool_config_path),
-            max_response_length=turns.max_tool_response_length,
-            truncate_side=turns.tool_response_truncate_side,
+        records = Path(config.trainer.default_local_dir).expanduser()
+        tools = make_tool_set(turns, records)
+        start_reaping(tools, records)
+        interactions = InteractionSet.of_file(
+            turns.interaction_config_path, default_timeout=turns.tool_timeout_seconds
         )
-        interactions = InteractionSet.of_file(turns.interaction_config_path)
         parser = ToolParser.get_tool_parser(turns.format, tokenizer) if tools.tools else None
         world = cls(tools, interactions, parser)
         schemas = tools.lease("check").schemas
@@ -242,7 +244,8 @@ class ToolAgentLoop(AgentLoopBase):
                 else:
                     assert user is not None
                     state = await self.ask_user(agent, user)
-            await lease.release()
+            if agent.tool_outcomes:  # what instances were worth is a reply from outside too
+                lease.rewards = await journalled("tool_scores", {}, lease.release)
             return self._output(agent, lease)
         finally:
             if agent.conversation is not None:

@@ -17,6 +17,10 @@ from verl.protocol.data_proto import DataProto
 from verl.protocol.trajectory import Segment, Trajectory, response_segments
 from verl.utils.model import compute_position_id_with_mask
 
+REQUEST_ROW = "request_row"
+"""The column that says which row of the prompts a row continues; it is there where that is not
+simply the same one, because sessions have several rows or none."""
+
 SESSION_UID = "session_uid"
 """The column that is equal for the rows of a session, which stand side by side; it is there where
 some session has several rows. Without it every row is a session."""
@@ -62,15 +66,19 @@ def padded_batch(
 
 def usual_fields(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Columns that every batch has, whatever its loops report: the scores of turns, the rewards of
-    tools, the policy versions of the first and the last sampled token, and anything else."""
+    tools, the policy versions of the first and the last sampled token (they never go back), and
+    anything else."""
     columns: dict[str, list[Any]] = {
         name: [t.extra_fields.get(name) or empty() for t in trajectories]
         for name, empty in (("turn_scores", list), ("tool_rewards", list), ("extras", dict))
     }
-    for name, choose in (("min_global_steps", min), ("max_global_steps", max)):
-        columns[name] = [
-            t.extra_fields.get(name, choose(t.versions, default=None)) for t in trajectories
-        ]
+    for name, place in (("min_global_steps", 0), ("max_global_steps", -1)):
+        columns[name] = []
+        for trajectory in trajectories:
+            sampled = [s.versions for s in trajectory.response if s.author == "model"]
+            known = [versions for versions in sampled if versions]
+            version = known[place][place] if known and len(known) == len(sampled) else None
+            columns[name].append(trajectory.extra_fields.get(name, version))
     return columns
 
 
@@ -160,7 +168,7 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
         extras |= {
             name: column[row]
             for name, column in batch.non_tensor_batch.items()
-            if name not in ("__num_turns__", "tool_extra_fields")
+            if name not in ("__num_turns__", "tool_extra_fields", SESSION_UID, REQUEST_ROW)
         }
         response = tensors["responses"][row][is_token[row, P:]].tolist()
         found.append(
