@@ -16,7 +16,8 @@ SOURCE = Source("BytedTsinghua-SIA/DAPO-Math-17k", splits={"train": "train"})
 TOOL = "code_interpreter"
 SYSTEM = (
     "You are a math expert. You are given a question and solve it step by step. Where a "
-    f"computation helps, call the tool `{TOOL}` with a Python program that prints what you need to know."
+    f"computation helps, call the tool `{TOOL}` with a Python program that prints what you "
+    "need to know."
 )
 
 

@@ -58,7 +58,9 @@ def bar(share: float, width: int) -> str:
     return ("█" * full + EIGHTHS[part] * (part > 0)).ljust(width, "·")
 
 
-def draw(runs: list[dict[str, Any]], path: Path) -> str:
+def draw(
+    runs: list[dict[str, Any]], path: Path, accuracy: str = "held-out accuracy, greedy"
+) -> str:
     """Write the picture of one or several runs; gives its path, or how to get one."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no picture: pip install matplotlib"
@@ -69,7 +71,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> str:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     panels = (
-        ("held-out accuracy, greedy", "validation", "accuracy"),
+        (accuracy, "validation", "accuracy"),
         ("reward of the samples, temperature 1", "training", "reward"),
         ("tokens per response", "training", "response_length"),
     )

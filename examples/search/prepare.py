@@ -2,8 +2,8 @@
 
     python examples/search/prepare.py --out runs/search --seed 0
 
-Each of 1,500 made-up names has a code, an age and a size, random numbers of three digits. Nobody can
-know them: the answer is in the corpus or nowhere.
+Each of 1,500 made-up names has a code, an age and a size, random numbers of three digits. Nobody
+can know them: the answer is in the corpus or nowhere.
 
     corpus.jsonl      a passage per fact
     model/            a Llama with random weights and a tokenizer that spells

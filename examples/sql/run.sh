@@ -4,7 +4,7 @@
 set -eu
 here=$(dirname "$0")
 out=${OUT:-runs/sql}
-sft_steps=${SFT_STEPS:-32}
+sft_steps=${SFT_STEPS:-6}
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 smollm2=${SMOLLM2:-runs/smollm2/model}
 test -d "$smollm2" || python "$here/../smollm2/prepare.py" --out "$smollm2"
@@ -13,6 +13,7 @@ sft="$out/sft/global_step_$sft_steps/huggingface"
 test -d "$sft" || VERL_FILE_LOGGER_PATH="$out/sft.jsonl" python -m verl.trainer.fsdp_sft_trainer \
     data.train_files="$out/sft.parquet" \
     data.val_files="$out/sft.parquet" \
+    data.val_max_samples=16 \
     data.multiturn.enable=True \
     data.train_batch_size=8 \
     data.micro_batch_size_per_gpu=8 \
@@ -20,7 +21,7 @@ test -d "$sft" || VERL_FILE_LOGGER_PATH="$out/sft.jsonl" python -m verl.trainer.
     model.partial_pretrain="$out/model" \
     model.enable_gradient_checkpointing=False \
     optim.lr=1e-4 \
-    optim.lr_warmup_steps=4 \
+    optim.lr_warmup_steps=2 \
     trainer.total_training_steps="$sft_steps" \
     trainer.total_epochs=100 \
     trainer.test_freq=-1 \

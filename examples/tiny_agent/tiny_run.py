@@ -82,6 +82,7 @@ class Run(quickstart.Run):
             "actor_rollout_ref.rollout.max_num_seqs": 256,
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 128,
             "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+            "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
             f"{turns}.enable": True,
             f"{turns}.tool_config_path": tool_config,
             f"{turns}.max_assistant_turns": 3,
@@ -136,7 +137,7 @@ def follow(run: Run, train: Callable[[], str]) -> None:
         print(
             f"{entry['step']:4}  {shown} {entry['accuracy']:4.0%}  tool used {entry['called']:.0%}"
         )
-    picture = draw([results], run.folder / "curve.png")
+    picture = draw([results], run.folder / "curve.png", "held-out accuracy, temperature 1")
     print(
         f"\nright {first['accuracy']:.0%} -> {last['accuracy']:.0%}, tool used "
         f"{first['called']:.0%} -> {last['called']:.0%}, in {time.monotonic() - start:.0f} s"

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.agent_loop.scripted import END, ScriptedRollout, run_loop, turns_config
+from tests.agent_loop.scripted import call as turn
 from verl.protocol.trajectory import InfraFault
-from verl.tools.http_tools import is_mcp_address, tools_of_server
+from verl.tools.http_tools import tools_of_server
 from verl.tools.leases import ToolSet
 from verl.tools.parsers import FunctionCall
 from verl.tools.serve import ToolService, main
-from verl.tools.tool_registry import load_all_tools
+from verl.tools.tool_registry import is_mcp_address, load_all_tools
 from verl.utils.http_json import RequestFailed, request_json
 from verl.utils.json_server import JsonServer
 
@@ -168,6 +170,18 @@ async def test_a_session_keeps_its_instance_until_the_trajectory_ends(served):
         await lease.release()
     assert counting.LOG == [3, 2]
     tools.close()
+
+
+def test_the_agent_loop_calls_the_tools_of_a_server(served):
+    one = served()
+    add = next(name for name in one.service.tool_set.tools if name.endswith("_add"))
+    engine = ScriptedRollout(turn(add, '{"a": 2, "b": 3}') + END, f"It is 5.{END}")
+    output = run_loop(turns_config(tool_server=one.url), engine, "What is 2 + 3?")
+    assert "5" in engine.tokenizer.decode(
+        [i for i, m in zip(output.response_ids, output.response_mask, strict=True) if not m]
+    )
+    assert output.extra_fields["tool_rewards"] == [0.5]
+    assert not one.service._leases  # the session was released
 
 
 async def test_sessions_are_limited_and_forgotten_ones_are_given_back(served):

@@ -150,6 +150,7 @@ def uvicorn_config(app: App, options: ServerOptions) -> uvicorn.Config:
         ws="none",
         loop="asyncio",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         timeout_keep_alive=options.keep_alive_seconds,  # pyright: ignore[reportArgumentType]

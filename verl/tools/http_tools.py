@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -34,11 +33,6 @@ MAX_SCHEMA_BYTES = 1 << 20
 TIMEOUT_SECONDS = 60.0
 MAX_PARALLEL = 256
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-def is_mcp_address(url: str) -> bool:
-    """Whether `tool_server` names a server of the Model Context Protocol."""
-    return urlsplit(url).path.rstrip("/").endswith(("/mcp", "/sse"))
 
 
 def tools_of_server(

@@ -116,7 +116,7 @@ class ToolService:
         return lease
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run on the event loop. Leases end calls at the deadline of the tool; this is beyond it."""
+        """Run on the event loop; leases end a call at its tool's deadline, long before this one."""
         longest = max(map(self.tool_set.timeout_of, self.tool_set.tools.values()))
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(3 * longest + JOIN_SECONDS)
 

@@ -149,6 +149,6 @@ class Service:
     def _story(self, failure: RequestFailed) -> str:
         hint = ""
         if failure.status in (401, 403):
-            hint = "; it wants a token, which is read from an environment variable (docs/tools.md)"
+            hint = "; it wants a token, read from the environment (docs/tool_services.md)"
         reason = printable(failure, max_characters=500)
         return f"{self.name} at {self.url} did not answer: {reason}{hint}"

@@ -17,6 +17,7 @@ from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import ValidationError
@@ -70,7 +71,9 @@ def native_tools(entry: ToolEntry) -> list[BaseTool]:
 
 
 tool_servers = Registry[Callable[[str], list[BaseTool]]](
-    "kind of tool server", http="verl.tools.http_tools:tools_of_server"
+    "kind of tool server",
+    http="verl.tools.http_tools:tools_of_server",
+    mcp="verl.tools.mcp:tools_of_url",
 )
 tool_types = Registry[Callable[[ToolEntry], list[BaseTool]]](
     "tool type", native=native_tools, mcp="verl.tools.mcp:tools_of_entry"
@@ -109,7 +112,8 @@ def make_tool_set(turns: MultiTurnConfig, record_folder: str | Path | None = Non
     """The tools that `rollout.multi_turn` names, with its limits."""
     tools = load_all_tools(turns.tool_config_path, turns.function_tool_path)
     if turns.tool_server is not None:
-        tools += tool_servers["http"](turns.tool_server)
+        kind = "mcp" if is_mcp_address(turns.tool_server) else "http"
+        tools += tool_servers[kind](turns.tool_server)
     check_names(tools, f"{ROLLOUT}.multi_turn")
     return ToolSet(
         tools,
@@ -119,6 +123,11 @@ def make_tool_set(turns: MultiTurnConfig, record_folder: str | Path | None = Non
         truncate_side=turns.tool_response_truncate_side,
         record_folder=record_folder,
     )
+
+
+def is_mcp_address(url: str) -> bool:
+    """Whether `tool_server` speaks the Model Context Protocol, which its last word tells."""
+    return urlsplit(url).path.rstrip("/").endswith(("/mcp", "/sse"))
 
 
 def get_tool_class(cls_name: str) -> type[BaseTool]:
