@@ -83,6 +83,7 @@ class ProgramAgentLoop(AgentLoopBase):
             "program_stdout": end.stdout,
             "program_stderr": end.stderr,
             "program_forks": fork_counts(session.tree.forks),
+            "fork_reasons": dict(session.tree.forks),
         }
         for output in outputs:
             output.extra_fields |= fields
