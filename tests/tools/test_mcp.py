@@ -289,7 +289,7 @@ def test_a_supervised_program_that_writes_without_end_is_ended(tmp_path):
 
 TRAINER = """
 import asyncio, sys, time
-from verl.tools.tool_registry import initialize_tools_from_config, make_tool_set
+from verl.tools.tool_registry import initialize_tools_from_config
 tools = {tool.name: tool for tool in initialize_tools_from_config(sys.argv[1])}
 print(asyncio.run(tools["pid"].execute("instance", {}))[0].text, flush=True)
 time.sleep(1000)
