@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 import uuid
 
 import pytest
@@ -147,7 +148,7 @@ def test_turns_on_the_real_engine_compute_new_tokens_only(tmp_path):
     )
     engine = NativeEngine(
         tiny_model("llama"),
-        EngineLimits(max_num_seqs=8, max_prompt_tokens=200, max_response_tokens=120),
+        EngineLimits(max_num_seqs=8, max_prompt_tokens=24, max_response_tokens=120),
         eos_token_ids=[2],
     )
     manager = AgentLoopManager(config, rollouts=[engine], tokenizer=tokenizer)
@@ -163,7 +164,8 @@ def test_turns_on_the_real_engine_compute_new_tokens_only(tmp_path):
     num_new += sum(int(number) // 2 - 1 for number in turns)  # the token that ended a turn
     assert engine.core.num_prefilled_tokens <= 1.02 * num_new
     assert engine.core.num_prefilled_tokens >= 0.9 * num_new, "or the count means something else"
-    assert len(engine.core.sessions) == 0
+    while len(engine.core.sessions):  # the engine's thread closes them when it comes to it
+        time.sleep(0.001)
     for row in range(3):
         said = ids[row][mask[row]]
         assert (made.batch["rollout_log_probs"][row][mask[row]] < 0).all()

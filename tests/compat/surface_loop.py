@@ -204,6 +204,15 @@ LOOP = {
         BaseTool.release(instance_id)
         OpenAIFunctionToolSchema
     """,
+    "verl.tools.geo3k_tool": """
+        Geo3kTool(config, tool_schema)*
+    """,
+    "verl.tools.gsm8k_tool": """
+        Gsm8kTool(config, tool_schema)*
+    """,
+    "verl.tools.image_zoom_in_tool": """
+        ImageZoomInTool(config, tool_schema)*
+    """,
     "verl.tools.function_tool": """
         function_tool
         FunctionTool(name, fn, tool_schema, is_async)
@@ -211,6 +220,13 @@ LOOP = {
         get_function_tool(name)
         load_function_tools_from_path(_)
         normalize_function_tool_return(_)
+    """,
+    "verl.tools.mcp_base_tool": """
+        MCPBaseTool(config, tool_schema=None)
+        MCPBaseTool._parse_tool_result(content)
+    """,
+    "verl.tools.mcp_search_tool": """
+        MCPSearchTool(config, tool_schema=None)
     """,
     "verl.tools.schemas": """
         OpenAIFunctionCallSchema.from_openai_function_parsed_schema(_)

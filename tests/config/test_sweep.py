@@ -12,7 +12,7 @@ import pytest
 from tests.config.readers import reads
 from verl.config.effects import OTHER_BACK_END, default_of, key_parts, why_idle, without_effect
 from verl.config.legacy import meaning_of
-from verl.config.roles import OWN_LOOPS, SEVERAL_TURNS
+from verl.config.roles import OWN_LOOPS
 from verl.config.schema import ROOTS, Keys, family
 from verl.trainer import fsdp_sft_trainer, main_eval, main_generation, main_ppo, sft_trainer
 from verl.trainer.sft.launch import OF_ENGINE
@@ -85,9 +85,8 @@ def has_effect(command, key):
     parts = key_parts(root, key)
     if has_reader(parts) or parts[-1].item.name in CHECKED:
         return True
-    conditions = [one for part in parts for one in part.rule("used_if") or ()]
-    if OWN_LOOPS in conditions or SEVERAL_TURNS in conditions:
-        return True  # agent loops, of the user's own or not, read it
+    if any(OWN_LOOPS in (part.rule("used_if") or ()) for part in parts):
+        return True  # agent loops of the user's own read it
     if tuple(key.split(".")) == family(ROOTS[command]).strategy_key or key.endswith(".strategy"):
         return True  # it chooses the schema, or is refused
     if is_translated(command, key, default_of(parts[-1].item)):

@@ -394,6 +394,26 @@ def machine_texts(values, root=PPOConfig):
     return [fault.text for fault in faults_of(values, root) if fault.is_about_machine]
 
 
+def test_files_without_tools_are_named_before_the_run(tmp_path):
+    turns = f"{R}.multi_turn"
+    files = {
+        "tool_config_path": ("tools: []", "which lists nothing below `tools:`"),
+        "interaction_config_path": ("interaction: [", "which is no YAML"),
+        "function_tool_path": ("def f(): pass", "which has no tools; decorate functions with"),
+    }
+    values = {f"{turns}.enable": True}
+    for key, (content, _) in files.items():
+        (tmp_path / key).write_text(content)
+        values[f"{turns}.{key}"] = str(tmp_path / key)
+    texts = [fault.text for fault in faults_of(values)]
+    for key, (_, message) in files.items():
+        (text,) = [one for one in texts if one.startswith(f"{turns}.{key} is")]
+        assert message in text
+    absent = {f"{turns}.tool_config_path": str(tmp_path / "absent.yaml")}
+    texts = [text for text in machine_texts(absent) if "tool_config_path" in text]
+    assert len(texts) == 1  # data.tool_config_path follows
+
+
 def test_missing_files_are_named_with_the_closest_existing_one(tmp_path):
     (tmp_path / "train.parquet").touch()
     (tmp_path / "model").mkdir()

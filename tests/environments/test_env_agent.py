@@ -4,12 +4,22 @@ import json
 
 import pytest
 
+from tests.agent_loop.scripted import (
+    END,
+    ScriptedRollout,
+    call,
+    chatml_tokenizer,
+    run_loop,
+    turns_config,
+)
+from tests.environments.test_pool import bad
 from tests.toy import ROLLOUT, toy_run
-from verl.agent_loop.env_agent import MARKER, environment_of, episode_seed, shortened
+from verl.agent_loop.env_agent import MARKER, EnvAgentLoop, environment_of, episode_seed, shortened
 from verl.config.env import EnvConfig
 from verl.config.ppo import PPOConfig
 from verl.environments.make_data import main as make_data
 from verl.environments.pool import EnvironmentSpec
+from verl.protocol.trajectory import InfraFault
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + eos_token }}{% endfor %}"
@@ -73,6 +83,59 @@ def test_broken_worlds_are_left_out_and_counted(toy, tmp_path):
     seeds = [info["seed"] for info in trainer.batch.non_tensor_batch["extra_info"]]
     assert seeds
     assert all(seed % 2 for seed in seeds)
+
+
+def play(*script, env, response_length=400, prompt=None, max_observation_length=8192, **row):
+    turns = turns_config(response_length, **row.pop("multi_turn", {}))
+    limits = EnvConfig(num_workers=2, max_observation_length=max_observation_length)
+    config = PPOConfig(data=turns.data, actor_rollout_ref=turns.actor_rollout_ref, env=limits)
+    engine = ScriptedRollout(*script)
+    system = [{"role": "system", "content": "Play."}]
+    row = {"env": env, "uid": "1-1", **row}
+    output = run_loop(config, engine, prompt or system, cls=EnvAgentLoop, **row)
+    return output, chatml_tokenizer().decode(output.prompt_ids + output.response_ids)
+
+
+def test_methods_are_called_as_tools_and_mistakes_are_told():
+    env = {"name": "tests.environments.worlds.Counter", "kwargs": {"goal": 3}}
+    script = [
+        call("add", '{"number": 1}') + END,
+        call("add", '{"number": ') + END,
+        call("add", '{"number": 2}') + END,
+    ]
+    output, text = play(*script, env=env)
+    assert "Reach 3 from 0." in text
+    assert "Invalid JSON in arguments for 'add'" in text
+    assert (output.reward_score, output.extra_fields["turn_scores"]) == (1.0, [0.0, 0.0, 1.0])
+    said = [i for i, m in zip(output.response_ids, output.response_mask, strict=True) if m]
+    assert chatml_tokenizer().decode(said) == "".join(script)
+
+
+ECHO = {"name": "tests.environments.worlds.Echo"}
+
+
+def test_an_episode_ends_by_itself_by_its_turns_or_when_there_is_no_room():
+    extra = {"extra_info": {"seed": 3}}
+    whole, text = play("a" + END, "stop" + END, env=ECHO, topic="war", **extra)
+    assert text.index("Play.") < text.index("war 0.") < text.index("a 0.")
+    assert (whole.reward_score, whole.num_turns) == (1.0, 4)
+    short, _ = play("a" + END, env=ECHO, multi_turn={"max_assistant_turns": 1}, **extra)
+    assert short.reward_score == 0.5
+    full, _ = play("a" + END, env=ECHO, response_length=8, **extra)
+    assert (full.reward_score, len(full.response_mask)) == (0.5, sum(full.response_mask))
+    cut, _ = play("a long speech", env=ECHO, response_length=3, **extra)
+    assert (cut.reward_score, cut.stop_reason) == (0.0, "length")
+    own = [{"role": "user", "content": "Mine."}]
+    _, text = play("stop" + END, env=ECHO, prompt=own, **extra)
+    assert "Mine." in text
+    assert "0." not in text
+    _, text = play("a" * 90 + END, "stop" + END, env=ECHO, max_observation_length=20, **extra)
+    assert "aaaaaaaaaa" + MARKER in text
+
+
+def test_a_broken_world_is_a_fault_and_not_a_reward():
+    with pytest.raises(InfraFault, match="Bad of prompt 1-1 failed: step raised KeyError"):
+        play("go" + END, env=vars(bad("raises")))
 
 
 def test_rows_say_which_episode_of_which_world():

@@ -6,11 +6,13 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 
 from tests.pace import pace
 from verl.protocol.trajectory import InfraFault
+from verl.tools import running
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, schema_of
 from verl.tools.leases import ToolSet
@@ -134,6 +136,16 @@ async def test_parallel_calls_of_a_tool_that_allows_them_run_at_once(tool_set):
 
 def add(a: int, b: int = 1) -> str:
     return str(a + b)
+
+
+def names(tool: str, method: str, seconds: int, work: str, self: str) -> str:
+    return tool + method + str(seconds) + work + self
+
+
+async def test_parameters_may_have_any_name(tool_set):
+    given = {"tool": "a", "method": "b", "seconds": 1, "work": "c", "self": "d"}
+    outcome = await tool_set(function(names)).lease("a").call(Call("names", json.dumps(given)))
+    assert (outcome.kind, outcome.response.text) == ("reply", "ab1cd")
 
 
 @pytest.mark.parametrize(
@@ -316,6 +328,20 @@ async def test_a_sibling_of_a_tool_that_blocks_is_infra_and_names_it(tool_set, c
     blocking.free.set()
 
 
+async def test_other_calls_get_a_new_thread_when_one_stays_blocked(tool_set, monkeypatch):
+    monkeypatch.setattr(running, "REPLACE_SECONDS", 0.0)
+    blocking = Hangs("blocks")
+    tools = tool_set(blocking, Counter())
+    lease = tools.lease("a")
+    assert (await lease.call(Call("hang", '{"not": "yet"}'))).kind == "reply"
+    blocking.config["timeout"] = short()
+    assert (await lease.call(Call("hang"))).kind == "timeout"
+    async with tools.lease("b") as other:
+        assert (await other.call(Call("count"))).kind == "reply"
+    blocking.free.set()
+    await lease.release()
+
+
 async def test_hung_threads_do_not_starve_the_others_up_to_a_number(tool_set):
     free = threading.Event()
 
@@ -403,6 +429,60 @@ async def test_a_cancelled_trajectory_gives_back_what_it_holds(tool_set):
     assert tool.diary.count("release") == 50
     while tools.num_hung:
         await asyncio.sleep(0.001)
+
+
+async def test_random_cancels_leave_nothing_behind(tool_set):
+    class Yielding(Counter):
+        async def execute(self, instance_id, parameters, **kwargs):
+            await asyncio.sleep(0)
+            return await super().execute(instance_id, parameters)
+
+    shared, per_call = Yielding(), Yielding("other", scope="call")
+    tools = tool_set(shared, per_call)
+    random = Random(1)
+
+    async def trajectory(number):
+        async with tools.lease(f"t{number}") as lease:
+            for turn in range(3):
+                await lease.call(Call(("count", "other")[turn % 2]))
+
+    async def cancelled(number):
+        task = asyncio.create_task(trajectory(number))
+        for _ in range(random.randrange(40)):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+
+    for batch in range(5):
+        await asyncio.gather(*(cancelled(40 * batch + number) for number in range(40)))
+    await asyncio.to_thread(tools.close)
+    for tool in (shared, per_call):
+        assert tool.held == {}
+        assert tool.diary.count("release") == tool.diary.count(("create", {})) > 0
+        assert tools.counts[f"{tool.name}/release_fault"] == 0
+    assert tools.leases == set()
+    assert tools.num_hung == 0
+
+
+async def test_an_instance_that_could_not_be_created_is_tried_again_and_not_released(tool_set):
+    class Shy(Counter):
+        async def create(self, instance_id=None, **kwargs):
+            if len(self.diary) < 1:
+                self.diary.append("shy")
+                raise ValueError("not yet")
+            return await super().create(instance_id, **kwargs)
+
+    tool = Shy()
+    async with tool_set(tool).lease("a") as lease:
+        outcome = await lease.call(Call("count"))
+        assert (outcome.kind, outcome.response.text) == (
+            "refused",
+            "Error executing tool 'count': not yet",
+        )
+    assert (tool.diary, lease.faults) == (["shy"], [])
+    async with tool_set(tool).lease("b") as lease:
+        assert (await lease.call(Call("count"))).kind == "reply"
+    assert lease.faults == []
 
 
 def test_closing_the_set_releases_what_a_closed_event_loop_left():

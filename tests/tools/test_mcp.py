@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -307,6 +308,25 @@ def test_a_stdio_server_ends_with_a_trainer_that_is_killed(tmp_path):
         trainer.kill()
     while is_alive(pid):
         time.sleep(0.01)
+
+
+PACKAGE = "@modelcontextprotocol/server-everything"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_the_reference_server_of_npm(tmp_path):
+    npm = shutil.which("npm")
+    if npm is None or subprocess.run([npm, "view", PACKAGE, "version"], timeout=120).returncode:
+        pytest.skip(f"{PACKAGE} needs npm and a registry")
+    server = {"command": "npx", "args": ["-y", PACKAGE], "start_timeout": 300}
+    tools = tools_of(tmp_path, server, timeout=60)
+    assert (await answer(tools["echo"], message="hello")).text == "Echo: hello"
+    assert "5" in (await answer(tools["get-sum"], a=2, b=3)).text
+    with pytest.raises(InfraFault, match="cannot be read"):  # its checksum is wrong
+        await answer(tools["get-tiny-image"])
+    for tool in tools.values():
+        tool.close()
 
 
 async def test_a_rate_limit_spreads_calls():

@@ -27,7 +27,7 @@ from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.environments.base import Action, Observation, ToolCall
 from verl.environments.host import as_message, from_message
 from verl.environments.pool import EnvironmentLease, EnvironmentPool, EnvironmentSpec
-from verl.tools.parsers import ToolParser
+from verl.tools.parsers import FunctionCall, ToolParser
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.utils.scramble import keyed_seed
 from verl.workers.rollout.base import TokenOutput
@@ -81,13 +81,13 @@ class EnvAgentLoop(AgentLoopBase):
             self, prompt_ids, sampling_params, continuation=continuation
         ) as conversation:
             await self._take_turns(conversation, episode, parser, tools)
-            conversation.metrics.tool_calls += episode.seconds
+            conversation.metrics.env_wait = episode.lease.waited_seconds
+            conversation.metrics.tool_calls += episode.seconds - episode.lease.waited_seconds
             return conversation.output(
                 reward_score=self._score(episode.rewards),
                 extra_fields={
                     "turn_scores": [0.0 if r is None else r for r in episode.rewards],
                     "env_info": episode.info,
-                    "env_wait_seconds": episode.lease.waited_seconds,
                 },
             )
 
@@ -117,8 +117,7 @@ class EnvAgentLoop(AgentLoopBase):
             return Action(self.tokenizer.decode(turn.token_ids, skip_special_tokens=True))
         text, calls = await parser.extract_tool_calls(turn.token_ids, tools)
         limit = self.config.actor_rollout_ref.rollout.multi_turn.max_parallel_calls
-        made = [ToolCall(c.name, c.parsed_arguments() if c.is_valid else {}) for c in calls[:limit]]
-        return Action(text, made)
+        return Action(text, [tool_call_of(call) for call in calls[:limit]])
 
     def _prompt(self, prompt: Any, first: Observation) -> Any:
         """The row's prompt; where it has no turn of a user, what the environment shows first."""
@@ -176,7 +175,7 @@ class Episode:
         return from_message(reply["observation"]), reply["tools"]
 
     async def step(self, action: Action) -> Observation:
-        calls = [{"name": one.name, "arguments": dict(one.arguments)} for one in action.tool_calls]
+        calls = [vars(one) for one in action.tool_calls]
 
         async def step() -> dict[str, Any]:
             return {"observation": as_message(await self.lease.step(action))}
@@ -192,6 +191,13 @@ class Episode:
         reply = await journalled(kind, request, call)
         self.seconds += time.perf_counter() - start
         return reply
+
+
+def tool_call_of(call: FunctionCall) -> ToolCall:
+    try:
+        return ToolCall(call.name, call.parsed_arguments())
+    except ValueError as error:
+        return ToolCall(call.name, {}, str(error))
 
 
 def environment_of(row: Mapping[str, Any], config: Any) -> EnvironmentSpec:

@@ -313,7 +313,8 @@ class ToolAgentLoop(AgentLoopBase):
         for outcome in outcomes:
             if outcome.kind == "infra":
                 raise InfraFault(
-                    outcome.response.text or f"tool {outcome.tool!r} is out of service"
+                    outcome.response.text or f"tool {outcome.tool!r} is out of service",
+                    reason=outcome.tool,
                 )
             agent.tool_outcomes[outcome.kind] += 1
             agent.tool_rewards.append(outcome.reward)

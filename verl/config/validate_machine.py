@@ -88,8 +88,9 @@ def named_files(config: Any) -> Iterator[tuple[str, Any]]:
         yield f"{ROLLOUT}.multi_turn.tool_config_path", turns.tool_config_path
         yield f"{ROLLOUT}.multi_turn.function_tool_path", turns.function_tool_path
         yield f"{ROLLOUT}.multi_turn.interaction_config_path", turns.interaction_config_path
-        yield "data.tool_config_path", config.data.tool_config_path
-        yield "data.function_tool_path", config.data.function_tool_path
+        for name in ("tool_config_path", "function_tool_path"):
+            if config.data[name] != turns[name]:  # else it follows
+                yield f"data.{name}", config.data[name]
         loops = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
         yield f"{ROLLOUT}.agent.agent_loop_config_path", loops
         yield "custom_reward_function.path", config.custom_reward_function.path

@@ -39,6 +39,8 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    error: str | None = None
+    """Why the arguments cannot be read, where they cannot: text for the model."""
 
 
 class Action(str):

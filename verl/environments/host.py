@@ -88,7 +88,7 @@ class Host:
             observation = checked(self._run(self._world.reset(call["row"], call["seed"])))
             tools = list(self._world.tools) if defines(self._world, "tools") else []
             return {"observation": as_message(observation), "tools": tools}
-        calls = [ToolCall(one["name"], one["arguments"]) for one in call["tool_calls"]]
+        calls = [ToolCall(**one) for one in call["tool_calls"]]
         try:
             observation = checked(self._run(self._world.step(Action(call["text"], calls))))
         except InvalidAction as refusal:

@@ -94,6 +94,8 @@ class ToolMethods(Environment):
         return {"role": "tool", "name": call.name, "content": text}
 
     def _method(self, call: ToolCall) -> Callable[..., Any]:
+        if call.error is not None:
+            raise InvalidAction(call.error)
         if call.name not in self._methods:
             raise InvalidAction(
                 f"Unknown function {call.name!r}. Available tools: {list(self._methods)}"

@@ -217,7 +217,7 @@ class EnvironmentLease:
         return self._observation(reply), reply["tools"]
 
     async def step(self, action: Action) -> Observation:
-        calls = [{"name": one.name, "arguments": dict(one.arguments)} for one in action.tool_calls]
+        calls = [vars(one) for one in action.tool_calls]
         reply = await self._say({"call": "step", "text": str(action), "tool_calls": calls})
         return self._observation(reply)
 
@@ -258,7 +258,7 @@ class EnvironmentLease:
 
     def _fault(self, text: str) -> InfraFault:
         name = self._spec.name if self._spec else "?"
-        return InfraFault(f"the environment {name} of {self.owner} failed: {text}")
+        return InfraFault(f"the environment {name} of {self.owner} failed: {text}", reason=name)
 
     # ---- in a thread -----------------------------------------------------------------------------
 

@@ -103,6 +103,9 @@ class AgentLoopMetrics:
     tool_calls: float = 0.0
     """Seconds in tools."""
 
+    env_wait: float = 0.0
+    """Seconds until an environment was free."""
+
     compute_score: float = 0.0
     """Seconds of grading, where the loop grades its trajectory itself."""
 
@@ -226,14 +229,26 @@ class Group:
 
 
 def trajectory_timing(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`agent_loop/...`: how long trajectories took, and what the slowest one was like."""
+    """`agent_loop/...`: how long sessions took, and what the slowest one was like.
+
+    The rows of a session stand side by side; its times are their sums.
+    """
     timing: dict[str, float] = {}
+    sessions: list[list[Trajectory]] = []
+    is_first = True
+    for trajectory in trajectories:
+        if is_first:
+            sessions.append([])
+        sessions[-1].append(trajectory)
+        is_first = not trajectory.rows_after
     parts = {
-        "generate_sequences": [t.metrics.generate_sequences for t in trajectories],
-        "tool_calls": [t.metrics.tool_calls for t in trajectories],
-        "compute_score": [t.metrics.compute_score for t in trajectories],
-        "num_preempted": [float(t.metrics.num_preempted) for t in trajectories],
+        "generate_sequences": [sum(t.metrics.generate_sequences for t in s) for s in sessions],
+        "tool_calls": [sum(t.metrics.tool_calls for t in s) for s in sessions],
+        "compute_score": [sum(t.metrics.compute_score for t in s) for s in sessions],
+        "num_preempted": [float(max(t.metrics.num_preempted for t in s)) for s in sessions],
     }
+    if any(t.metrics.env_wait for t in trajectories):
+        parts["env_wait"] = [t.metrics.env_wait for t in trajectories]
     for name, values in parts.items():
         timing[f"agent_loop/{name}/min"] = min(values)
         timing[f"agent_loop/{name}/max"] = max(values)
@@ -242,8 +257,9 @@ def trajectory_timing(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     slowest = int(total.argmax())
     for name in parts:
         timing[f"agent_loop/slowest/{name}"] = parts[name][slowest]
-    timing["agent_loop/slowest/prompt_length"] = len(trajectories[slowest].prompt_ids)
-    timing["agent_loop/slowest/response_length"] = trajectories[slowest].num_response_tokens
+    rows = sessions[slowest]
+    timing["agent_loop/slowest/prompt_length"] = len(rows[-1].prompt_ids)
+    timing["agent_loop/slowest/response_length"] = sum(t.num_response_tokens for t in rows)
     return timing
 
 

@@ -1,4 +1,4 @@
-"""How families of models write tool calls; `docs/tools.md` lists which model writes which.
+"""How families of models write tool calls; `docs/tool_formats.md` lists which model writes which.
 
 Formats of one shape share a reader and differ in a line of a table: tags with parameters in them
 (Qwen coder, Seed, MiniMax, DeepSeek 3.2 and 4), a name beside JSON (DeepSeek 3, Kimi, Mistral,

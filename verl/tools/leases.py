@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,7 +62,11 @@ class Instance:
     id: str
     kwargs: Mapping[str, Any]
     """What the row's `tools_kwargs` hold for this tool."""
-    is_created: bool = False
+    is_begun: bool = False
+    """`create` was called for, so the instance may hold something."""
+    is_entered: bool = False
+    """`create` began to run, which a call that was cancelled early never does."""
+    is_ready: bool = False
     is_stuck: bool = False
     """A call was abandoned and may still be running."""
     is_released: bool = False
@@ -130,14 +135,12 @@ class ToolSet:
         stated = tool.config.get("timeout") if isinstance(tool, BaseTool) else None
         return self.default_timeout if stated is None else float(stated)
 
-    async def run(
-        self, tool: str, method: Callable[..., Any], seconds: float, *args: Any, **kwargs: Any
-    ) -> Any:
+    async def run(self, tool: str, work: Callable[[], Any], seconds: float) -> Any:
         """Call code of a tool where it belongs, for at most `seconds`."""
         if seconds <= 0:
             raise DeadlineExceeded
-        place = self.tool_loop if inspect.iscoroutinefunction(method) else self.threads
-        return await place.run(tool, lambda: method(*args, **kwargs), seconds)
+        place = self.tool_loop if inspect.iscoroutinefunction(work) else self.threads
+        return await place.run(tool, work, seconds)
 
     def told(self, tool: str, error: BaseException) -> None:
         """Log the first exception of a kind with its traceback; the rest are counted."""
@@ -234,7 +237,7 @@ class ToolLease:
     async def _answer(self, tool: Tool, arguments: dict[str, Any], agent_data: Any) -> Any:
         seconds = self._set.timeout_of(tool)
         if isinstance(tool, FunctionTool):
-            returned = await self._set.run(tool.name, tool.fn, seconds, **arguments)
+            returned = await self._set.run(tool.name, partial(tool.fn, **arguments), seconds)
             try:
                 return normalize_function_tool_return(returned)
             except (TypeError, ValueError) as error:
@@ -247,7 +250,7 @@ class ToolLease:
                 ended = self._set.keeper.start(self._give_back(instance))
                 await asyncio.shield(asyncio.wrap_future(ended))
         instance = self._instances.get(tool.name) or self._new_instance(tool, tool.name)
-        if tool.allows_parallel_calls and instance.is_created:
+        if tool.allows_parallel_calls and instance.is_ready:
             return await self._use(instance, arguments, agent_data, seconds)
         async with instance.turn:
             if not tool.allows_parallel_calls:
@@ -274,26 +277,40 @@ class ToolLease:
         kwargs = {**(instance.kwargs.get("execute_kwargs") or {}), "agent_data": agent_data}
         seconds -= time.monotonic() - begin
         try:
-            return await self._set.run(
-                tool.name, tool.execute, seconds, instance.id, arguments, **kwargs
-            )
+            work = partial(tool.execute, instance.id, arguments, **kwargs)
+            return await self._set.run(tool.name, work, seconds)
         except DeadlineExceeded as error:
             instance.is_stuck = not error.has_ended
             raise
 
     async def _create(self, instance: Instance, seconds: float) -> None:
-        if instance.is_created:
+        if instance.is_ready:
             return
         tool = instance.tool
         record = self._set.record if type(tool).reap is not BaseTool.reap else None
         if record is not None:
             record.created(self.owner, tool.name, instance.id)
-        instance.is_created = True  # from here on it may hold something, whatever happens
+        instance.is_begun = True
         given = dict(instance.kwargs.get("create_kwargs") or {})
         parameters = inspect.signature(tool.create).parameters
         named = {name: value for name, value in given.items() if name in parameters}
         kwargs = {**named, "instance_id": instance.id, "create_kwargs": given}
-        made = await self._set.run(tool.name, tool.create, seconds, **kwargs)
+
+        async def create() -> Any:
+            instance.is_entered = True
+            return await tool.create(**kwargs)
+
+        is_awaited = inspect.iscoroutinefunction(tool.create)
+        instance.is_entered = not is_awaited
+        try:
+            made = await self._set.run(
+                tool.name, create if is_awaited else partial(tool.create, **kwargs), seconds
+            )
+        except DeadlineExceeded:
+            raise
+        except Exception:  # like a constructor that raises, it holds nothing
+            instance.is_begun = False
+            raise
         made_id = made[0] if isinstance(made, tuple) and made else made
         if not isinstance(made_id, str):
             raise BadResult(
@@ -303,6 +320,7 @@ class ToolLease:
             record.created(self.owner, tool.name, made_id)
             record.released(tool.name, instance.id)
         instance.id = made_id
+        instance.is_ready = True
 
     def _meaning(self, name: str, error: BaseException) -> tuple[OutcomeKind, str]:
         """What an exception of a tool means, and the text for it."""
@@ -347,7 +365,7 @@ class ToolLease:
         self._set.leases.discard(self)
 
     async def _give_back(self, instance: Instance) -> None:
-        if instance.is_released or not instance.is_created:
+        if instance.is_released or not instance.is_begun:
             return
         instance.is_released = True
         tool = instance.tool
@@ -365,11 +383,22 @@ class ToolLease:
             self._set.record.released(tool.name, instance.id)
 
     async def _finish(self, instance: Instance, method: Callable[..., Any], name: str) -> Any:
+        """Call `calc_reward` or `release`, where `create` was called before.
+
+        Calls that are coroutines begin in the order they are made, so whether a cancelled `create`
+        began to run is known when this one does.
+        """
         tool = instance.tool
         kwargs = dict(instance.kwargs.get(f"{name}_kwargs") or {})
         seconds = self._set.timeout_of(tool)
+
+        async def finish() -> Any:
+            return await method(instance.id, **kwargs) if instance.is_entered else None
+
+        is_awaited = inspect.iscoroutinefunction(method)
+        work = finish if is_awaited else partial(method, instance.id, **kwargs)
         try:
-            return await self._set.run(tool.name, method, seconds, instance.id, **kwargs)
+            return await self._set.run(tool.name, work, seconds)
         except DeadlineExceeded:
             self.faults.append(f"tool {tool.name!r}: {name} took longer than {seconds:g} s")
         except Exception as error:

@@ -217,6 +217,7 @@ class Connection:
         self._leave: asyncio.Future[None] = asyncio.Future()
         self._session: mcp.ClientSession | None = None
         self._ready: asyncio.Future[list[dict[str, Any]]] = asyncio.Future()
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._owner = asyncio.create_task(self._own())
 
     async def open(self) -> list[dict[str, Any]]:
@@ -239,6 +240,7 @@ class Connection:
             async with AsyncExitStack() as stack:
                 read, write, *_ = await stack.enter_async_context(self._transport())
                 sender, receiver = anyio.create_memory_object_stream(0)
+                await stack.enter_async_context(receiver)
                 group = await stack.enter_async_context(anyio.create_task_group())
                 group.start_soon(self._pump, read, sender)
                 session = await stack.enter_async_context(mcp.ClientSession(receiver, write))
@@ -267,7 +269,7 @@ class Connection:
 
     async def _pump(self, source: Any, sink: Any) -> None:
         """Pass messages on, and notice the end of the stream."""
-        async with sink:
+        async with source, sink:
             try:
                 async for message in source:
                     await sink.send(message)

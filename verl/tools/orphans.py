@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -194,7 +195,8 @@ async def _reap(tool_set: "ToolSet", orphan: Orphan, limit: asyncio.Semaphore) -
         return f"{what}: this run has no such tool"
     async with limit:
         try:
-            await tool_set.run(tool.name, tool.reap, tool_set.timeout_of(tool), orphan.instance_id)
+            work = partial(tool.reap, orphan.instance_id)
+            await tool_set.run(tool.name, work, tool_set.timeout_of(tool))
         except Exception as error:
             return f"{what}: {error!r}"
     return None

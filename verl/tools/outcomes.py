@@ -64,7 +64,8 @@ class ToolOutcome:
         """Plain JSON data."""
         if self.response.image or self.response.video:
             raise ValueError(
-                f"the reply of tool {self.tool!r} holds images or videos, which no record keeps yet"
+                f"the reply of tool {self.tool!r} holds images or videos; agent loops take text so "
+                "far: let the tool describe them, or leave it out"
             )
         return {
             "kind": self.kind,

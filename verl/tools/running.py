@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from verl.protocol.trajectory import InfraFault
@@ -54,7 +55,9 @@ class Job:
         self.context = contextvars.copy_context()
         self.is_abandoned = False
         self.is_finished = False
-        self.task: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.outcome: tuple[Any, BaseException | None] = (None, asyncio.CancelledError())
+        """Of an awaited call; one that is cancelled before it begins keeps this."""
         self._caller = asyncio.get_running_loop()
         self.began: asyncio.Future[None] = self._caller.create_future()
         self.ended: asyncio.Future[tuple[Any, BaseException | None]] = self._caller.create_future()
@@ -237,19 +240,15 @@ class ToolLoop:
         """On the loop's thread."""
         self._blocked_since = None
         if job.is_abandoned:
-            job.tell(job.ended, (None, asyncio.CancelledError()))
+            job.tell(job.ended, job.outcome)
         else:
-            job.task = asyncio.get_running_loop().create_task(self._work(job), name=job.tool)
+            job.task = asyncio.get_running_loop().create_task(work_of(job), name=job.tool)
+            job.task.add_done_callback(partial(self._end, job))
 
-    async def _work(self, job: Job) -> None:
-        job.tell(job.began)
-        outcome: tuple[Any, BaseException | None]
-        try:
-            outcome = await stepwise(job.work), None
-        except BaseException as error:
-            outcome = None, error
+    def _end(self, job: Job, task: asyncio.Task[Any]) -> None:
+        del task
         self.hung.pop(job, None)
-        job.tell(job.ended, outcome)
+        job.tell(job.ended, job.outcome)
 
     def _abandon(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
         def cancel() -> None:
@@ -266,6 +265,14 @@ class ToolLoop:
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(timeout=CLOSE_SECONDS)
+
+
+async def work_of(job: Job) -> None:
+    """Set the outcome of a call; whatever it raises stays in it."""
+    try:
+        job.outcome = await stepwise(job.work), None
+    except BaseException as error:
+        job.outcome = None, error
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:

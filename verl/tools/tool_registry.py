@@ -115,6 +115,12 @@ def make_tool_set(turns: MultiTurnConfig, record_folder: str | Path | None = Non
         kind = "mcp" if is_mcp_address(turns.tool_server) else "http"
         tools += tool_servers[kind](turns.tool_server)
     check_names(tools, f"{ROLLOUT}.multi_turn")
+    if tools and turns.tool_response_truncate_side != "middle":
+        logger.info(
+            "tool_response_truncate_side=%s: that side of a long reply is cut away, as in verl 0.8 "
+            "and later; before, it was the side that was kept",
+            turns.tool_response_truncate_side,
+        )
     return ToolSet(
         tools,
         max_threads=turns.max_tool_threads,
