@@ -17,6 +17,8 @@ from tests.agent_loop.scripted import (
 )
 from tests.pace import pace
 from tests.templates import template_tokenizer
+from verl.agent_loop.base import LoopSample
+from verl.agent_loop.journal import Journal
 from verl.agent_loop.tool_agent import ToolAgentLoop
 from verl.protocol.trajectory import InfraFault
 from verl.tools.base_tool import BaseTool
@@ -125,6 +127,33 @@ def test_a_game_is_appended_turn_by_turn(tools):
     assert output.extra_fields["tool_outcomes"] == {"reply": 2}
     assert output.extra_fields["tool_scores"] == {"guess": 0.25}
     assert GuessTool.events == ["create", ("execute", 3, 1), ("execute", 5, 2), "release"]
+
+
+def test_a_journalled_trajectory_is_made_again_without_its_tools(tools, tmp_path):
+    config, outputs = turns_config(**tools), []
+
+    async def run(journal):
+        await journal.begin(1)
+        engine = ScriptedRollout(call() + END, "done" + END)
+        sample = LoopSample(
+            {"seed": 7},
+            {"raw_prompt": [{"role": "user", "content": "Guess!"}]},
+            lambda output, turns: outputs.append(output),
+            journal=journal.trajectory(1, "train", "1-0", 0),
+        )
+        await sample.run_in(make_loop(config, engine))
+        await journal.files.written()
+
+    for mode in ("resume", "resume", "replay"):
+        journal = Journal(tmp_path, mode=mode)
+        asyncio.run(run(journal))
+        journal.files.close()
+    assert GuessTool.events == ["create", ("execute", 3, 1), "release"]
+    assert outputs[0].extra_fields["tool_scores"] == {"guess": 0.25}  # of the instance, at its end
+    for again in outputs[1:]:
+        assert again.extra_fields == outputs[0].extra_fields
+        assert again.response_ids == outputs[0].response_ids
+    assert list(journal.ended.values()) == [True]
 
 
 MALFORMED = {

@@ -42,13 +42,16 @@ ROWS = (
     Row(
         "F1",
         "kill -9 of the controller in each phase",
-        "The same command continues bit for bit from the last commit; no process is left.",
+        "The same command continues bit for bit from the last commit, also after a kill inside a "
+        "tool call; no process is left, and no instance of a tool 5 s after the next start.",
         (
             RESUME + "test_a_run_killed_in_any_stage_continues_bit_for_bit",
             RESUME + "test_a_run_with_a_critic_continues_bit_for_bit",
             f"{T}/single_controller/test_local.py::test_no_process_outlives_a_killed_driver",
             f"{T}/workers/rollout/process/test_loss.py::"
             "test_nothing_is_left_when_the_parent_is_killed",
+            f"{T}/e2e/test_journal.py",
+            f"{T}/tools/test_leaks.py",
         ),
     ),
     Row(
@@ -418,14 +421,15 @@ ROWS = (
     Row(
         "X10",
         "tool-call injection",
-        "The server's parser takes well-formed calls of offered tools, at most so many a turn, in "
-        "linear time; the rest stays text. A tool's output cannot imitate a turn.",
+        "Parsers take well-formed calls of offered tools, at most so many a turn, in linear time; "
+        "in training the rest is answered, on a server it stays text. A tool's output cannot "
+        "imitate a turn.",
         (
             f"{T}/server/test_tool_calls.py::test_hostile_calls_stay_text_in_bounded_time",
             f"{T}/server/test_tool_calls.py::test_a_tools_output_cannot_imitate_a_turn",
             TEXT + "test_a_block_that_is_no_call_stays_text",
+            f"{T}/agent_loop/test_tool_agent.py::test_the_model_is_told_what_went_wrong",
         ),
-        missing="training with tools comes later; only the server reads calls today",
     ),
     Row(
         "X11",

@@ -41,6 +41,7 @@ class GatewayBench:
         prompt_length: int = 1024,
         response_length: int = 2048,
         tokenizer: Any = None,
+        call_format: str = "hermes",
         **engine: Any,
     ) -> None:
         self.tokenizer = tokenizer or byte_tokenizer()
@@ -51,6 +52,7 @@ class GatewayBench:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"] + ends
 
         self.engine = ScriptedRollout(ids, per_delta=1 << 20, **engine)
+        self._call_format = call_format
         self._budget = Budget(prompt_length=prompt_length, response_length=response_length)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -68,7 +70,8 @@ class GatewayBench:
             length = self._budget.response_length
             config = loop_config(prompt_length=1024, response_length=length)
             manager = AsyncLLMServerManager(config, [self.engine])
-            gateway = Gateway(manager, self.tokenizer, self._budget)
+            form = self._call_format
+            gateway = Gateway(manager, self.tokenizer, self._budget, call_format=form)
             await gateway.start()
             return gateway
 

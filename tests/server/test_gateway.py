@@ -181,6 +181,19 @@ def test_a_turn_may_come_back_as_text_that_quotes_its_calls(session, n, forks):
     assert dict(session.tree.forks) == forks
 
 
+def test_calls_are_read_in_the_format_of_the_model():
+    written = iter(
+        ['{"name": "guess", "parameters": {"n": 8}}', '{"name": "shell", "parameters": {}}']
+    )
+    with GatewayBench(lambda prompt: next(written), call_format="llama3_json") as bench:
+        session = bench.open()
+        first = said(session, [SYSTEM, USER])
+        assert json.loads(first["tool_calls"][0]["function"]["arguments"]) == {"n": 8}
+        second = said(session, [SYSTEM, USER, first, reply(first, "low")])
+        assert "shell" in second["content"]  # a tool that was not offered is none
+        assert not session.tree.forks
+
+
 def test_parallel_calls_on_one_history_are_branches(bench, session):
     first = said(session, [SYSTEM, USER])
     history = [SYSTEM, USER, first, reply(first, "low")]

@@ -25,6 +25,7 @@ from verl.server.schemas import (
     Message,
     TextPart,
     Tool,
+    ToolMessage,
     check_size,
 )
 from verl.utils.dataset.continuation import Continuation
@@ -69,15 +70,21 @@ class Encoder:
 
         def build() -> tuple[Prompt, list[dict[str, Any]]]:
             check_arguments(request.messages)
-            messages: Prompt = [template_message(message) for message in request.messages]
-            return messages, [template_tool(tool) for tool in request.offered_tools]
+            return template_messages(request.messages), [
+                template_tool(tool) for tool in request.offered_tools
+            ]
 
         return self._fitting(await self._encode(build, "messages"), "messages")
 
     async def after_turn(
-        self, turn_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
+        self,
+        turn_ids: Sequence[int],
+        messages: Sequence[Message],
+        num_known: int,
+        tools: Sequence[Tool],
     ) -> list[int]:
-        """The ids that follow a turn of the model, so that it speaks next after `messages`.
+        """The ids that follow a turn of the model, so that it speaks next after `messages`, of
+        which the first `num_known` end with that turn.
 
         `CannotContinue` where the template does not say which.
         """
@@ -94,9 +101,8 @@ class Encoder:
                     self._own, template_kwargs=self._template_kwargs, tools=offered or None
                 )
                 self._continuations[key] = continuation
-            return continuation.ids_after_turn(
-                list(turn_ids), list(map(template_message, messages))
-            )
+            new = template_messages(messages)[num_known:]
+            return continuation.ids_after_turn(list(turn_ids), new)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, append)
 
@@ -174,6 +180,22 @@ def template_message(message: Message) -> dict[str, Any]:
     if isinstance(message, AssistantMessage) and message.tool_calls:
         plain["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     return plain
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation; replies of tools name the call that they answer, as some templates write."""
+    names: dict[str, str] = {}
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        plain = template_message(message)
+        if isinstance(message, AssistantMessage):
+            names |= {call.id: call.function.name for call in message.tool_calls or ()}
+        elif isinstance(message, ToolMessage):
+            plain["tool_call_id"] = message.tool_call_id
+            if message.tool_call_id in names:
+                plain["name"] = names[message.tool_call_id]
+        written.append(plain)
+    return written
 
 
 def check_arguments(messages: Sequence[Message]) -> None:

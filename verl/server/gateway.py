@@ -39,7 +39,7 @@ from verl.server.messages import MESSAGES
 from verl.server.options import ServerOptions
 from verl.server.responses import RESPONSES
 from verl.server.running import listening_socket, uvicorn_config
-from verl.server.session import MODEL, Session, SessionService
+from verl.server.session import HERMES, MODEL, Session, SessionService
 from verl.server.tree import Budget, ModelTurn, Tree
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ IDLE_SECONDS = 30.0
 class Gateway:
     """Serves sessions over the engines of `manager`; it belongs to the event loop that starts it.
 
-    `budget` is what a row of the training batch holds. `request_seconds` limits one answer.
+    `budget` is what a row of the training batch holds. `call_format` is how the model writes tool
+    calls. `request_seconds` limits one answer.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Gateway:
         budget: Budget,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
+        call_format: str = HERMES,
         request_seconds: float = 3600.0,
     ) -> None:
         self.manager = manager
@@ -89,7 +91,12 @@ class Gateway:
             keep_alive_seconds=60.0,
         )
         self.service = SessionService(
-            manager, tokenizer, options, budget, template_kwargs=template_kwargs
+            manager,
+            tokenizer,
+            options,
+            budget,
+            template_kwargs=template_kwargs,
+            call_format=call_format,
         )
         self.sessions: dict[str, Session] = {}
         self._ended: dict[str, None] = {}

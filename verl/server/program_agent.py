@@ -100,6 +100,7 @@ class ProgramAgentLoop(AgentLoopBase):
             self.tokenizer,
             Budget(prompt_length=rollout.prompt_length, response_length=rollout.response_length),
             template_kwargs=self.apply_chat_template_kwargs,
+            call_format=rollout.multi_turn.format,
         )
 
     def check(self, end: ProgramEnd, fault: str | None, *, num_calls: int) -> None:

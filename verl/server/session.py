@@ -20,7 +20,8 @@ from pydantic_core import from_json
 
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.server import answers
-from verl.server.chat import ChatAnswer
+from verl.server.chat import ChatAnswer, tool_call
+from verl.server.encoding import template_tool
 from verl.server.errors import ApiError
 from verl.server.forms import check_tool_replies
 from verl.server.options import ServerOptions
@@ -28,6 +29,7 @@ from verl.server.runs import Deltas, api_error
 from verl.server.schemas import MAX_VALUES, SMALL_BODY_BYTES, ChatRequest, check_size
 from verl.server.service import Job, Service
 from verl.server.tree import Budget, ModelTurn, Place, Tree, derived_seed, too_long
+from verl.tools.parsers import ToolParser
 from verl.utils.dataset.continuation import CannotContinue
 from verl.workers.rollout.base import EngineLostError, TokenDelta, TokenOutput
 
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 MODEL = "policy"
 """The name under which the model is served; any other name is taken too."""
 
+HERMES = "hermes"
 CLOSE_SECONDS = 30.0
 """Time for engines to abort the requests of a session that ends."""
 
@@ -115,6 +118,7 @@ class Session:
             raise
         turns: list[ModelTurn] = []
         for one, output, choice in zip(places, job.outputs, completion.choices, strict=True):
+            await self._service.read_calls(request, output, choice)
             for number, call in enumerate(choice.message.tool_calls or ()):
                 call.id = call_id(one.path, number)
             turns.append(self.tree.record(one, output, choice.message, seconds))
@@ -128,7 +132,10 @@ class Session:
         if place.parent is not None:
             try:
                 place.new_ids = await encoder.after_turn(
-                    place.parent.output.token_ids, place.new_messages, request.offered_tools
+                    place.parent.output.token_ids,
+                    place.messages,
+                    place.num_known,
+                    request.offered_tools,
                 )
             except CannotContinue as error:
                 logger.info("session %s: %s", self.name, error)
@@ -162,6 +169,10 @@ class Session:
             **self._params,
             "max_tokens": job.max_tokens,
             "stop": (*(self._params.get("stop") or ()), *job.request.stops),
+            "stop_token_ids": (
+                *(self._params.get("stop_token_ids") or ()),
+                *(self._service.stop_token_ids if job.request.offered_tools else ()),
+            ),
         }
         seed = derived_seed(self._seed, place.path)
         if seed is not None:
@@ -234,12 +245,36 @@ class SessionService(Service):
         budget: Budget,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
+        call_format: str = HERMES,
     ) -> None:
         super().__init__(
             (), tokenizer, options, fleet=manager.fleet, template_kwargs=template_kwargs
         )
         self.manager = manager
         self.budget = budget
+        self._call_parser: ToolParser | None = None
+        if call_format != HERMES:  # which the chat code reads itself
+            self._call_parser = ToolParser.get_tool_parser(call_format, tokenizer)
+        self.stop_token_ids = (
+            () if self._call_parser is None else tuple(self._call_parser.stop_token_ids)
+        )
+
+    async def read_calls(
+        self, request: ChatRequest, output: TokenOutput, choice: answers.ChatChoice
+    ) -> None:
+        """Find the calls of a turn in the model's own format; a turn with a call that is no call
+        of an offered tool stays text."""
+        if self._call_parser is None or not request.offered_tools:
+            return
+        tools = [template_tool(tool) for tool in request.offered_tools]
+        text, calls = await self._call_parser.extract_tool_calls(output.token_ids, tools)
+        names = {tool.function.name for tool in request.offered_tools}
+        if not calls or not all(call.is_valid and call.name in names for call in calls):
+            return
+        choice.message.content = text.strip() or None
+        choice.message.tool_calls = [tool_call(call) for call in calls]
+        if choice.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
 
     def run(self, job: Job) -> Deltas:
         assert isinstance(job, TurnJob)

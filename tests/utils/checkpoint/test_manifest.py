@@ -241,6 +241,20 @@ def test_a_tensor_header_that_lies_is_refused(tmp_path, entries, num_bytes):
         read_header(path)
 
 
+def test_a_header_may_fill_the_file_and_no_more(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert read_header(path) == {}
+    for octets, reason in (
+        (b"\0" * 7, "not a safetensors file"),
+        (b"\0" * 8, "malformed"),
+        ((3).to_bytes(8, "little") + b"{}", "not a safetensors file"),
+    ):
+        path.write_bytes(octets)
+        with pytest.raises(CheckpointCorruptError, match=reason):
+            read_header(path)
+
+
 def test_huge_headers_and_manifests_are_refused_within_a_second(step):
     with open(step / "evil.safetensors", "wb") as file:
         file.write((100 << 20).to_bytes(8, "little"))

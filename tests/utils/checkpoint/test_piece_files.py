@@ -278,6 +278,11 @@ def test_runs_are_the_elements_of_a_piece_in_order(pair):
     assert [int(start) + step for start in starts for step in range(length)] == elements(pair[0])
 
 
+def test_one_whole_dimension_inside_two_cut_ones_makes_a_run_per_plane():
+    starts, length = Piece(shape=(4, 3, 5), start=(1, 1, 0), size=(2, 2, 5)).runs()
+    assert (starts.tolist(), length) == ([20, 35], 10)
+
+
 def test_equal_boxes_move_as_one_stretch():
     columns = Piece(shape=(4, 6), start=(0, 2), size=(4, 3))
     assert overlaps(columns, columns) == [Overlap(0, 0, 12)]

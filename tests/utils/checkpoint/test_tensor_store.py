@@ -291,12 +291,28 @@ def test_has_state_tells_whether_a_name_was_saved(tmp_path):
         b'{"format":"verl-state","version":1,"files":[],"tree":{"$call":["os.system","id"]}}',
         b'{"format":"verl-state","version":1,"files":[],"tree":{"$scalar":["O","AAAA"]}}',
         b'{"format":"verl-state","version":1,"files":[],"tree":{"$dict":[[[1],2]]}}',
+        b'{"format":"verl-state","version":1,"files":[],"tree":{"$bytes":"QQ==!"}}',
     ],
 )
 def test_a_file_that_no_save_wrote_is_refused(tmp_path, text):
     (tmp_path / "state.json").write_bytes(text)
     with pytest.raises(CheckpointCorruptError, match=r"state\.json"):
         load_state(tmp_path, "state")
+
+
+def test_the_tree_reaches_the_file_system_as_it_is_written(tmp_path, monkeypatch):
+    """Nothing waits in a buffer for a `close` that a full disk would refuse."""
+    seen = []
+
+    def write(stream, octets):
+        stream.write(octets)
+        seen.append((tmp_path / "state.json").stat().st_size == len(octets))
+
+    monkeypatch.setattr("verl.utils.checkpoint.tensor_store.write_all", write)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_state(tmp_path, "state", {"a": 1})
+    assert seen == [True]
 
 
 def test_a_tensor_file_with_the_wrong_shape_for_the_state_is_refused(tmp_path):

@@ -12,7 +12,9 @@ from tests.utils.sandbox.needs import require_namespaces
 from verl.utils.reward_score import sandbox_fusion
 from verl.utils.reward_score.sandbox_fusion import SandboxFusionError
 from verl.utils.reward_score.sandbox_fusion.utils import (
+    Case,
     RequestFailed,
+    _empty_record,
     call_sandbox_api,
     check_correctness,
     post_json,
@@ -97,6 +99,14 @@ print(word)
     )
     assert all(set(record) == set(keys.split()) for record in metadata)
     assert (metadata[2]["exit_code"], metadata[2]["run_status"]) == (1, "Error")
+
+
+def test_a_record_names_its_case_before_anything_is_known():
+    record = _empty_record(Case(index=2, stdin="1", expected="2"))
+    known = {"case_index": 2, "input": "1", "expected_output": "2"}
+    assert {name: value for name, value in record.items() if value is not None} == known
+    assert len(record) == 15
+    assert _empty_record(Case(0, "", None, assertion="assert f(1)"))["input"] == "assert f(1)"
 
 
 def test_a_compile_error_marks_all_later_cases(server):

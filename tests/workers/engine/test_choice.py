@@ -25,6 +25,13 @@ def layer(num_weights, requires_grad=True):
     return made.requires_grad_(requires_grad)
 
 
+def test_a_spec_asks_for_nothing_that_is_not_said():
+    spec = EngineSpec(
+        model=HFModelConfig(path="x"), engine=FSDPEngineConfig(), optimizer=None, device="cpu"
+    )
+    assert {name for name, value in vars(spec).items() if value is True} == set()
+
+
 def test_bytes_of_a_rank_are_whole_weights_and_gradients_and_a_share_of_the_state():
     sizes = {"dtype": torch.bfloat16, "num_ranks": 4}
     assert bytes_per_rank(layer(100), is_trained=True, **sizes) == 200 + 200 + 1200 // 4
