@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests and runs start many processes: each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart serve test test-browser test-kernels test-vllm test-gpu test-agents test-invariance test-templates chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-invariance test-templates chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -34,6 +34,9 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 
 quickstart: $(STAMP)  ## Build a small model and watch it learn by reinforcement (five minutes, no GPU)
 	@$(BIN)/python examples/quickstart/run.py
+
+guess-number: $(STAMP)  ## Watch a small model learn to use a tool of an MCP server (no GPU)
+	@$(BIN)/python examples/guess_number/run.py
 
 serve: $(STAMP)  ## Chat with the quickstart's model in the browser (or MODEL=path, ENGINE=vllm)
 	@$(BIN)/python examples/serve/run.py $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE),--engine $(ENGINE))

@@ -2,7 +2,7 @@
 
     python examples/guess_number/prepare.py --out runs/guess_number --seed 0
 
-The game: a number from 1 to 16, six guesses, and the tool `guess(n)` answers `low`, `high` or `win`.
+The game: a number from 1 to 16, six guesses; the tool `guess(n)` answers `low`, `high` or `win`.
 Halving what is left finds every number within five guesses, 3.38 on average.
 
     model/           a Llama with random weights; its tokenizer is trained on the words of the game
@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
+from guess_tool import TOOL
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -31,18 +32,6 @@ QUESTION = f"Find the number from {LOW} to {HIGH}."
 FAREWELL = "Done."
 NUM_SHOWN, NUM_TRAIN, NUM_TEST = 6000, 2048, 128
 SHARE_HALVING = 0.35
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "guess",
-        "description": "Guess the number.",
-        "parameters": {
-            "type": "object",
-            "properties": {"n": {"type": "integer", "description": "Your guess."}},
-            "required": ["n"],
-        },
-    },
-}
 PAD, START, END = SPECIAL_TOKENS = ["<pad>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% if tools %}"

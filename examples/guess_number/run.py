@@ -47,13 +47,15 @@ class Run(quickstart.Run):
         tools = {
             "tools": [
                 {
-                    "class_name": f"{HERE / 'guess_tool.py'}:GuessTool",
+                    "class_name": "guess_tool.GuessTool",
                     "config": {"type": "mcp", "timeout": 30},
                     "mcp": {"mcp_servers_config_path": self.path("mcp_servers.json")},
                 }
             ]
         }
         Path(self.path("tools.yaml")).write_text(yaml.safe_dump(tools))
+        paths = filter(None, (str(HERE.resolve()), os.environ.get("PYTHONPATH")))
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # where guess_tool is
 
     def fine_tune(self) -> str:
         name, steps = "sft", self.options.sft_steps
@@ -105,6 +107,7 @@ class Run(quickstart.Run):
             "actor_rollout_ref.rollout.multi_turn.tool_config_path": self.path("tools.yaml"),
             "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 7,
             "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+            "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
             "trainer.total_training_steps": steps,
             "trainer.test_freq": 5,
             "trainer.save_freq": steps,

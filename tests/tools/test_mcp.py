@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from verl.config.rollout import MultiTurnConfig
 from verl.protocol.trajectory import InfraFault
 from verl.tools.leases import ToolSet
 from verl.tools.mcp_base_tool import MCPBaseTool, RateLimit
 from verl.tools.mcp_search_tool import MCPSearchTool
 from verl.tools.mcp_spec import read_servers
 from verl.tools.parsers import FunctionCall
-from verl.tools.tool_registry import initialize_tools_from_config
+from verl.tools.tool_registry import initialize_tools_from_config, make_tool_set
 from verl.utils.processes import supervised
 
 pytest.importorskip("mcp")
@@ -127,6 +128,15 @@ async def test_tools_are_found_and_called(transport, remotes, stdio_tools, tmp_p
     if transport != "stdio":
         for tool in tools.values():
             tool.close()
+
+
+@pytest.mark.parametrize("transport", ["sse", "streamable-http"])
+async def test_the_address_of_a_tool_server_may_be_that_of_an_mcp_server(transport, remotes):
+    tool_set = make_tool_set(MultiTurnConfig(tool_server=remotes(transport).url))
+    assert (await answer(tool_set.tools["add"], a=2, b=3)).text == "5"
+    for tool in tool_set.tools.values():
+        tool.close()
+    tool_set.close()
 
 
 async def test_what_a_result_holds(stdio_tools):

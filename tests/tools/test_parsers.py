@@ -143,7 +143,7 @@ async def test_llama_writes_objects_one_after_the_other():
     assert text == "Now wait."
 
 
-@pytest.mark.parametrize("name", sorted(set(tool_parsers)))
+@pytest.mark.parametrize("name", sorted(n for n in tool_parsers if not n.endswith("_for_tests")))
 @pytest.mark.parametrize("text", ["It is 3 < 4 [1, 2] {a} `x`.", '{"answer": 3}', "[1, 2]", ""])
 async def test_what_is_no_call_stays_text(name, text):
     assert await extract(name, text, TOOLS) == (text, [])

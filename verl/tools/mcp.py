@@ -18,13 +18,15 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from verl.tools.mcp_base_tool import MCPBaseTool, RateLimit
-from verl.tools.mcp_spec import ServerSpec, read_servers
+from verl.tools.mcp_spec import ServerSpec, read_server, read_servers
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.tools.tool_registry import ToolEntry, refuse_unknown
+from verl.utils.environment import tool_server_token
 
 FIELDS = ("mcp_servers_config_path", "tool_selected_list")
 
@@ -58,8 +60,30 @@ def tools_of_entry(entry: ToolEntry) -> "list[MCPBaseTool]":
         isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0
     ):
         raise ValueError(f"{entry.where}: config.rate_limit is {rate!r}; it is calls per second")
-    limit = None if rate is None else RateLimit(rate)
     specs = read_servers(entry.mcp["mcp_servers_config_path"])
+    return tools_of_specs(entry, specs, None if rate is None else RateLimit(rate))
+
+
+def tools_of_url(url: str) -> "list[MCPBaseTool]":
+    """All tools of the server that `rollout.multi_turn.tool_server` names."""
+    where = "rollout.multi_turn.tool_server"
+    token = tool_server_token()
+    kind = "sse" if urlsplit(url).path.rstrip("/").endswith("/sse") else "http"
+    shown = {"headers": {"Authorization": f"Bearer {token}"}} if token else {}
+    entry = ToolEntry(
+        where=where,
+        class_name=f"{MCPBaseTool.__module__}.{MCPBaseTool.__qualname__}",
+        config={"type": "mcp"},
+        tool_schema=None,
+        mcp={},
+    )
+    spec = read_server({"url": url, "transport": kind, **shown}, where)
+    return tools_of_specs(entry, {"tool_server": spec}, None)
+
+
+def tools_of_specs(
+    entry: ToolEntry, specs: Mapping[str, ServerSpec], limit: RateLimit | None
+) -> "list[MCPBaseTool]":
     shared = [connected(name, spec) for name, spec in specs.items()]
     tools: list[MCPBaseTool] = []
     try:

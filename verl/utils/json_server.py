@@ -22,10 +22,14 @@ from verl.utils.py_functional import printable
 
 logger = logging.getLogger(__name__)
 
+MAX_DISCARDED_BYTES = 64 << 20
+"""How much of a body that is too long is read before it is refused."""
+
 Route = Callable[[Any], Any]
 """From the JSON of the body (None without one) to the JSON of the reply."""
 
 MIN_TOKEN_CHARACTERS = 16
+MAX_DROPPED_BYTES = 16 << 20
 
 
 class Refusal(Exception):
@@ -99,11 +103,16 @@ class JsonServer:
     # ---- one request -----------------------------------------------------------------------------
 
     def answer(self, request: BaseHTTPRequestHandler) -> tuple[int, Any]:
+        is_read = False
         try:
             self._check_host(request)
             route = self._route(request)
-            return 200, route(self._body(request))
+            body = self._body(request)
+            is_read = True
+            return 200, route(parsed(body))
         except Refusal as refusal:
+            if not is_read:
+                drop_body(request)
             return refusal.status, {"error": str(refusal)}
         except OSError as error:  # the client went, or sent too slowly
             return 408, {"error": f"the request did not arrive: {error}"}
@@ -129,19 +138,38 @@ class JsonServer:
             raise Refusal(405, f"there is no {printable(' '.join(key))}; there are {known}")
         return self.routes[key]
 
-    def _body(self, request: BaseHTTPRequestHandler) -> Any:
+    def _body(self, request: BaseHTTPRequestHandler) -> bytes:
         length = request.headers.get("Content-Length") or "0"
         if request.headers.get("Transfer-Encoding") or not length.isdigit():
             raise Refusal(411, "send the body with its Content-Length")
         if int(length) > self.max_body_bytes:
+            # A client that is still sending would see a broken pipe instead of the answer.
+            left = min(int(length), MAX_DISCARDED_BYTES)
+            while left and (piece := request.rfile.read(min(left, 1 << 16))):
+                left -= len(piece)
             raise Refusal(413, f"the body is longer than {self.max_body_bytes} bytes")
-        body = request.rfile.read(int(length))
-        if not body:
-            return None
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"the body is not JSON: {error}") from error
+        return request.rfile.read(int(length))
+
+
+def parsed(body: bytes) -> Any:
+    if not body:
+        return None
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from error
+
+
+def drop_body(request: BaseHTTPRequestHandler) -> None:
+    """Read what the client still sends, and keep none of it: a connection that is closed before
+    that loses the refusal."""
+    length = request.headers.get("Content-Length") or "0"
+    left = min(int(length), MAX_DROPPED_BYTES) if length.isdigit() else 0
+    try:
+        while left > 0 and (chunk := request.rfile.read(min(left, 1 << 16))):
+            left -= len(chunk)
+    except OSError:
+        return  # it sends too slowly, or is gone: it gets no refusal
 
 
 def is_loopback(host: str) -> bool:

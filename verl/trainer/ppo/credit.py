@@ -106,7 +106,10 @@ def compute_advantage(
     }
     estimate = get_adv_estimator_fn(name)
     arguments = _arguments(estimate, name, data, options)
-    advantages, returns = estimate_by_session(estimate, arguments, data)
+    if SESSION_UID in data.non_tensor_batch:
+        advantages, returns = estimate_by_session(estimate, arguments, data)
+    else:
+        advantages, returns = estimate(**arguments)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     if config is not None and config.use_pf_ppo:
         return compute_pf_ppo_reweight_data(
