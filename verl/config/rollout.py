@@ -87,7 +87,8 @@ class MultiTurnConfig(BaseConfig):
     """Blocking tool calls that run at once, and such calls that may hang before all are refused."""
 
     format: str = option("hermes", used_if=SEVERAL_TURNS)
-    """How the model writes tool calls: `hermes`, `llama3_json`, ... (docs/tool_formats.md), or a registered parser."""
+    """How the model writes tool calls: `hermes`, `llama3_json`, ... (docs/tool_formats.md), or the
+    name of a registered parser."""
 
     use_inference_chat_template: bool = option(
         False, used_if=never("the whole conversation always uses one template")
