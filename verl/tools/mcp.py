@@ -90,11 +90,7 @@ def tools_of_specs(
         offered = [(one, tool) for one in shared for tool in one.server.tools]
         for one, tool in selected(offered, entry):
             made = entry.cls(config=dict(entry.config), tool_schema=schema_of(tool, entry.where))
-            if not isinstance(made, MCPBaseTool):
-                raise TypeError(
-                    f"{entry.where}: class_name is {entry.class_name!r}; a tool of an MCP server "
-                    "is a subclass of verl.tools.mcp_base_tool.MCPBaseTool"
-                )
+            assert isinstance(made, MCPBaseTool)
             one.num_users += 1
             made.server, made.rate_limit = one.server, limit
             tools.append(made)
