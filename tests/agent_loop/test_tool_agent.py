@@ -129,6 +129,20 @@ def test_a_game_is_appended_turn_by_turn(tools):
     assert GuessTool.events == ["create", ("execute", 3, 1), ("execute", 5, 2), "release"]
 
 
+@pytest.mark.parametrize("score", ["raises", float("nan"), None])
+def test_a_tool_that_cannot_score_its_instance_is_a_broken_world(tools, monkeypatch, score):
+    async def calc_reward(self, instance_id, **kwargs):
+        if score == "raises":
+            raise KeyError("lost")
+        return score
+
+    monkeypatch.setattr(GuessTool, "calc_reward", calc_reward)
+    engine = ScriptedRollout(call() + END, "done" + END)
+    with pytest.raises(InfraFault, match="tool 'guess': calc_reward (raised|returned)"):
+        run_loop(turns_config(**tools), engine)
+    assert GuessTool.events[-1] == "release"
+
+
 def test_a_journalled_trajectory_is_made_again_without_its_tools(tools, tmp_path):
     config, outputs = turns_config(**tools), []
 

@@ -245,7 +245,14 @@ class ToolAgentLoop(AgentLoopBase):
                     assert user is not None
                     state = await self.ask_user(agent, user)
             if agent.tool_outcomes:  # what instances were worth is a reply from outside too
-                lease.rewards = await journalled("tool_scores", {}, lease.release)
+
+                async def scores() -> dict[str, float]:
+                    rewards = await lease.release()
+                    if lease.score_fault is not None:
+                        raise InfraFault(lease.score_fault, reason="calc_reward")
+                    return rewards
+
+                lease.rewards = await journalled("tool_scores", {}, scores)
             return self._output(agent, lease)
         finally:
             if agent.conversation is not None:

@@ -174,6 +174,8 @@ class ToolLease:
         """`calc_reward` of each tool that defines it, once the lease is released."""
         self.faults: list[str] = []
         """What went wrong while releasing."""
+        self.score_fault: str | None = None
+        """Why `calc_reward` of a tool gave no score, if it gave none."""
         self._set = tool_set
         self._kwargs = tools_kwargs
         self._instances: dict[str, Instance] = {}
@@ -370,11 +372,14 @@ class ToolLease:
         instance.is_released = True
         tool = instance.tool
         if type(tool).calc_reward is not BaseTool.calc_reward:
+            num_faults = len(self.faults)
             reward = await self._finish(instance, tool.calc_reward, "calc_reward")
             if is_reward(reward):
                 self.rewards[tool.name] = self.rewards.get(tool.name, 0.0) + float(reward)
-            elif reward is not None:
+            elif len(self.faults) == num_faults:
                 self.faults.append(f"tool {tool.name!r}: calc_reward returned {reward!r:.200}")
+            if len(self.faults) > num_faults:
+                self.score_fault = self.faults[-1]
         num_faults = len(self.faults)
         await self._finish(instance, tool.release, "release")
         if len(self.faults) > num_faults:
