@@ -17,13 +17,14 @@ from verl.agent_loop.journal import journalled
 
 
 class AskingLoop(AgentLoopBase):
-    """Two tokens of the model, a digit of the world, two tokens, a digit, two tokens."""
+    """Some tokens of the model, a digit of the world; three turns of the model in all."""
 
     num_ended: ClassVar[Counter] = Counter()
 
-    def __init__(self, *arguments, asked, die_at, **kwargs):
+    def __init__(self, *arguments, asked, die_at, num_tokens=2, **kwargs):
         super().__init__(*arguments, **kwargs)
         self.log, self.die_at = Path(asked), Path(die_at)
+        self.num_tokens = num_tokens
 
     async def run(self, sampling_params, **row):
         self.uid, seed = row["uid"], sampling_params["seed"]
@@ -34,7 +35,11 @@ class AskingLoop(AgentLoopBase):
             output = await self.server_manager.generate(
                 f"{self.uid}-{seed}",
                 prompt_ids=prompt + ids,
-                sampling_params={**sampling_params, "seed": seed + turn, "max_tokens": 2},
+                sampling_params={
+                    **sampling_params,
+                    "seed": seed + turn,
+                    "max_tokens": self.num_tokens,
+                },
             )
             ids += output.token_ids
             mask += [1] * len(output.token_ids)
