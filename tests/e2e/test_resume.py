@@ -48,7 +48,13 @@ def assert_same(found, expected):
     assert metrics == expected[2]
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "save"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(stage, marks=[] if stage in ("rollout", "update", "save") else pytest.mark.slow)
+        for stage in (*STAGES, "save")
+    ],
+)
 def test_a_run_killed_in_any_stage_continues_bit_for_bit(toy, tmp_path, uninterrupted, stage):
     assert run_child(toy, tmp_path, die=(stage, 3)) == -signal.SIGKILL
     assert run_child(toy, tmp_path) == 0

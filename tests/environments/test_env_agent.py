@@ -45,6 +45,7 @@ def env_run(toy, tmp_path, *changes, kwargs=None):
     )
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_the_rewards_of_its_turns(toy, tmp_path):
     changes = [
         f"{ROLLOUT}.n=8",

@@ -22,9 +22,6 @@ from verl.utils.py_functional import printable
 
 logger = logging.getLogger(__name__)
 
-MAX_DISCARDED_BYTES = 64 << 20
-"""How much of a body that is too long is read before it is refused."""
-
 Route = Callable[[Any], Any]
 """From the JSON of the body (None without one) to the JSON of the reply."""
 
@@ -143,10 +140,6 @@ class JsonServer:
         if request.headers.get("Transfer-Encoding") or not length.isdigit():
             raise Refusal(411, "send the body with its Content-Length")
         if int(length) > self.max_body_bytes:
-            # A client that is still sending would see a broken pipe instead of the answer.
-            left = min(int(length), MAX_DISCARDED_BYTES)
-            while left and (piece := request.rfile.read(min(left, 1 << 16))):
-                left -= len(piece)
             raise Refusal(413, f"the body is longer than {self.max_body_bytes} bytes")
         return request.rfile.read(int(length))
 
