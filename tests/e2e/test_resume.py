@@ -51,7 +51,9 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     "stage",
     [
-        pytest.param(stage, marks=[] if stage in ("rollout", "update", "save") else pytest.mark.slow)
+        pytest.param(
+            stage, marks=[] if stage in ("rollout", "update", "save") else pytest.mark.slow
+        )
         for stage in (*STAGES, "save")
     ],
 )
