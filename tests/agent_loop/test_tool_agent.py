@@ -138,7 +138,7 @@ def test_a_tool_that_cannot_score_its_instance_is_a_broken_world(tools, monkeypa
 
     monkeypatch.setattr(GuessTool, "calc_reward", calc_reward)
     engine = ScriptedRollout(call() + END, "done" + END)
-    with pytest.raises(InfraFault, match="tool 'guess': calc_reward (raised|returned)"):
+    with pytest.raises(InfraFault, match=r"tool 'guess': calc_reward (raised|returned)"):
         run_loop(turns_config(**tools), engine)
     assert GuessTool.events[-1] == "release"
 
