@@ -47,6 +47,7 @@ CLOSE_SECONDS = 30.0
 class TurnJob(Job):
     """A request with its place in a session."""
 
+    request: ChatRequest
     session: "Session"
     places: list[Place]
     outputs: list[TokenOutput] = field(default_factory=list)
