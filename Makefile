@@ -9,6 +9,8 @@ GPU_TESTS := tests/models tests/utils tests/workers tests/trainer/test_sft_gpu.p
 VLLM_STAMP := $(VLLM_VENV)/.installed
 AGENTS_VENV := .venv-agents
 AGENTS_STAMP := $(AGENTS_VENV)/.installed
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
 
 # One variable prevents an illegal instruction where the CPU advertises AMX but cannot run it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
@@ -17,7 +19,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests and runs start many processes: each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-invariance test-templates chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-verifiers test-invariance test-templates chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -74,6 +76,15 @@ test-agents: $(STAMP) $(if $(VERL_AGENTS_PYTHON),,$(AGENTS_STAMP))  ## Test the 
 $(AGENTS_STAMP): requirements/agents.txt
 	$(PYTHON) -m venv $(AGENTS_VENV)
 	$(AGENTS_VENV)/bin/pip install --quiet -r requirements/agents.txt
+	@touch $@
+
+test-verifiers: $(STAMP) $(if $(VERL_TEST_VERIFIERS_PYTHON),,$(VERIFIERS_STAMP))  ## Test environments of the package verifiers, in .venv-verifiers
+	VERL_TEST_VERIFIERS_PYTHON=$(or $(VERL_TEST_VERIFIERS_PYTHON),$(CURDIR)/$(VERIFIERS_VENV)/bin/python) \
+		$(BIN)/python -m pytest tests/environments/test_verifiers.py -m 'slow or not slow'
+
+$(VERIFIERS_STAMP):
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/pip install --quiet verifiers==0.1.14
 	@touch $@
 
 test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the padded one (ten minutes)

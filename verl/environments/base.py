@@ -137,6 +137,7 @@ environments = Registry[Factory](
     textarena=f"{ADAPTERS}:TextArenaEnvironment",
     reasoning_gym=f"{ADAPTERS}:ReasoningGymEnvironment",
     openenv="verl.environments.remote:OpenEnvEnvironment",
+    verifiers="verl.environments.verifiers:VerifiersEnvironment",
     tool_methods="verl.environments.methods:ToolMethods",
 )
 """Factories: those of a scheme get what follows the colon, then the keyword arguments."""

@@ -27,6 +27,7 @@ async def make_rows(
     spec: EnvironmentSpec, seeds: Sequence[int], *, system: str = "", num_workers: int = 4
 ) -> list[dict[str, Any]]:
     pool = EnvironmentPool(num_workers=num_workers)
+    interpreter = {"python": spec.python} if spec.python else {}
 
     async def row_of(index: int, seed: int) -> dict[str, Any]:
         lease = pool.lease(f"seed {seed}")
@@ -43,7 +44,7 @@ async def make_rows(
             "prompt": messages,
             "reward_model": {"style": "env", "ground_truth": ""},
             # As text: arguments differ from row to row, and a table has one type for all.
-            "env": {"name": spec.name, "kwargs": json.dumps(dict(spec.kwargs))},
+            "env": {"name": spec.name, "kwargs": json.dumps(dict(spec.kwargs)), **interpreter},
             "extra_info": {"index": index, "seed": seed},
         }
 
@@ -74,8 +75,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
+    # Rows are read in other folders too. A link stays one: it is what makes an interpreter its own.
+    python = str(Path(options.python).expanduser().absolute()) if options.python else None
     spec = EnvironmentSpec.of(
-        {"name": options.env, "kwargs": json.loads(options.kwargs), "python": options.python}
+        {"name": options.env, "kwargs": json.loads(options.kwargs), "python": python}
     )
     seeds = range(options.first_seed, options.first_seed + options.num)
     rows = asyncio.run(make_rows(spec, seeds, system=options.system))

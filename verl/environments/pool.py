@@ -56,6 +56,7 @@ PRELOADED = {
     "gymnasium": ("verl.environments.adapters", "gymnasium"),
     "textarena": ("verl.environments.adapters", "textarena"),
     "reasoning_gym": ("verl.environments.adapters", "reasoning_gym"),
+    "verifiers": ("verl.environments.verifiers", "verifiers", "datasets"),
 }
 
 
