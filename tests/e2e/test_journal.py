@@ -78,6 +78,7 @@ def test_what_was_journalled_is_not_asked_again(killed):
     assert len(again) == sum(len(one.replies) for one in live) > 0
 
 
+@pytest.mark.slow
 def test_a_run_from_scratch_with_the_journal_of_a_killed_one_becomes_that_run(
     toy, tmp_path, killed
 ):
