@@ -160,3 +160,22 @@ def test_responses_and_parsed_calls():
     ]:
         call, has_error = read(OpenAIFunctionParsedSchema(name="f", arguments=arguments))
         assert (call.arguments, has_error) == expected
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config", "meant"),
+    [
+        ("search_tool.SearchTool", {"retrieval_service_url": "http://x/", "top_k": 5}, "topk"),
+        ("sandbox_fusion_tools.SandboxFusionTool", {"memory_limit": 5}, "memory_limit_mb"),
+        ("gsm8k_tool.Gsm8kTool", {"time_out": 5}, "timeout"),
+        ("mcp_search_tool.MCPSearchTool", {"type": "mcp", "rate_limits": 5}, "rate_limit"),
+    ],
+)
+def test_an_option_that_a_built_in_tool_does_not_read_is_refused(
+    tmp_path, class_name, config, meant
+):
+    file = tmp_path / "tools.yaml"
+    item = {"class_name": f"verl.tools.{class_name}", "config": config}
+    file.write_text(yaml.safe_dump({"tools": [item]}))
+    with pytest.raises(ValueError, match=f"config has the field .*did you mean {meant}\\?"):
+        initialize_tools_from_config(str(file))

@@ -25,6 +25,10 @@ class BaseTool:
     allows_parallel_calls: ClassVar[bool] = False
     """Whether calls of one turn may run at once on one instance; else in the order written."""
 
+    options: ClassVar[tuple[str, ...] | None] = None
+    """What the class reads of `config` beside `type`, `scope` and `timeout`; a file with anything
+    else is refused. None, and a subclass that does not say, takes what it is given."""
+
     def __init__(
         self,
         config: Mapping[str, Any],

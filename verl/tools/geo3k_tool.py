@@ -8,6 +8,8 @@ from verl.utils.reward_score import geo3k
 class Geo3kTool(AnswerTool):
     """Scores a mathematical expression against the answer of a Geometry3K row: 1 or 0."""
 
+    options = ()
+
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return vars(self).get("tool_schema") or answer_schema(
             "calc_geo3k_reward",

@@ -78,6 +78,8 @@ class AnswerTool(BaseTool):
 class Gsm8kTool(AnswerTool):
     """Scores a number against the answer of a GSM8K row: 1 or 0."""
 
+    options = ()
+
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return vars(self).get("tool_schema") or answer_schema(
             "calc_gsm8k_reward",

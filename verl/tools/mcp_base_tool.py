@@ -68,6 +68,7 @@ class MCPBaseTool(BaseTool):
     so that one whose server was lost in between is lost too)."""
 
     allows_parallel_calls = True
+    options = ("rate_limit", "stateful")
 
     def __init__(
         self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None

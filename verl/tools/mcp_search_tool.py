@@ -12,6 +12,8 @@ HITS = ("results", "result", "hits", "items", "documents")
 class MCPSearchTool(MCPBaseTool):
     """Answers as `MCPBaseTool` does; metadata say how many hits there were, where that is known."""
 
+    options = MCPBaseTool.options
+
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
         text, metadata = super()._parse_tool_result(content)
         num_hits = sum(count_hits(part.text) for part in content if part.type == "text")

@@ -54,6 +54,10 @@ class SandboxFusionTool(BaseTool):
     """
 
     allows_parallel_calls = True
+    options = (
+        *("sandbox_fusion_url", "num_workers", "rate_limit", "enable_global_rate_limit"),
+        *("default_timeout", "default_language", "memory_limit_mb"),
+    )
 
     def __init__(
         self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None

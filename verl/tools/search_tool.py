@@ -54,6 +54,7 @@ class SearchTool(BaseTool):
     """
 
     allows_parallel_calls = True
+    options = ("retrieval_service_url", "topk", "num_workers", "rate_limit", "reply")
 
     def __init__(
         self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None

@@ -84,6 +84,10 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     """The tools that a YAML file lists; one entry of type mcp may stand for several."""
     tools: list[BaseTool] = []
     for entry in read_entries(tools_config_file):
+        options = vars(entry.cls).get("options")
+        if options is not None:
+            known = ("type", "scope", "timeout", *options)
+            refuse_unknown(entry.config, known, f"{entry.where}, config")
         tools += tool_types[entry.kind](entry)
     check_names(tools, tools_config_file)
     return tools
