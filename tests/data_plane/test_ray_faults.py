@@ -42,8 +42,6 @@ def test_rows_of_a_killed_producer_are_lost_and_it_is_named(plane: DataPlane):
         plane.wait(Ready(keys=("p/0", "p/1")), LONG)
     states = {key: receipt.state for key, receipt in plane.entries("p").items()}
     assert states == {"p/0": "complete", "p/1": "lost", "p/2": "lost"}
-    with pytest.raises(RowsLost, match=r"'p/0', put by agent-loop-3, cannot be fetched"):
-        plane.get(["p/0"])  # Ray's objects end with the process that put them
 
 
 def test_a_killed_data_plane_is_named_with_the_way_out():

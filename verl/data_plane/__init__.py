@@ -44,7 +44,7 @@ planes = Registry[Any](
     "data plane",
     in_process="verl.data_plane.in_process:InProcessPlane",
     ray="verl.data_plane.on_ray:RayPlane",
-    transfer_queue="verl.data_plane.transfer_queue:TransferQueuePlane",
+    transfer_queue="verl.data_plane.tq_package:TransferQueuePlane",
 )
 
 

@@ -40,7 +40,6 @@ class InProcessPlane(DataPlane):
         self._ledger = Ledger(name, self.limits)
         self._columns: dict[str, Columns] = {}
         self._lock = threading.Lock()
-        self._is_closed = False
         if InProcessPlane._planes.setdefault(name, self) is not self:
             raise ValueError(f"there is a data plane {name!r} in this process already")
 
@@ -74,7 +73,6 @@ class InProcessPlane(DataPlane):
 
     def reserve(self, keys: Sequence[str], producer: str = "") -> None:
         with self._lock:
-            self._require_open()
             self._ledger.reserve(keys, producer)
 
     def put(
@@ -86,7 +84,6 @@ class InProcessPlane(DataPlane):
     ) -> Receipt:
         receipt = receipt_for(key, columns, tags, producer, self.limits)
         with self._lock:
-            self._require_open()
             self._ledger.check(receipt)
             self._columns[key] = dict(columns)
             self._ledger.complete(receipt)
@@ -94,7 +91,6 @@ class InProcessPlane(DataPlane):
 
     def get(self, keys: Sequence[str], fields: Sequence[str] | None = None) -> list[Columns]:
         with self._lock:
-            self._require_open()
             self._ledger.require_complete(keys)
             return [chosen(key, self._columns[key], fields) for key in keys]
 
@@ -129,12 +125,10 @@ class InProcessPlane(DataPlane):
 
     def entries(self, partition: str = "") -> dict[str, Receipt]:
         with self._lock:
-            self._require_open()
             return self._ledger.entries(partition)
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True
             self._ledger.end("was closed")
             self._columns.clear()
         InProcessPlane._planes.pop(self.name, None)
@@ -146,7 +140,6 @@ class InProcessPlane(DataPlane):
         self, start: "Callable[[], Receipts]", ready: Ready, timeout_seconds: float
     ) -> list[Receipt]:
         with self._lock:
-            self._require_open()
             future = start()
         try:
             return future.result(timeout_seconds)
@@ -157,7 +150,6 @@ class InProcessPlane(DataPlane):
         self, start: "Callable[[], Receipts]", ready: Ready, timeout_seconds: float
     ) -> list[Receipt]:
         with self._lock:
-            self._require_open()
             future = start()
         waiting = asyncio.wrap_future(future)
         try:
@@ -178,7 +170,3 @@ class InProcessPlane(DataPlane):
                 f"data plane {self.name!r}: after {timeout_seconds:g} s still without "
                 f"{self._ledger.shortfall(ready)}"
             )
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise PlaneLost(f"data plane {self.name!r} was closed")

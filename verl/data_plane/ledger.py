@@ -68,10 +68,12 @@ class Ledger:
         self._by_key: dict[str, list[Waiter]] = {}
         self._numbers = counter()
         self.num_waiting = 0
+        self._end = ""
 
     # ---- entries ---------------------------------------------------------------------------------
 
     def reserve(self, keys: Sequence[str], producer: str) -> None:
+        self._require_running()
         for key in keys:
             require_key(key, self.limits)
             self._require_free(key)
@@ -105,6 +107,7 @@ class Ledger:
 
     def check(self, receipt: Receipt) -> None:
         """Raise what `complete` would; for a back-end that must know before it stores columns."""
+        self._require_running()
         present = self._entries.get(receipt.key)
         if present is not None and present.state == "complete":
             self._require_free(receipt.key)
@@ -146,6 +149,7 @@ class Ledger:
         return found
 
     def entries(self, partition: str) -> dict[str, Receipt]:
+        self._require_running()
         if not partition:
             return dict(self._entries)
         known = self._partitions.get(partition)
@@ -158,6 +162,7 @@ class Ledger:
         return any(e.state == "open" and e.producer == producer for e in self._entries.values())
 
     def require_complete(self, keys: Sequence[str]) -> None:
+        self._require_running()
         for key in keys:
             entry = self._entries.get(key)
             if entry is None:
@@ -175,6 +180,7 @@ class Ledger:
     # ---- waiters ---------------------------------------------------------------------------------
 
     def watch(self, ready: Ready) -> "Future[list[Receipt]]":
+        self._require_running()
         waiter = Waiter(ready)
         lost = [k for k in ready.keys if k in self._entries and self._entries[k].state == "lost"]
         if lost:
@@ -194,6 +200,7 @@ class Ledger:
         return waiter.future
 
     def take(self, name: str, count: int, partition_name: str) -> "Future[list[Receipt]]":
+        self._require_running()
         if count < 1:
             raise ValueError(f"take at least 1 entry, not {count}")
         partition = self._partition(partition_name)
@@ -250,11 +257,17 @@ class Ledger:
         )
 
     def end(self, reason: str) -> None:
+        """Everything is gone; who waits and who asks from now on is told the reason."""
+        self._end = reason
         for waiter in self._waiters():
             self._fail(waiter, PlaneLost(f"data plane {self.name!r} {reason}"))
         self._entries.clear()
         self._partitions.clear()
         self._by_key.clear()
+
+    def _require_running(self) -> None:
+        if self._end:
+            raise PlaneLost(f"data plane {self.name!r} {self._end}")
 
     # ---- helpers ---------------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@
                                                                         the columns come from the
                                                                         store, node to node
 
-Objects belong to the process that put them, and end with it: `get` of rows whose producer has died
-is `RowsLost`, with the producer's name. A producer that is an actor is watched while it has open
-entries: a call waits in its queue, which fails when it dies, and the entries become lost.
+Objects belong to the process that put them, and end with it, when their node notices: `get` of rows
+whose producer has died is then `RowsLost`, with the producer's name. A producer that is an actor is
+watched while it has open entries: a call waits in its queue, which fails when it dies, and the
+entries become lost.
 
 What goes into the store is a dictionary of (kind, type, shape, bytes), bytes being one buffer:
 `unpacked` accepts nothing else. Ray's own envelope around it is Ray's, between the processes of one
@@ -188,7 +189,8 @@ class RayPlane(DataPlane):
             max_concurrency=limits.max_waiters + 1000,
             max_restarts=0,
         )
-        plane = cls(name, actor.remote(name, asdict(limits)), limits)
+        book: Any = actor.remote(name, asdict(limits))
+        plane = cls(name, book, limits)
         plane._call("describe")
         plane._open(options)
         return plane
