@@ -200,7 +200,9 @@ def kernels(contestant: Contestant, way: str) -> dict[str, Any]:
         for row in rows[:NUM_SHOWN]
     }
     busy = sum(row.self_device_time_total for row in rows) / 1e6
-    print(f"--- {contestant.num_sessions} sessions, {way}, {run['seconds']:.2f} s, busy {busy:.2f} s")
+    print(
+        f"--- {contestant.num_sessions} sessions, {way}, {run['seconds']:.2f} s, busy {busy:.2f} s"
+    )
     for name, row in table.items():
         print(f"{row['seconds']:.3f} s {row['calls']:7d} x {name}")
     return {"seconds": run["seconds"], "busy_seconds": busy, "kernels": table}
