@@ -152,7 +152,7 @@ class StackSamples:
             yield
         finally:
             is_over.set()
-            sampler.join()
+            sampler.join(timeout=5)
 
     def _add(self, frame: Any) -> None:
         self.num_samples += 1
