@@ -28,7 +28,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.data_plane import DataPlane, connect
+from verl.data_plane import DataPlane, connect, planes
 from verl.protocol import DataProto
 from verl.single_controller.base.dispatch import (
     join,
@@ -255,3 +255,12 @@ def answer_for(stored: StoredBatch | None, method: Method, answer: Any, put_data
     if stored is None or not put_data or not has_columns:
         return answer
     return put_columns(stored, method.__name__, answer)
+
+
+def create_transferqueue_client(*_: Any, **__: Any) -> Any:
+    """The client of the package TransferQueue in this process, for code that uses the package
+    itself. Stored batches need none: they bring the address of their plane."""
+    return planes["transfer_queue"].client()
+
+
+get_transferqueue_client = create_transferqueue_client

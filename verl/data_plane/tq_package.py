@@ -30,6 +30,12 @@ class TransferQueuePlane(RayPlane):
     _opened: ClassVar[set[str]] = set()
     """Planes of this process; the package has one controller and ends with the last of them."""
 
+    @staticmethod
+    def client() -> Any:
+        """The package's own client, connected to the controller of this cluster."""
+        tq.init()
+        return tq.get_client()
+
     def _open(self, options: Mapping[str, Any]) -> None:
         """`options` are those of `transfer_queue.init`: `backend`, `metrics`, `controller`."""
         tq.init(OmegaConf.create(dict(options)))
