@@ -37,6 +37,22 @@ def colocated(staleness, folder, **options):
     ]
 
 
+def separate(staleness, folder, every=1, **options):
+    """Generation in a process of its own, beside training."""
+    return [
+        *settings(folder, **options),
+        "async_training.reply_tokens=2",
+        "actor_rollout_ref.hybrid_engine=false",
+        f"{ROLLOUT}.nnodes=1",
+        f"{ROLLOUT}.n_gpus_per_node=1",
+        f"{ROLLOUT}.free_cache_engine=false",
+        "trainer.use_v1=true",
+        "trainer.v1.trainer_mode=separate_async",
+        f"trainer.v1.separate_async.parameter_sync_step={every}",
+        f"trainer.v1.separate_async.num_warmup_batches={staleness}",
+    ]
+
+
 class Records(AsyncTrainer):
     """Keeps what every step trained on."""
 
@@ -118,3 +134,12 @@ def test_replies_that_a_lost_run_got_are_not_asked_for_again(toy, tmp_path):
     before, _ = recorded(Fails, *args, fail_at=4)
     after, _ = recorded(Records, *args)
     assert after[0] == before[-1]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_training_beside_generation_repeats_too(toy, tmp_path, every):
+    args = (toy, tmp_path, *separate(2, tmp_path, every))
+    seen, trainer = recorded(Records, *args)
+    again, same = recorded(Records, *args)
+    assert seen == again
+    assert same_weights(trainer, same)

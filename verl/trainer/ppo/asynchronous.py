@@ -11,6 +11,7 @@ Which groups a step trains on, and which weights sampled which token, follow fro
 (`verl.agent_loop.schedule`), not from what happened to be ready.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -86,7 +87,7 @@ class AsyncTrainer(PPOTrainer):
         self.gate = self.buffer.gate = rollouter.gate = Gate(
             plan,
             plan.batch * self.total_training_steps,
-            rollout_loop_of_this_process(),
+            rollout_loop(os.getpid()),
             lambda: rollouter.servers.abort_turns(),
         )
         self._num_started = 0
@@ -193,8 +194,3 @@ class AsyncTrainer(PPOTrainer):
         super()._load_checkpoint()
         self._num_started = self.global_steps * self.plan.batch
 
-
-def rollout_loop_of_this_process() -> Any:
-    import os
-
-    return rollout_loop(os.getpid())
