@@ -139,6 +139,7 @@ PLANS = {
     "colocated": AsyncPlan(batch=3, staleness=1.0, reply_tokens=8),
     "colocated_3": AsyncPlan(batch=2, staleness=3.0, reply_tokens=2),
     "separate": AsyncPlan(batch=3, staleness=2.0, lag=1, reply_tokens=8),
+    "smooth": AsyncPlan(batch=3, staleness=2.0, lag=1, reply_tokens=8, update_tokens=9),
     "half": AsyncPlan(batch=4, staleness=0.5, lag=1, reply_tokens=8),
     "stream": AsyncPlan(batch=2, sync_every=3, lag=1),
     "fully": AsyncPlan(batch=2, sync_every=2, staleness=1.0, lag=1, reply_tokens=3),
@@ -163,7 +164,7 @@ def test_tokens_and_versions_do_not_depend_on_the_speed_of_anything(name, turns)
         assert all(len(set(out[2])) == 1 for step in runs[0] for row in step for out in row)
 
 
-@pytest.mark.parametrize("name", ["colocated", "colocated_3", "separate", "fully", "half"])
+@pytest.mark.parametrize("name", ["colocated_3", "separate", "smooth", "fully", "half"])
 def test_a_run_continues_from_what_its_rows_had_sampled(name):
     plan = PLANS[name]
     whole = World(plan, 1, turns=2).train()
