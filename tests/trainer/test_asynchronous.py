@@ -98,9 +98,7 @@ def straight(toy, tmp_path_factory):
 @pytest.mark.parametrize("turns", [1, TURNS])
 def test_without_staleness_it_is_the_synchronous_run(toy, tmp_path, turns):
     plain = toy_run(toy, tmp_path, *settings(tmp_path, turns=turns))
-    same = toy_run(
-        toy, tmp_path, *colocated(0, tmp_path, turns=turns), trainer_class=AsyncTrainer
-    )
+    same = toy_run(toy, tmp_path, *colocated(0, tmp_path, turns=turns), trainer_class=AsyncTrainer)
     assert same_weights(plain[1], same[1])
 
 

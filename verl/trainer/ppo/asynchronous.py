@@ -193,4 +193,3 @@ class AsyncTrainer(PPOTrainer):
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         self._num_started = self.global_steps * self.plan.batch
-
