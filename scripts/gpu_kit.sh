@@ -5,7 +5,7 @@
 #     export PYTHONPATH=$PWD:$PWD/build/gpu_kit HF_HUB_OFFLINE=1
 #     python3 -m pytest -m gpu -W default -n 8 --dist loadfile tests/models tests/utils tests/workers
 #     python3 benchmarks/gpu/all.py --out OUT --trl build/trl
-#     python3 scripts/mutate.py --count 200 --jobs 14 --minutes 8 --output OUT/mutants.txt
+#     python3 scripts/mutate.py --count 200 --jobs 14 --deadline-seconds 560 --output OUT/mutants.txt
 #
 # GPU_PYTHON is that machine's Python version.
 set -euo pipefail

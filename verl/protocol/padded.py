@@ -25,6 +25,11 @@ SESSION_UID = "session_uid"
 """The column that is equal for the rows of a session, which stand side by side; it is there where
 some session has several rows. Without it every row is a session."""
 
+POLICY_VERSIONS = "policy_versions"
+"""The column (B, T) of the policy version that sampled each token, -1 for tokens that no policy
+sampled; it is there where somebody asks for it, as asynchronous training does. In a synchronous run
+it would say one number B * T times."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
@@ -36,12 +41,16 @@ class Padding:
 
 
 def padded_batch(
-    trajectories: Sequence[Trajectory], padding: Padding, *, with_rows: bool = True
+    trajectories: Sequence[Trajectory],
+    padding: Padding,
+    *,
+    with_rows: bool = True,
+    with_versions: bool = False,
 ) -> DataProto:
     """One row per trajectory; longer responses are cut at the limit.
 
     With the columns of the dataset rows unless `with_rows` is false; a column that a trajectory
-    brings itself comes first.
+    brings itself comes first. `policy_versions` is there with `with_versions` only.
     """
     columns: dict[str, Any] = {}
     names = dict.fromkeys(name for t in trajectories for name in t.extra_fields)
@@ -58,6 +67,8 @@ def padded_batch(
             if name not in columns:
                 columns[name] = [t.row[name] for t in trajectories]
     tensors = padded_columns(trajectories, padding)
+    if with_versions:
+        tensors[POLICY_VERSIONS] = padded_versions(trajectories, padding.response_length)
     for name, values in list(columns.items()):
         if isinstance(values, list) and all(isinstance(value, Tensor) for value in values):
             tensors.setdefault(name, torch.stack(columns.pop(name)))
@@ -132,6 +143,26 @@ def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict
     return columns
 
 
+def padded_versions(trajectories: Sequence[Trajectory], response_length: int) -> Tensor:
+    """The policy version that sampled each response token, (B, T); -1 for other tokens."""
+    versions = np.full((len(trajectories), response_length), -1, dtype=np.int64)
+    for row, trajectory in enumerate(trajectories):
+        start = 0
+        for segment in trajectory.response:
+            end = min(start + len(segment.token_ids), response_length)
+            if segment.versions is not None:
+                versions[row, start:end] = segment.versions[: end - start]
+            elif segment.author == "model" and segment.is_trained and end > start:
+                raise ValueError(
+                    f"response tokens {start} to {end} of {trajectory.session_uid} are the "
+                    "model's, and nobody knows which policy version sampled them; asynchronous "
+                    "training needs it of every trained token: an agent loop must return the "
+                    "tokens of its turns as they were generated"
+                )
+            start = end
+    return torch.from_numpy(versions)
+
+
 def loop_scores(scores: Sequence[float | None], response_tokens: Tensor) -> Tensor:
     """The scores that loops gave their trajectories, each on the last token, (B, T)."""
     rewards = torch.zeros(response_tokens.shape)
@@ -160,7 +191,8 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
     is_trained = tensors.get("response_mask", tensors["attention_mask"][:, P:]).tolist()
     log_probs = tensors["rollout_log_probs"].tolist() if "rollout_log_probs" in tensors else None
     own = {"prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids"}
-    own.add("rollout_log_probs")
+    own |= {"rollout_log_probs", POLICY_VERSIONS}
+    versions = tensors[POLICY_VERSIONS].tolist() if POLICY_VERSIONS in tensors else None
     turns = batch.non_tensor_batch.get("__num_turns__", np.zeros(len(batch), dtype=np.int32))
     found: list[Trajectory] = []
     for row in range(len(batch)):
@@ -171,6 +203,17 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
             if name not in ("__num_turns__", "tool_extra_fields", SESSION_UID, REQUEST_ROW)
         }
         response = tensors["responses"][row][is_token[row, P:]].tolist()
+        segments = response_segments(
+            response,
+            is_trained[row][: len(response)],
+            None if log_probs is None else log_probs[row][: len(response)],
+        )
+        if versions is not None:
+            start = 0
+            for segment in segments:
+                end = start + len(segment.token_ids)
+                segment.versions = versions[row][start:end] if segment.is_trained else None
+                start = end
         found.append(
             Trajectory(
                 uid="",
@@ -181,11 +224,7 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
                         author="template",
                         token_ids=tensors["prompts"][row][is_token[row, :P]].tolist(),
                     ),
-                    *response_segments(
-                        response,
-                        is_trained[row][: len(response)],
-                        None if log_probs is None else log_probs[row][: len(response)],
-                    ),
+                    *segments,
                 ],
                 num_turns=int(turns[row]),
                 extra_fields=extras,

@@ -1,7 +1,8 @@
 """Rollout correction: what to do when the policy that sampled is not quite the one that is trained.
 
 Importance weights, rejection of what differs too much and measures of the difference
-(`correction`), and the two ways to use them in training (`apply`).
+(`correction`), the two ways to use them in training (`apply`), and the age of tokens where older
+policies sampled some of them (`off_policy`).
 """
 
 from verl.algos.rollout_correction.apply import (
@@ -16,6 +17,7 @@ from verl.algos.rollout_correction.correction import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
+from verl.algos.rollout_correction.off_policy import off_policy_metrics, reject_stale, token_ages
 
 __all__ = [
     "SUPPORTED_ROLLOUT_RS_OPTIONS",
@@ -26,4 +28,7 @@ __all__ = [
     "compute_rollout_correction_and_rejection_mask",
     "compute_rollout_correction_weights",
     "compute_rollout_rejection_mask",
+    "off_policy_metrics",
+    "reject_stale",
+    "token_ages",
 ]

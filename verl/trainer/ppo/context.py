@@ -75,6 +75,8 @@ class StepBatch:
 
     groups: list[Group]
     padding: Padding
+    with_versions: bool = False
+    """Whether tokens may have been sampled by several policies: adds `policy_versions`."""
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:
@@ -82,7 +84,7 @@ class StepBatch:
 
     @cached_property
     def data(self) -> DataProto:
-        batch = padded_batch(self.trajectories, self.padding)
+        batch = padded_batch(self.trajectories, self.padding, with_versions=self.with_versions)
         versions = {group.version for group in self.groups}
         if len(versions) == 1 and None not in versions:
             (batch.meta_info["policy_version"],) = versions  # every token was sampled with it
