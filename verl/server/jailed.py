@@ -95,7 +95,7 @@ class Jail:
         packages = [(path, f"/packages/{i}") for i, path in enumerate(installed)]
         limits = Limits(memory_mb=self.memory_mb, max_processes=self.max_processes)
         return Spec(
-            arguments=[PYTHON, "/program/relay.py", str(port), *spelled],
+            arguments=[PYTHON, "/program/relay.py", str(port), REWARD_INSIDE, *spelled],
             environment={
                 **ENVIRONMENT,
                 "PYTHONPATH": ":".join(inside for _, inside in packages),

@@ -1,4 +1,4 @@
-"""Runs a program inside the sandbox: `program_relay.py PORT PROGRAM ARGUMENTS...`
+"""Runs a program inside the sandbox: `program_relay.py PORT REWARD_FILE PROGRAM ...`
 
 The sandbox has no network. This process listens on 127.0.0.1 and passes bytes on to a socket of the
 gateway's in the file system; when the program has ended, it hands over the reward that it wrote.
@@ -44,18 +44,20 @@ async def relay(listener: socket.socket) -> None:
     await server.serve_forever()
 
 
-def main(port: int, command: list[str]) -> int:
+def main(port: int, reward_file: str, command: list[str]) -> int:
     with socket.create_server(("127.0.0.1", port)) as listener:
         if os.fork() == 0:
             asyncio.run(relay(listener))  # it ends with the sandbox
     try:
-        code = subprocess.call(command)
+        program = subprocess.Popen(command)
     except OSError as error:
         sys.stderr.write(f"cannot run {command[0]!r}: {error.strerror}\n")
         return NOT_STARTED
+    # The sandbox keeps the deadline.
+    program.returncode = code = os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1])
     with (
         suppress(FileNotFoundError),
-        open(os.environ["VERL_REWARD_FILE"], "rb") as file,
+        open(reward_file, "rb") as file,
         socket.socket(socket.AF_UNIX) as channel,
     ):
         channel.connect(REWARD)
@@ -66,4 +68,4 @@ def main(port: int, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
