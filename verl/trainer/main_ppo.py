@@ -74,6 +74,21 @@ def main_with(own: Command, config: DictConfig | None = None) -> None:
         run_ppo(config)
 
 
+def one_step_off_main(config: DictConfig | None = None) -> None:
+    """`python -m verl.experimental.one_step_off_policy.main_ppo`."""
+    main_with(ONE_STEP_OFF, config)
+
+
+def fully_async_main(config: DictConfig | None = None) -> None:
+    """`python -m verl.experimental.fully_async_policy.fully_async_main`."""
+    main_with(FULLY_ASYNC, config)
+
+
+def transfer_queue_main(config: DictConfig | None = None) -> None:
+    """`python -m verl.experimental.transfer_queue.main_ppo`."""
+    main_with(TRANSFER_QUEUE, config)
+
+
 @hydra.main(config_path="config", config_name=CONFIG_NAME, version_base=None)
 def from_hydra(config: DictConfig) -> None:
     command.load_and_run(config, PPOConfig, run)

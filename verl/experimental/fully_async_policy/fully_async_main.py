@@ -1,14 +1,8 @@
 """Asynchronous training: `python -m verl.experimental.fully_async_policy.fully_async_main ...`"""
 
-from omegaconf import DictConfig
+from verl.trainer.main_ppo import fully_async_main as main
 
-from verl.trainer.main_ppo import FULLY_ASYNC, main_with
-
-
-def main(config: DictConfig | None = None) -> None:
-    """The command; with a configuration, run that one instead of the command line's."""
-    main_with(FULLY_ASYNC, config)
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
     main()
