@@ -34,6 +34,7 @@ class World:
     rows: dict = field(default_factory=dict)
     aborts: list = field(default_factory=list)
     num_asked: int = 0
+    tasks: list = field(default_factory=list)
 
     def __post_init__(self):
         self.random = random.Random(self.speed_seed)
@@ -41,7 +42,7 @@ class World:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.gate = Gate(self.plan, self.plan.batch * self.num_steps, self.loop, self.abort)
         self.ended = {}
-        self.num_started = self.plan.batch * 0
+        self.num_started = 0
 
     def abort(self):
         for event in self.aborts:
@@ -91,7 +92,8 @@ class World:
         for index in indices:
             for sample in range(SAMPLES):
                 self.ended[index, sample] = asyncio.Event()
-                asyncio.create_task(self.run_row(self.gate.begin(index, sample)))
+                task = asyncio.create_task(self.run_row(self.gate.begin(index, sample)))
+                self.tasks.append(task)
 
     def admit(self):
         limit = self.gate.schedule.limit

@@ -188,9 +188,8 @@ class AsyncLLMServerManager:
     def abort_turns(self) -> None:
         """End all turns in flight with what they have; on the event loop."""
         self._send()  # those that are about to be sent too
-        for call in self._calls:
-            if not call.outputs.done():
-                self.fleet.abort(call.tickets[0].request_id)
+        calls = [call for call in self._calls if not call.outputs.done()]
+        self.fleet.abort([call.tickets[0].request_id for call in calls])
 
     async def generate_group(
         self,
