@@ -26,7 +26,7 @@ from verl.config.convert import unknown_text
 from verl.config.faults import ConfigError, Fault
 from verl.config.legacy import is_old, renamed
 from verl.config.load import Loaded, load_config
-from verl.config.schema import ROOTS, Keys, family
+from verl.config.schema import FILE_ROOTS, Keys, family
 from verl.utils.environment import EndsTheRun, set_variable
 
 FLAGS_WITH_VALUE = {
@@ -105,8 +105,9 @@ def rewrite(arguments: list[str], default_config: str, config_dir: Path) -> Rewr
         return Rewritten(list(arguments))
     flags, overrides = split(arguments)
     name = flags.get("name", default_config).removesuffix(".yaml")
-    root = ROOTS.get(name, ROOTS[default_config])
-    is_ours = name in ROOTS and not flags.keys() & {"dir"} and flags.get("path") in (None, "config")
+    root = FILE_ROOTS.get(name, FILE_ROOTS[default_config])
+    is_listed = name in FILE_ROOTS and "dir" not in flags
+    is_ours = is_listed and flags.get("path") in (None, "config")
     result = Rewritten()
     for argument in arguments:
         if argument in overrides:
