@@ -112,7 +112,7 @@ def test_a_disk_that_refuses_the_receipt_too_does_not_keep_the_owner_waiting(tmp
         control.set(is_full=True)
         rank.stdin.write("end\n")
         rank.stdin.flush()
-        with pytest.raises(OSError, match="refused .* its receipt too"):
+        with pytest.raises(OSError, match=r"refused .* its receipt too"):
             collect_receipts([path], 60)
         assert rank.wait(60) == 0
 
