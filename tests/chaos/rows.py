@@ -524,11 +524,11 @@ ROWS = (
     ),
     Row(
         "G6",
-        "20,000 generated requests",
+        "thousands of generated requests (SCHEMA_REQUESTS=20000 for more)",
         "No 5xx, no violation of the schema, no route without its guard.",
         (
             f"{T}/server/test_schema.py::test_forty_requests_find_no_violation",
-            f"{T}/server/test_schema.py::test_twenty_thousand_requests_find_no_violation",
+            f"{T}/server/test_schema.py::test_thousands_of_requests_find_no_violation",
         ),
     ),
     Row(
