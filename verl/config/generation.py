@@ -251,8 +251,19 @@ class GradingConfig(BaseConfig):
 
 
 @dataclass(kw_only=True)
+class EvaluationTrainerConfig(BaseConfig):
+    """How to run."""
+
+    dry_run: bool = False
+    """Check the configuration and the file, print the plan and stop."""
+
+
+@dataclass(kw_only=True)
 class EvaluationConfig(BaseConfig):
     """Scoring responses that were generated before."""
+
+    trainer: EvaluationTrainerConfig = option(default_factory=EvaluationTrainerConfig)
+    """How to run."""
 
     data: EvaluationDataConfig = option(default_factory=EvaluationDataConfig)
     """Responses to score."""
