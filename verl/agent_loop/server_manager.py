@@ -143,7 +143,7 @@ class AsyncLLMServerManager:
         if image_data or video_data:
             raise ValueError("images and videos need an engine that reads them; this one does not")
         params, seed = self._shared_params(sampling_params)
-        row = gated_row.get()
+        row = gated_row.get(None)
         if row is None:
             output = await self._ask(request_id, tuple(prompt_ids), params, seed)
         else:
