@@ -1,14 +1,15 @@
 """A pytest plugin: which lines of some folders each test executes (`-p executed_lines`).
 
 `EXECUTED_LINES_OF` names the folders (separated by colons), `EXECUTED_LINES_FOLDER` where each
-process writes what it saw: for each test that passed its seconds and, by file, its lines. Threads
-are seen, child processes are not.
+process writes what it saw, every few seconds and at its end: for each test that passed its seconds
+and, by file, its lines. Threads are seen, child processes are not.
 """
 
 import json
 import os
 import sys
 import threading
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ FOLDERS = tuple(os.environ["EXECUTED_LINES_OF"].split(":"))
 OUTPUT = Path(os.environ["EXECUTED_LINES_FOLDER"])
 LINES: set[tuple[str, int]] = set()
 NOTES: dict[str, dict[str, Any]] = {}
+WRITE_EVERY_SECONDS = 15.0
+WRITTEN_AT = [time.monotonic()]
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 if sys.version_info >= (3, 12):
     MONITORING = sys.monitoring
@@ -51,7 +55,7 @@ else:
 
 def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
     LINES.clear()
-    NOTES[nodeid] = {"seconds": 0.0, "passed": True, "lines": {}}
+    NOTES[nodeid] = {"seconds": 0.0, "passed": True, "is_ended": False, "lines": {}}
     start_again()
 
 
@@ -64,10 +68,20 @@ def pytest_runtest_logreport(report: Any) -> None:
         for path, line in sorted(LINES):
             lines[path].append(line)
         note["lines"] = dict(lines)
+        note["is_ended"] = True
+        if IS_WORKER and time.monotonic() - WRITTEN_AT[-1] > WRITE_EVERY_SECONDS:
+            write()
 
 
 def pytest_sessionfinish(session: Any) -> None:
-    if session.config.getoption("dist", "no") != "no":
-        return  # this process only distributes tests
-    used = {name: note for name, note in NOTES.items() if note["passed"]}
-    (OUTPUT / f"{os.getpid()}.json").write_text(json.dumps(used))
+    if session.config.getoption("dist", "no") == "no":  # else it only distributes tests
+        write()
+
+
+def write() -> None:
+    used = {name: note for name, note in NOTES.items() if note["passed"] and note["is_ended"]}
+    part = OUTPUT / f"{os.getpid()}.json"
+    draft = part.with_suffix(".draft")
+    draft.write_text(json.dumps(used))
+    draft.rename(part)
+    WRITTEN_AT.append(time.monotonic())

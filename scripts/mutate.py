@@ -1,16 +1,20 @@
 """Plant small faults in the package and see which of them the tests notice.
 
-    python scripts/mutate.py --count 200 --jobs 14 --seed 0 --minutes 8 --output mutants.txt
+    python scripts/mutate.py --count 200 --jobs 14 --seed 0 --deadline-seconds 560 --output FILE
 
 `mutants.py` says which faults. First the tests run once in the unchanged tree (pytest-xdist), and
 each notes the lines of the package that it executes (`executed_lines.py`); a test that fails or is
-skipped here is not used. The map is kept in `build/mutants/map.json` and made again when it is
-missing (`--map-only` makes just the map). A machine with a GPU runs the tests that need one too.
+skipped here is not used. The map is kept (`--map`, `build/mutants/map.json`) and made again when it
+is missing (`--map-only` makes just the map). A machine with a GPU runs the tests that need one too.
 Then every job has a copy of the tree, and each mutant runs in a process forked from one in which
 the libraries are loaded: the tests that execute its line, quickest first, then more of the folder
-that mirrors its module (other processes may execute it), until one fails. At the end each test that
-noticed something runs in an unchanged copy too; a mutant whose test fails there is in doubt, and
-counts as one that was not noticed.
+that mirrors its module (other processes may execute it), until one fails. A test that notices
+something for the first time runs in an unchanged copy too; if it fails there, it is not used any
+more, and its mutants run again without it.
+
+The report is written anew whenever something is known, so that a run that is cut short has one.
+With a deadline the map gets half of the time at most (tests that were not reached are not used),
+and no mutant begins in the last 40 seconds; the last line of the report counts them all.
 """
 
 import argparse
@@ -42,8 +46,8 @@ PRELOADED = (
     *("transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama"),
     *("numpy", "tensordict", "omegaconf", "hydra", "pyarrow", "datasets", "peft", "sympy"),
 )
-MAP = ROOT / "build" / "mutants" / "map.json"
-CHECK_SECONDS = 120.0
+LAST_SECONDS = 40.0
+"""Before the deadline: what runs may end, nothing begins but checks of tests."""
 FIRST_TESTS, FIRST_SECONDS = 25, 10.0
 LONGEST_TEST_SECONDS = 25.0
 
@@ -51,9 +55,9 @@ LONGEST_TEST_SECONDS = 25.0
 # ---------------------------------------------------------------------------- the map
 
 
-def make_map(jobs: int, folders: list[str]) -> None:
-    MAP.parent.mkdir(parents=True, exist_ok=True)
-    log = MAP.with_suffix(".log")
+def make_map(path: Path, jobs: int, folders: Sequence[str], seconds: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.with_suffix(".log")
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -64,18 +68,33 @@ def make_map(jobs: int, folders: list[str]) -> None:
         }
         marked = "not slow and not ray" + ("" if has_gpu() else " and not gpu")
         options = "-q -p executed_lines -p no:cacheprovider --continue-on-collection-errors"
-        options += f" -W default --dist loadfile -n {jobs}"
+        # Not whole files: a few long ones would be waited for.
+        options += f" -W default --dist worksteal -n {jobs}"
         command = [sys.executable, "-m", "pytest", *options.split(), "-m", marked, *folders]
         with log.open("w") as output:
-            subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=output, timeout=3600
+            running = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
+            try:
+                running.wait(seconds)
+            except subprocess.TimeoutExpired:
+                print(f"  the map was cut after {seconds:.0f} s; it holds what was run", flush=True)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(running.pid, signal.SIGKILL)
+                running.wait(60)
         tests = {}
         for part in Path(folder).glob("*.json"):
             tests |= json.loads(part.read_text().replace(f'"{ROOT}/', '"'))
     if not tests:
         sys.exit(f"no test passed in the unchanged tree; {log} says why")
-    MAP.write_text(json.dumps(tests))
+    path.write_text(json.dumps(tests))
+    print(f"  {len(tests)} tests", flush=True)
 
 
 def has_gpu() -> bool:
@@ -138,59 +157,82 @@ class Run:
     process: int
 
 
-def run_all(
-    mutants: list[Mutant], jobs: int, minutes: float, budget_seconds: float, folder: Path
-) -> dict[Mutant, str]:
-    """What became of each mutant; those without an entry were not reached in time."""
-    tests = json.loads(MAP.read_text())
+class Planting:
+    """Runs of mutants and of unchanged copies, at most one in each folder at a time."""
+
+    def __init__(
+        self, tests: dict[str, Any], folders: Sequence[Path], budget_seconds: float, end: float
+    ) -> None:
+        self.tests = tests
+        self.folders = folders
+        self.budget_seconds = budget_seconds
+        self.end = end
+        self.verdicts: dict[Mutant, str] = {}
+        self.is_sound: dict[str, bool] = {}
+        """Of tests that ran in an unchanged copy: whether they passed."""
+        self._claims: dict[str, list[Mutant]] = {}
+        """Mutants noticed by a test of which that is not known yet."""
+
+    def run(self, mutants: Sequence[Mutant]) -> Iterator[None]:
+        """Yields whenever something more is known; what is not at the end has no verdict."""
+        waiting: list[Mutant | str] = list(mutants)  # a text is a test to run in an unchanged copy
+        free, running = list(self.folders), []
+        while (waiting or running) and time.monotonic() < self.end:
+            may_plant = time.monotonic() < self.end - LAST_SECONDS
+            while free and waiting and (may_plant or isinstance(waiting[0], str)):
+                running.append(self._start(waiting.pop(0), free.pop()))
+            if not may_plant and not running:
+                break
+            time.sleep(0.05)
+            for run in list(running):
+                verdict = verdict_of(run)
+                if verdict is not None:
+                    running.remove(run)
+                    restore(run)
+                    free.append(run.folder)
+                    waiting[:0] = self._learn(run, verdict)
+                    yield
+        for run in running:
+            os.killpg(run.process, signal.SIGKILL)
+            os.waitpid(run.process, 0)
+        for test, claims in self._claims.items():
+            self.verdicts |= dict.fromkeys(claims, f"noticed, unchecked: {test}")
+
+    def _start(self, subject: Mutant | str, folder: Path) -> Run:
+        if isinstance(subject, str):
+            return start(None, Plan([subject], [], self.tests[subject]["seconds"]), folder)
+        sound = {name: note for name, note in self.tests.items() if self.is_sound.get(name, True)}
+        return start(subject, plan_tests(subject, sound, self.budget_seconds), folder)
+
+    def _learn(self, run: Run, verdict: str) -> list[Mutant | str]:
+        """What is to be run next because of it."""
+        if run.mutant is None:
+            (test,) = run.plan.first
+            self.is_sound[test] = verdict == "not noticed"
+            claims = self._claims.pop(test)
+            if not self.is_sound[test]:
+                print(f"not used: {test} fails in an unchanged copy", flush=True)
+                return list(claims)
+            self.verdicts |= dict.fromkeys(claims, f"noticed: {test}")
+            return []
+        print(f"{run.mutant.path}:{run.mutant.line} {run.mutant.kind}: {verdict}", flush=True)
+        test = verdict.removeprefix("noticed: ")
+        if test not in self.tests or self.is_sound.get(test, False):
+            self.verdicts[run.mutant] = verdict
+            return []
+        if test in self.is_sound:
+            return [run.mutant]
+        is_new = test not in self._claims
+        self._claims.setdefault(test, []).append(run.mutant)
+        return [test] if is_new else []
+
+
+def preload() -> None:
     for name in PRELOADED:
         try:
             importlib.import_module(name)
         except ImportError:
             print(f"  without {name}: the tests that need it are not used", flush=True)
-    folders = [folder / f"job{number}" for number in range(jobs)]
-    for place in folders:
-        copy_tree(place)
-    queue = [(mutant, plan_tests(mutant, tests, budget_seconds)) for mutant in mutants]
-    verdicts = {}
-    for run, verdict in run_queue(queue, folders, minutes * 60):
-        assert run.mutant is not None
-        verdicts[run.mutant] = verdict
-    noticing = {verdict.removeprefix("noticed: ") for verdict in verdicts.values()} & tests.keys()
-    again = [(None, Plan([name], [], tests[name]["seconds"])) for name in sorted(noticing)]
-    print(f"{len(again)} tests that noticed something run in an unchanged copy", flush=True)
-    for run, verdict in run_queue(again, folders, CHECK_SECONDS):
-        if verdict != "not noticed":
-            (test,) = run.plan.first
-            verdicts = {
-                mutant: f"in doubt: {test} fails without it too" if test in found else found
-                for mutant, found in verdicts.items()
-            }
-    return verdicts
-
-
-def run_queue(
-    queue: Sequence[tuple[Mutant | None, Plan]], folders: Sequence[Path], seconds: float
-) -> Iterator[tuple[Run, str]]:
-    """Runs and their verdicts as they end; what has not ended in time is left out."""
-    waiting, free, running = list(queue), list(folders), []
-    end = time.monotonic() + seconds
-    while (waiting or running) and time.monotonic() < end:
-        while waiting and free:
-            running.append(start(*waiting.pop(0), free.pop()))
-        time.sleep(0.05)
-        for run in list(running):
-            verdict = verdict_of(run)
-            if verdict is not None:
-                running.remove(run)
-                restore(run)
-                free.append(run.folder)
-                show(run.mutant, verdict, len(waiting) + len(running))
-                yield run, verdict
-    for run in running:
-        os.killpg(run.process, signal.SIGKILL)
-        os.waitpid(run.process, 0)
-        restore(run)
 
 
 def copy_tree(place: Path) -> None:
@@ -287,57 +329,59 @@ def restore(run: Run) -> None:
         shutil.copy2(ROOT / run.mutant.path, run.folder / run.mutant.path)
 
 
-def show(mutant: Mutant | None, verdict: str, left: int) -> None:
-    if mutant is not None:
-        print(f"[{left} left] {mutant.path}:{mutant.line} {mutant.kind}: {verdict}", flush=True)
-
-
 def main() -> None:
+    begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=60, help="for the mutants, not the map")
+    parser.add_argument("--deadline-seconds", type=float, default=7200, help="for everything")
     parser.add_argument("--test-seconds", type=float, default=45, help="of tests for one mutant")
     parser.add_argument("--only", default="", help="part of the paths to mutate")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="what the map is made of")
+    parser.add_argument("--map", type=Path, default=ROOT / "build" / "mutants" / "map.json")
     parser.add_argument("--map-only", action="store_true")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutants" / "report.txt")
     options = parser.parse_args()
     os.environ.update(child_environment(ROOT))
-    if options.map_only or not MAP.exists():
+    if options.map_only or not options.map.exists():
         print("running the tests in the unchanged tree", flush=True)
-        make_map(options.jobs, options.tests)
+        share = 1.0 if options.map_only else 0.5
+        make_map(options.map, options.jobs, options.tests, share * options.deadline_seconds)
     if options.map_only:
         return
     mutants = draw(options.count, options.seed, options.only)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        verdicts = run_all(
-            mutants, options.jobs, options.minutes, options.test_seconds, Path(folder)
-        )
-    report = summary(mutants, verdicts)
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    preload()
+    print(f"planting after {time.monotonic() - begin:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        folders = [Path(folder) / f"job{number}" for number in range(options.jobs)]
+        for place in folders:
+            copy_tree(place)
+        tests = json.loads(options.map.read_text())
+        end = begin + options.deadline_seconds
+        planting = Planting(tests, folders, options.test_seconds, end)
+        for _ in planting.run(mutants):
+            options.output.write_text(summary(mutants, planting.verdicts))
+    report = summary(mutants, planting.verdicts)
     options.output.write_text(report)
     print(report)
 
 
-def summary(mutants: list[Mutant], verdicts: dict[Mutant, str]) -> str:
-    missed = [
-        mutant for mutant in mutants if not verdicts.get(mutant, "noticed").startswith("noticed")
-    ]
-    num_run = len(verdicts)
-    share = 100 * (1 - len(missed) / max(1, num_run))
-    lines = [
-        f"{num_run - len(missed)} of {num_run} mutants noticed ({share:.1f}%); "
-        f"{len(mutants) - num_run} not run",
-        f"not noticed, by kind: {dict(Counter(mutant.kind for mutant in missed))}",
-    ]
+def summary(mutants: Sequence[Mutant], verdicts: dict[Mutant, str]) -> str:
+    missed = [mutant for mutant in mutants if verdicts.get(mutant) == "not noticed"]
+    unchecked = sum(verdict.startswith("noticed, unchecked") for verdict in verdicts.values())
+    num_noticed = len(verdicts) - len(missed)
+    lines = [f"not noticed, by kind: {dict(Counter(mutant.kind for mutant in missed))}"]
     for mutant in sorted(missed, key=lambda mutant: (mutant.path, mutant.line)):
-        lines += [
-            "",
-            f"{mutant.path}:{mutant.line}  {mutant.kind}; {verdicts[mutant]}",
-            mutant.diff(),
-        ]
+        lines += ["", f"{mutant.path}:{mutant.line}  {mutant.kind}", mutant.diff()]
+    share = 100 * num_noticed / max(1, len(verdicts))
+    lines += [
+        "",
+        f"{len(verdicts)} of {len(mutants)} planted: {num_noticed} noticed ({share:.1f}%), "
+        f"{unchecked} of them by tests that were not checked; {len(missed)} not noticed: "
+        + (", ".join(f"{mutant.path}:{mutant.line}" for mutant in missed) or "none"),
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -64,6 +64,12 @@ CASES = [
         {f"{R}.update_weights_bucket_megabytes": 512},
         {f"{R}.checkpoint_engine.update_weights_bucket_megabytes": 512},
     ),
+    (
+        PPOConfig,
+        {"async_training.checkpoint_engine.device_buffer_size_M": 512},
+        {f"{R}.checkpoint_engine.update_weights_bucket_megabytes": 512},
+    ),
+    (PPOConfig, {"async_training.checkpoint_engine.enable": False}, {}),
     (PPOConfig, {f"{R}.engine_kwargs.swap_space": 4}, {f"{R}.engine_kwargs.vllm.swap_space": 4}),
     (PPOConfig, {f"{R}.multi_turn.completion_callback": "x"}, {}),
     (PPOConfig, {f"{R}.chat_scheduler": "x"}, {}),

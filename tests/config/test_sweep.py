@@ -190,8 +190,8 @@ BY_VALUE = [
     "actor_rollout_ref.rollout.name=trtllm",
     "actor_rollout_ref.rollout.dtype=fp8",
     "actor_rollout_ref.actor.peft.peft_type=dora",
-    "+async_training.staleness_threshold=1",
-    "+rollout.partial_rollout=True",
+    "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
+    "trainer.v1.sampler.custom_sampler.path=mine.py",
 ]
 
 

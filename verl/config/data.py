@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig, When, never, option, while_on
+from verl.config.roles import async_mode
 
 
 @dataclass(kw_only=True)
@@ -57,7 +58,9 @@ class DataConfig(BaseConfig):
         yaml="${.train_batch_size}",
         minimum=0,
         used_if=When(
-            lambda here, run: run.algorithm.filter_groups.enable,
+            lambda here, run: (
+                run.algorithm.filter_groups.enable or async_mode(run) == "fully_async"
+            ),
             "algorithm.filter_groups.enable is off: each step draws what it trains on",
         ),
     )

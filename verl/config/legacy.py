@@ -374,6 +374,12 @@ RULES: list[Rule] = [
         "every rollout is asynchronous; the results are the same",
         is_about_value=True,
     ),
+    # Asynchronous training.
+    Rule(
+        "async_training.checkpoint_engine.device_buffer_size_M",
+        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
+    ),
+    Rule("async_training.checkpoint_engine", None, f"{ROLLOUT}.checkpoint_engine has its options"),
     # Off-policy correction.
     Rule(f"{CORRECTION}.rollout_rs_threshold_lower", rejection_bounds, completes=True),
     Rule(f"{CORRECTION}.rollout_token_veto_threshold", None, "use rollout_rs to reject tokens"),

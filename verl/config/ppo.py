@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config.actor import ActorConfig, FSDPActorConfig, McoreActorConfig
 from verl.config.algorithm import AlgoConfig
+from verl.config.async_training import AsyncTrainingConfig
 from verl.config.base import BaseConfig, When, option
 from verl.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
 from verl.config.data import DataConfig
@@ -23,7 +24,7 @@ from verl.config.reward import (
     RewardManagerConfig,
     RewardModelConfig,
 )
-from verl.config.roles import ON_RAY, SYNCHRONOUS, WITH_CRITIC, needs_reference
+from verl.config.roles import ON_RAY, WITH_CRITIC, needs_reference
 from verl.config.rollout import McoreRolloutConfig, RolloutConfig
 from verl.config.trainer import RayKwargsConfig, TrainerConfig, TransferQueueConfig
 
@@ -111,7 +112,7 @@ class PPOConfig(BaseConfig):
     global_profiler: GlobalProfilerConfig = option(default_factory=GlobalProfilerConfig)
     """Which steps of the run are profiled, and with what."""
 
-    async_training: dict[str, Any] = option(default_factory=dict, absent=SYNCHRONOUS)
+    async_training: AsyncTrainingConfig = option(default_factory=AsyncTrainingConfig)
     """Training on responses of earlier policies while the next ones are generated."""
 
     transfer_queue: TransferQueueConfig = option(default_factory=TransferQueueConfig)

@@ -243,6 +243,14 @@ def is_training(run: Any) -> bool:
     return "actor_rollout_ref" in run
 
 
+def async_mode(run: Any) -> str:
+    """How training and generation overlap: `sync`, or a mode of `verl.config.async_plan`."""
+    if not is_training(run):
+        return "sync"
+    mode, trainer = run.async_training.mode, run.trainer
+    return trainer.v1.trainer_mode if mode == "sync" and trainer.use_v1 else mode
+
+
 def may_register_names(config: Any) -> bool:
     """Modules that the user has imported may register estimators, losses, engines and loops."""
     return bool(config.actor_rollout_ref.model.external_lib or external_modules())
@@ -340,7 +348,11 @@ ON_RAY = When(
     "the run does not use Ray",
 )
 RECORDED_WITH_ACTOR = never("the actor's ranks record: actor_rollout_ref.actor.profiler")
-SYNCHRONOUS = Absent("training is synchronous, there is no asynchronous mode yet: leave it out")
+FULLY_ASYNC = When(
+    lambda here, run: async_mode(run) == "fully_async",
+    "the run is not fully asynchronous: start it with "
+    "verl.experimental.fully_async_policy.fully_async_main, or set async_training.mode=fully_async",
+)
 ROUTES = Absent("expert routes are not recorded or replayed yet: leave it out")
 BACK_END = Absent(
     "this training back-end is not built in yet: use fsdp", values=("megatron", "veomni")

@@ -14,12 +14,13 @@ from verl.config.model import MtpConfig
 from verl.config.profiler import ProfilerConfig, RolloutProfilerConfig
 from verl.config.roles import (
     FOREIGN_ENGINE,
+    FULLY_ASYNC,
     OWN_LOOPS,
     OWN_PROCESS,
     RECORDED_WITH_ACTOR,
     ROUTES,
     SEVERAL_TURNS,
-    SYNCHRONOUS,
+    async_mode,
     is_training,
     rollout_traits,
 )
@@ -391,8 +392,26 @@ class RolloutConfig(ServingConfig):
     )
     """Folder of those dumps."""
 
-    partial_rollout: bool = option(False, absent=SYNCHRONOUS)
-    """Stop generation at a weight update and go on with the new weights."""
+    partial_rollout: bool = option(
+        False,
+        used_if=When(
+            lambda here, run: async_mode(run) == "one_step_off",
+            "only one-step-off training reads it: a fully asynchronous run has "
+            "async_training.partial_rollout, trainer.v1 always goes on, and in synchronous "
+            "training no response runs while weights change",
+        ),
+    )
+    """Responses go on with the new weights across an update; off, those that run end first."""
+
+    total_rollout_steps: int | None = option(None, minimum=1, used_if=FULLY_ASYNC)
+    """Prompts that a fully asynchronous run generates in all; null goes by `total_epochs`."""
+
+    total_epochs: int | None = option(None, minimum=1, used_if=FULLY_ASYNC)
+    """Passes of a fully asynchronous run over the data; null takes `trainer.total_epochs`."""
+
+    test_freq: int | None = option(None, minimum=-1, used_if=FULLY_ASYNC)
+    """Updates of the rollout's weights between validations of a fully asynchronous run; null goes
+    by `trainer.test_freq`, which counts training steps."""
 
     enable_rollout_routing_replay: bool = option(False, absent=ROUTES)
     """Return which experts each token used, for `actor.router_replay.mode=R3`."""

@@ -22,6 +22,7 @@ from verl.config.engine import McoreEngineConfig, VeOmniEngineConfig
 from verl.config.generation import EvaluationConfig, GenerationConfig
 from verl.config.optimizer import McoreOptimizerConfig, VeOmniOptimizerConfig
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
+from verl.config.presets import PRESETS
 from verl.config.sft import SFTConfig, SFTEngineConfig
 
 ROOTS: dict[str, type[BaseConfig]] = {
@@ -32,6 +33,9 @@ ROOTS: dict[str, type[BaseConfig]] = {
     "evaluation": EvaluationConfig,
     "generation": GenerationConfig,
 }
+FILE_ROOTS = ROOTS | {name: ROOTS[preset.base] for name, preset in PRESETS.items()}
+"""The schema of every file that a command may start from."""
+
 Values = dict[tuple[str, ...], Any]
 
 

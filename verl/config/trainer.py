@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from verl.config.async_training import V1Config
 from verl.config.base import Absent, BaseConfig, When, never, option
 from verl.config.roles import WITH_CRITIC
 
@@ -152,6 +153,12 @@ class TrainerConfig(BaseConfig):
     )
     """Accepted for older scripts; has no effect."""
 
+    use_v1: bool = True
+    """Go by `trainer.v1`; off, training is synchronous unless the command is asynchronous."""
+
+    v1: V1Config = option(default_factory=V1Config)
+    """Synchronous or asynchronous training, as newer scripts choose it."""
+
     wandb_proxy: str | None = option(
         None, used_if=When(lambda here, run: "wandb" in here.logger, "logger has no wandb")
     )
@@ -174,6 +181,58 @@ class RayKwargsConfig(BaseConfig):
     """File for Ray's timeline of the run; null writes none."""
 
 
+NO_QUEUE = never("transfer_queue.enable is refused")
+
+
+def _mooncake() -> dict[str, Any]:
+    return {
+        "auto_init": False,
+        "metadata_server": "localhost:50123",
+        "master_server_address": "localhost:50124",
+        "local_hostname": "localhost",
+        "protocol": "tcp",
+        "global_segment_size": 4294967296,
+        "local_buffer_size": 1073741824,
+        "device_name": "",
+    }
+
+
+@dataclass(kw_only=True)
+class SimpleStorageConfig(BaseConfig):
+    """The store of the package itself."""
+
+    total_storage_size: int = option(100000, minimum=1, used_if=NO_QUEUE)
+    """Rows the store has room for."""
+
+    num_data_storage_units: int = option(8, minimum=1, used_if=NO_QUEUE)
+    """Processes that hold the data."""
+
+
+@dataclass(kw_only=True)
+class QueueBackendConfig(BaseConfig):
+    """Where the rows are."""
+
+    storage_backend: str = option("SimpleStorage", used_if=NO_QUEUE)
+    """The kind of store."""
+
+    SimpleStorage: SimpleStorageConfig = option(default_factory=SimpleStorageConfig)
+    """The store of the package itself."""
+
+    MooncakeStore: dict[str, Any] = option(default_factory=_mooncake, used_if=NO_QUEUE)
+    """Settings of the store Mooncake."""
+
+
+@dataclass(kw_only=True)
+class QueueMetricsConfig(BaseConfig):
+    """What the store says about itself."""
+
+    enabled: bool = option(False, used_if=NO_QUEUE)
+    """Serve its metrics."""
+
+    port: int = option(0, minimum=0, used_if=NO_QUEUE)
+    """Port for them; 0 takes a free one."""
+
+
 @dataclass(kw_only=True)
 class TransferQueueConfig(BaseConfig):
     """Batches kept in a distributed store instead of passing through the controller."""
@@ -186,18 +245,22 @@ class TransferQueueConfig(BaseConfig):
     )
     """Use the store. Needs the TransferQueue package."""
 
-    num_global_batch: int = option(1, minimum=1, used_if=never("transfer_queue.enable is refused"))
+    metrics: QueueMetricsConfig = option(default_factory=QueueMetricsConfig)
+    """What the store says about itself."""
+
+    backend: QueueBackendConfig = option(default_factory=QueueBackendConfig)
+    """Where the rows are."""
+
+    num_global_batch: int = option(1, minimum=1, used_if=NO_QUEUE)
     """Batches the store has room for."""
 
     storage_backend: str = option(
         "AsyncSimpleStorageManager",
-        used_if=never("transfer_queue.enable is refused"),
+        used_if=NO_QUEUE,
     )
     """Class that manages the store."""
 
-    num_data_storage_units: int = option(
-        8, minimum=1, used_if=never("transfer_queue.enable is refused")
-    )
+    num_data_storage_units: int = option(8, minimum=1, used_if=NO_QUEUE)
     """Processes that hold the data."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.config.actor import McoreActorConfig
+from verl.config.async_plan import async_faults
 from verl.config.base import BaseConfig
 from verl.config.effects import absent_faults
 from verl.config.engine import FSDPEngineConfig
@@ -83,6 +84,7 @@ def relation_faults(
         for rule in PPO_RULES:
             yield from rule(config, roles or Roles.of(config))
         yield from rollout_faults(config)
+        yield from async_faults(config)
         yield from loader_faults(config)
         yield from algorithm_faults(config, names_are_open=names_are_open)
     elif isinstance(config, SFTConfig | SFTEngineConfig):

@@ -26,6 +26,7 @@ from verl.config.data import DataConfig
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, VeOmniEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmniOptimizerConfig
+from verl.config.presets import PRESETS, Preset
 from verl.config.ref import FSDPRefConfig, McoreRefConfig
 from verl.config.reward import (
     FSDPRewardModelConfig,
@@ -34,7 +35,7 @@ from verl.config.reward import (
     RewardModelConfig,
 )
 from verl.config.rollout import RolloutConfig
-from verl.config.schema import ROOTS, default_tree
+from verl.config.schema import ROOTS, default_tree, nested
 
 COMMAND = "python -m verl.config.generate"
 HEADER = f"# Written by `{COMMAND}`"
@@ -123,7 +124,17 @@ FILES: dict[str, File] = {
 
 def rendered_files() -> dict[str, str]:
     """The text of every file, by its path below `verl/trainer/config`."""
-    return {f"{name}.yaml": rendered(name, file) for name, file in FILES.items()}
+    files = {f"{name}.yaml": rendered(name, file) for name, file in FILES.items()}
+    return files | {f"{name}.yaml": rendered_preset(preset) for name, preset in PRESETS.items()}
+
+
+def rendered_preset(preset: Preset) -> str:
+    """A file that extends another: its `defaults`, and the values that differ."""
+    head = f"{HEADER}\n# from PRESETS in verl/config/presets.py; change it there.\n#\n"
+    defaults = f"defaults:\n{INDENT}- {preset.base}\n{INDENT}- _self_"
+    tree = nested({tuple(key.split(".")): value for key, value in preset.values.items()})
+    values = yaml.safe_dump(tree, sort_keys=False)
+    return f"{head}{comment(preset.summary, 0)}\n\n{defaults}\n\n{values}"
 
 
 def rendered(name: str, file: File) -> str:
@@ -190,8 +201,8 @@ def section_blocks(
     for item in filter(is_option, fields(section)):
         name, value = item.name, vars(section)[item.name]
         if isinstance(value, BaseConfig) and isinstance(tree[name], Mapping):
-            nested = list(section_blocks(value, supplied.get(name, {}), depth + 1))
-            lines = [f"{INDENT * depth}{name}:", *nested] if nested else []
+            below = list(section_blocks(value, supplied.get(name, {}), depth + 1))
+            lines = [f"{INDENT * depth}{name}:", *below] if below else []
         elif name in supplied and supplied[name] == tree[name]:
             lines = []
         else:

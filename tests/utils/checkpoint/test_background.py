@@ -1,11 +1,16 @@
 """Saving in the background: nothing is lost, whether it ends well or not."""
 
 import errno
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from tests.chaos.shim import Control, environment, require_shim
 from verl.utils.checkpoint.background import (
     RECEIPT_BYTES,
     Background,
@@ -76,6 +81,47 @@ def test_what_the_disk_refused_a_rank_is_raised_as_it_was(tmp_path):
     with pytest.raises(OSError, match="No space left") as caught:
         collect_receipts([receipt.path], 1)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/disk/model.safetensors")
+
+
+RANK_ON_A_FULL_DISK = """
+import sys
+from pathlib import Path
+from verl.utils.checkpoint.background import Receipt
+
+receipt = Receipt(Path(sys.argv[1]))
+print("begun", flush=True)
+sys.stdin.readline()
+receipt.end(OSError(28, "No space left on device") if sys.argv[2] == "refused" else None)
+"""
+
+
+@pytest.mark.parametrize("outcome", ["refused", "written"])
+def test_a_disk_that_refuses_the_receipt_too_does_not_keep_the_owner_waiting(tmp_path, outcome):
+    """A receipt is changed in place, which disks that copy on write refuse when they are full."""
+    library, control = require_shim(tmp_path), Control(tmp_path / "control")
+    path = tmp_path / "step" / "receipt"
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK_ON_A_FULL_DISK, str(path), outcome],
+        env={**os.environ, **environment(library, path.parent, control=control)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with rank:
+        assert rank.stdout.readline() == "begun\n"
+        control.set(is_full=True)
+        rank.stdin.write("end\n")
+        rank.stdin.flush()
+        with pytest.raises(OSError, match=r"refused .* its receipt too"):
+            collect_receipts([path], 60)
+        assert rank.wait(60) == 0
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left on device")])
+def test_a_rank_may_end_after_its_owner_has_dropped_the_step(tmp_path, error):
+    receipt = Receipt(tmp_path / "step" / "receipt")
+    shutil.rmtree(tmp_path / "step")
+    receipt.end(error)
 
 
 def test_any_other_error_of_a_rank_is_told_in_words(tmp_path):

@@ -11,16 +11,19 @@ The thread does not keep the process alive: whoever must not leave before the jo
 A rank that writes in the background tells the owner of the step that it is done with a receipt, a
 small file in the step's folder. It exists, at full size, from the moment the rank begins, and is
 changed in place when it ends, so it needs no space that a full disk would not have and no message
-that training would have to make room for.
+that training would have to make room for. Some disks refuse even that (copy on write, quotas); then
+the rank takes the receipt away.
 
     rank     begin -> ... writes ... -> end            owner of the step
                "writing"                 "written"       collect: until none is "writing"
                                          or the error
+                                         or no receipt
 
 Last, `upload_step` copies a committed step to HDFS or another disk; the tracker file goes last, so
 it never names a step of which only a part is there.
 """
 
+import errno
 import json
 import os
 import subprocess
@@ -105,8 +108,12 @@ class Receipt:
             if refusal is not None:
                 content |= {"errno": refusal.errno, "strerror": str(refusal.strerror)[:200]}
                 content["filename"] = str(refusal.filename or "")[:500]
-        with naming(self.path), open(self.path, "r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), _padded(content), 0)
+        try:
+            with naming(self.path), open(self.path, "r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), _padded(content), 0)
+        except OSError:
+            # It is gone with its folder where another rank has failed before.
+            self.path.unlink(missing_ok=True)
 
 
 def collect_receipts(paths: Sequence[Path], timeout_seconds: float) -> None:
@@ -143,8 +150,13 @@ def _still_writing(paths: Sequence[Path]) -> Iterator[Path]:
 
 def _read(path: Path) -> dict[str, object]:
     """What the receipt says; one that is being changed still counts as being written."""
+    if not os.access(path.parent, os.W_OK):
+        raise OSError(errno.EROFS, "nothing can be written here, not even receipts", str(path))
     try:
         return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        refusal = "the disk refused what a rank wrote, and its receipt too"
+        raise OSError(errno.EIO, refusal, str(path)) from error
     except ValueError:
         return {"state": "writing"}
 
