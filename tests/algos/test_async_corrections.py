@@ -24,7 +24,7 @@ from verl.protocol import DataProto
 
 BEHAVE = [[0.5, 0.25, 0.4, 0.5], [0.2, 0.5, 0.5, 1.0]]
 PROXIMAL = [[0.5, 0.375, 0.2, 0.1], [0.4, 0.75, 0.5, 1.0]]  # r_p: 1, 1.5, 0.5 | 2, 1.5, 1
-CURRENT = [[0.55, 0.375, 0.2, 0.9], [0.4, 0.6, 0.55, 1.0]]  # r: 1.1, 1.5, 0.5 | 2, 1.2, 1.1
+CURRENT = [[0.55, 0.375, 0.2, 0.9], [0.4, 0.675, 0.55, 1.0]]  # r: 1.1, 1.5, 0.5 | 2, 1.35, 1.1
 MASK = [[1, 1, 1, 0], [1, 1, 1, 0]]
 ADVANTAGES = [[1.0, 1.0, 1.0, 7.0], [-1.0, -1.0, -1.0, 7.0]]
 
@@ -71,40 +71,40 @@ TOKEN = replace(SEQUENCE, rollout_is="token", rollout_is_threshold=1.25)
 CLIP = RolloutCorrectionConfig.bypass_ppo_clip()
 HAND = {
     # -A r, 0 where the clip at 0.8 and 1.2 took over.
-    "token, clipped": (CLIP, "vanilla", [[-1.1, 0, -0.5], [2, 1.2, 1.1]]),
+    "token, clipped": (CLIP, "vanilla", [[-1.1, 0, -0.5], [2, 1.35, 1.1]]),
     # -A min(r, 1.25)
-    "token, truncated": (TOKEN, "vanilla", [[-1.1, -1.25, -0.5], [1.25, 1.2, 1.1]]),
-    # prod r: 0.825 and 2.64, which is cut at 2
+    "token, truncated": (TOKEN, "vanilla", [[-1.1, -1.25, -0.5], [1.25, 1.25, 1.1]]),
+    # prod r: 0.825 and 2.97, which is cut at 2
     "sequence": (SEQUENCE, "vanilla", [[-0.825] * 3, [2.0] * 3]),
-    # The geometric mean of r is 0.825^(1/3) and 2.64^(1/3) = 1.38: the second leaves.
+    # The geometric mean of r is 0.825^(1/3) and 2.97^(1/3) = 1.44: the second leaves.
     "sequence, rejected": (
         RolloutCorrectionConfig.bypass_ppo_clip_geo_rs("0.8_1.25"),
         "vanilla",
         [[-1.1, 0, -0.5], [0, 0, 0]],
     ),
-    # pi / pi_p is 1.1, 1, 1 | 1, 0.8, 1.1, nothing is clipped; weights r_p cut at 1.6.
+    # pi / pi_p is 1.1, 1, 1 | 1, 0.9, 1.1, nothing is clipped; weights r_p cut at 1.6.
     "decoupled": (
         RolloutCorrectionConfig.decoupled_token_is(1.6),
         "vanilla",
-        [[-1.1, -1.5, -0.5], [1.6, 0.8 * 1.5, 1.1]],
+        [[-1.1, -1.5, -0.5], [1.6, 0.9 * 1.5, 1.1]],
     ),
     # prod r_p: 0.75 and 3, which is cut at 2
     "decoupled, sequence": (
         RolloutCorrectionConfig.decoupled_seq_is(2.0),
         "vanilla",
-        [[-1.1 * 0.75, -0.75, -0.75], [2, 0.8 * 2, 1.1 * 2]],
+        [[-1.1 * 0.75, -0.75, -0.75], [2, 0.9 * 2, 1.1 * 2]],
     ),
     # -A clip(r): the weight keeps its gradient
     "token, cispo": (CLIP, "cispo", [[-1.1, -1.2, -0.8], [1.2, 1.2, 1.1]]),
-    # s = (prod r)^(1/3) for every token, tokens weigh 1/3 of 1/2; 1.38 is above the clip, A < 0.
-    "token, gspo": (CLIP, "gspo", [[-(0.825 ** (1 / 3))] * 3, [2.64 ** (1 / 3)] * 3]),
+    # s = (prod r)^(1/3) for every token, tokens weigh 1/3 of 1/2; 1.44 is above the clip, A < 0.
+    "token, gspo": (CLIP, "gspo", [[-(0.825 ** (1 / 3))] * 3, [2.97 ** (1 / 3)] * 3]),
     # Bounds are on log r: 0.2 above for A > 0, -0.2 below for A < 0; no gradient beyond them.
     "token, geo_mean": (
         CLIP,
         "geo_mean",
         [
             [-math.exp((math.log(1.1) + 0.2 + math.log(0.5)) / 3) * k for k in (1, 0, 1)],
-            [2.64 ** (1 / 3)] * 3,
+            [2.97 ** (1 / 3)] * 3,
         ],
     ),
 }
@@ -143,7 +143,7 @@ def test_the_proximal_policy_is_the_anchor_whatever_the_mini_batch():
     sign = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
     torch.testing.assert_close(first, (sign * ratio)[:, :3], rtol=0, atol=1e-12)
     later = gradient(settings_)
-    moved = torch.tensor([[1.1, 1, 1], [1, 0.8, 1.1]], dtype=torch.float64)
+    moved = torch.tensor([[1.1, 1, 1], [1, 0.9, 1.1]], dtype=torch.float64)
     torch.testing.assert_close(later, first * moved, rtol=0, atol=1e-12)
 
 
@@ -151,9 +151,9 @@ def test_the_distance_to_the_sampling_policy_is_reported_of_trained_tokens():
     metrics = behaviour_metrics(
         logs(CURRENT), logs(BEHAVE), torch.tensor(MASK), actor(clip_ratio=0.2)
     )
-    ratios = [1.1, 1.5, 0.5, 2.0, 1.2, 1.1]
+    ratios = [1.1, 1.5, 0.5, 2.0, 1.35, 1.1]
     kl = sum(r - 1 - math.log(r) for r in ratios) / 6
-    assert metrics["actor/behaviour_clipfrac"].item() == pytest.approx(3 / 6)
+    assert metrics["actor/behaviour_clipfrac"].item() == pytest.approx(4 / 6)
     assert metrics["actor/behaviour_kl"].item() == pytest.approx(kl)
 
 
