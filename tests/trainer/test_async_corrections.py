@@ -5,7 +5,7 @@ import torch
 
 from tests.toy import toy_run
 from tests.trainer.test_asynchronous import colocated
-from verl.protocol.padded import POLICY_VERSIONS, padded_versions
+from verl.protocol.padded import POLICY_VERSIONS
 from verl.trainer.ppo.asynchronous import AsyncTrainer
 from verl.utils.metric.declared import declared_metric
 
@@ -18,13 +18,6 @@ class Keeps(AsyncTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.kept = []
-
-    def rollout(self, step):
-        batch = super().rollout(step)
-        rows = [trajectory for group in step.groups for trajectory in group.trajectories]
-        versions = padded_versions(rows, self.padding.response_length)
-        batch.batch[POLICY_VERSIONS] = versions
-        return batch
 
     def assign_credit(self, batch, step):
         version = self.actor_rollout_wg.trained_version()[0]

@@ -366,6 +366,12 @@ SECTIONS = (
         ),
         ("fully_async/partial/partial_ratio", "ratio", MEAN, "Their share."),
         ("fully_async/partial/max_partial_span", "steps", MAX, "Largest span of a trajectory."),
+        (
+            "fully_async/count/cut_tokens",
+            "tokens",
+            SUM,
+            "Sampled in vain: their row had run ahead of an update.",
+        ),
         ("fully_async/total_wait_time", "s", SUM, "Seconds the trainer waited for rows."),
         ("trainer/idle_ratio", "ratio", MEAN, "Share of the step in which the trainer waited."),
         ("rollouter/idle_ratio", "ratio", MEAN, "Share of the step in which generation waited."),
