@@ -113,7 +113,7 @@ def behaviour_metrics(
     return token_means(
         response_mask,
         behaviour_clipfrac=(ratio < 1 - low) | (ratio > 1 + high),
-        behaviour_kl=ratio - 1 - log_r,
+        behaviour_kl=log_r.expm1() - log_r,  # ratio - 1 would round a small one away
     )
 
 
