@@ -309,9 +309,9 @@ class Connection:
         ):
             yield streams
 
-    def _limited_client(self, **options: Any) -> Any:
+    def _limited_client(self, headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
         """A client whose messages are counted before anybody collects or parses them."""
-        client = create_mcp_http_client(**options)
+        client = create_mcp_http_client(headers=headers, timeout=timeout, auth=auth)
         client.headers["accept-encoding"] = "identity"  # what is counted is what is parsed
         package = importlib.import_module(type(client).__module__.partition(".")[0])
 
