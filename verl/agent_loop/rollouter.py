@@ -34,6 +34,7 @@ from verl.agent_loop.base import (
     listed_loops,
 )
 from verl.agent_loop.buffer import Buffer
+from verl.agent_loop.gate import Gate
 from verl.agent_loop.journal import Journal, Phase
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
 from verl.agent_loop.sessions import fill_from_batch, fill_session, session_metrics
@@ -102,21 +103,28 @@ class GroupSource(ABC):
     val_grading: GradingService | None = None
     """The same for validation."""
 
+    gate: Gate | None = None
+    """Through which training rows go where weights change while they are generated."""
+
     journal: Journal | None = None
     """Where replies of tools, users and environments are kept; None where nothing is resumed."""
 
-    def submit(self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer) -> None:
+    def submit(
+        self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer
+    ) -> "Future[None]":
         """Begin to generate; the groups come to the buffer as they end."""
         indices = buffer.begin(len(groups), step=options.step)
         for index, group in zip(indices, groups, strict=True):
             group.index = index
 
         def check(work: "Future[None]") -> None:
-            error = work.exception(timeout=0)
+            error = None if work.cancelled() else work.exception(timeout=0)
             if error is not None:
                 buffer.fail(error)
 
-        self.start(groups, options, buffer.put).add_done_callback(check)
+        work = self.start(groups, options, buffer.put)
+        work.add_done_callback(check)
+        return work
 
     def generate(self, groups: Sequence[Group], options: RolloutOptions) -> None:
         """Generate and wait, for validation and baselines."""
@@ -136,6 +144,9 @@ class GroupSource(ABC):
     def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
         """Metrics and seconds to report of groups that have ended, and of engines since the last
         time."""
+
+    def close_loops(self) -> None:  # noqa: B027
+        """End what loops keep for the run, such as tools; whoever generates again begins anew."""
 
     def end_grading(self) -> None:
         """End the threads that grade; whoever generates again starts new ones."""
@@ -175,6 +186,7 @@ class Rollouter(GroupSource):
         self._default_loop = default_loop(rollout)
         self._listed_loops = listed_loops(rollout.agent.agent_loop_config_path)
         self._loop_classes: dict[str, LoopClass] = {}
+        self._preparing = threading.Lock()
         self._dataset_cls = get_dataset_class(config.data)
         self._seconds: dict[str, float] = {}
         self._num_restarts = self._num_redispatched = 0
@@ -199,6 +211,12 @@ class Rollouter(GroupSource):
             self._generate(groups, options, put), rollout_loop(os.getpid())
         )
 
+    def close_loops(self) -> None:
+        with self._preparing:
+            classes, self._loop_classes = self._loop_classes, {}
+        for cls in {chosen.cls for chosen in classes.values()}:
+            cls.close_class(self.config)
+
     def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
         trajectories = [t for group in groups for t in group.trajectories]
         metrics = session_metrics(groups)
@@ -215,10 +233,18 @@ class Rollouter(GroupSource):
     async def _generate(
         self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
     ) -> None:
+        gate = self._gate_of(options)
+        if gate is not None:  # before anything is awaited: updates that come later find them
+            for group in groups:
+                for trajectory in group.trajectories:
+                    gate.begin(group.index, trajectory.sample)
         service = self.val_grading if options.is_validation else self.grading
         grading = None if service is None else GradedGeneration(service)
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
         traces = trace_infos(groups, options)
+        rows = [trajectory.row for group in groups for trajectory in group.trajectories]
+        for name in dict.fromkeys(row.get("agent_name") or self._default_loop for row in rows):
+            await asyncio.to_thread(self._loop_class, name)  # it may connect to servers
         await self._encode_ahead(groups)
         if self.journal is not None:
             await self.journal.begin(options.step)
@@ -236,6 +262,9 @@ class Rollouter(GroupSource):
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _gate_of(self, options: RolloutOptions) -> Gate | None:
+        return self.gate if options.phase == "train" else None
 
     async def _encode_ahead(self, groups: Sequence[Group]) -> None:
         """Encode the prompts of single-turn loops on several cores, before any loop starts.
@@ -270,12 +299,17 @@ class Rollouter(GroupSource):
         put: Callable[[Group], None],
     ) -> None:
         rows_of_sample: dict[int, list[Trajectory]] = {}
+        gate = self._gate_of(options)
+        gated = [gate and gate.rows[group.index, t.sample] for t in group.trajectories]
 
         def end(number: int, result: LoopResult | InfraFault, turns: SampledTurns) -> None:
             trajectory = group.trajectories[number]
             rows_of_sample[number] = fill_session(
                 trajectory, result, turns, self.padding.response_length, self.tokenizer
             )
+            row_in_gate = gated[number]
+            if row_in_gate is not None:
+                row_in_gate.gate.end(row_in_gate)
             is_gradable = trajectory.grade is None and trajectory.reward_score is None
             if grading is not None and is_gradable:
                 grading.add(trajectory)
@@ -288,9 +322,18 @@ class Rollouter(GroupSource):
                 end=functools.partial(end, number),
                 trace=trace,
                 journal=self.journal
-                and self.journal.trajectory(options.step, options.phase, t.uid, t.sample),
+                and self.journal.trajectory(
+                    options.step,
+                    options.phase,
+                    t.uid,
+                    t.sample,
+                    goes_on=row_of is not None and bool(row_of.recorded),
+                ),
+                gated=row_of,
             )
-            for number, (t, trace) in enumerate(zip(group.trajectories, traces, strict=True))
+            for number, (t, trace, row_of) in enumerate(
+                zip(group.trajectories, traces, gated, strict=True)
+            )
         ]
         chosen = self._loop_class(row.get("agent_name") or self._default_loop)
         versions = self.servers.fleet.versions()
@@ -317,13 +360,15 @@ class Rollouter(GroupSource):
 
     def _loop_class(self, name: str) -> LoopClass:
         """The class of that name, prepared on first use."""
-        if name not in self._loop_classes:
-            chosen = self._listed_loops.get(name) or LoopClass(agent_loops[name])
-            is_prepared = any(known.cls is chosen.cls for known in self._loop_classes.values())
-            if not is_prepared:
-                chosen.cls.init_class(self.config, self.tokenizer, self.processor, **chosen.kwargs)
-            self._loop_classes[name] = chosen
-        return self._loop_classes[name]
+        with self._preparing:
+            if name not in self._loop_classes:
+                chosen = self._listed_loops.get(name) or LoopClass(agent_loops[name])
+                known = {other.cls for other in self._loop_classes.values()}
+                if chosen.cls not in known:
+                    prepare = chosen.cls.init_class
+                    prepare(self.config, self.tokenizer, self.processor, **chosen.kwargs)
+                self._loop_classes[name] = chosen
+            return self._loop_classes[name]
 
     def _make_loop(self, chosen: LoopClass) -> AgentLoopBase:
         return chosen.cls(
