@@ -1,5 +1,7 @@
 """Every asynchronous command comes to one plan, and what cannot be is refused with a way out."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.config.composing import from_command_line
@@ -73,7 +75,11 @@ PLANS = [
 
 @pytest.mark.parametrize(("name", "arguments", "plan"), PLANS)
 def test_the_keys_of_each_command_make_its_plan(name, arguments, plan):
-    assert plan_of(composed(*arguments, name=name).config) == plan
+    config = composed(*arguments, name=name).config
+    if plan is not None and plan.lag and plan.is_partial:
+        tokens = config.actor_rollout_ref.rollout.response_length // (plan.max_staleness + 1)
+        plan = replace(plan, update_tokens=tokens)
+    assert plan_of(config) == plan
     assert faults(*arguments, name=name) == []
 
 

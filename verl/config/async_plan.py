@@ -11,7 +11,7 @@ The schedule itself is in `verl.agent_loop.schedule`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -56,6 +56,9 @@ class AsyncPlan:
     reply_tokens: int = 64
     """Tokens that a reply of a tool or an environment counts for."""
 
+    update_tokens: int = 0
+    """Tokens between two updates, at least: what training beside generation counts for."""
+
     def __post_init__(self) -> None:
         rules = (
             ("batch", self.batch >= 1, "at least 1"),
@@ -64,6 +67,7 @@ class AsyncPlan:
             ("lag", self.lag in (0, 1), "0 or 1"),
             ("kv_after_update", self.kv_after_update in KV_AFTER_UPDATE, "recompute or keep"),
             ("reply_tokens", self.reply_tokens >= 0, "at least 0"),
+            ("update_tokens", self.update_tokens >= 0, "at least 0"),
         )
         for name, holds, rule in rules:
             if not holds:
@@ -115,7 +119,12 @@ def plan_of(config: Any) -> AsyncPlan | None:
         reply_tokens=training.reply_tokens,
     )
     if plan.is_on_policy and plan.lag:  # nothing is generated while an update is made
-        plan = AsyncPlan(**{**vars(plan), "lag": 0})
+        plan = replace(plan, lag=0)
+    if plan.lag and plan.is_partial:
+        tokens = training.update_tokens
+        if tokens is None:
+            tokens = rollout.response_length // (plan.max_staleness + 1)
+        plan = replace(plan, update_tokens=tokens)
     return plan
 
 

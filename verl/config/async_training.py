@@ -49,6 +49,17 @@ class AsyncTrainingConfig(BaseConfig):
     reply_tokens: int = option(64, minimum=0, used_if=ASYNCHRONOUS)
     """What a reply of a tool or an environment counts for in the schedule, in tokens."""
 
+    update_tokens: int | None = option(
+        None,
+        minimum=0,
+        used_if=When(
+            lambda here, run: async_mode(run) not in ("sync", "colocate_async"),
+            "training is not beside generation: an update takes no time in the schedule",
+        ),
+    )
+    """What an update counts for in the schedule where training runs beside generation, in tokens
+    of every row; null divides the longest response by the steps that may be in flight."""
+
     use_trainer_do_validate: bool = option(
         False, used_if=never("the rollout's engines always validate")
     )
