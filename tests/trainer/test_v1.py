@@ -1,4 +1,4 @@
-"""Trainers of newer recipes: hooks are called at their moments, a registered class runs its mode."""
+"""Trainers of newer recipes: hooks have their moments, a registered class runs its mode."""
 
 import pytest
 
