@@ -93,7 +93,7 @@ def consumers(plane: DataPlane, num_consumers: int, repeats: int) -> dict[str, A
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(LONG)
     plane.delete(["shared/0"])
     return {"consumers": num_consumers, "rows": 64, "get_ms": milliseconds(seconds)}
 
@@ -113,7 +113,7 @@ def wake(plane: Any, repeats: int) -> dict[str, float]:
             time.sleep(0.0005)
         start = time.perf_counter()
         plane.put(key, columns)
-        thread.join()
+        thread.join(LONG)
         seconds.append(woken[0] - start)
         plane.delete([key])
     return milliseconds(seconds[2:])

@@ -158,13 +158,13 @@ class InProcessPlane(DataPlane):
             with self._lock:
                 self._ledger.forget(future)
             raise
-        return waiting.result() if done else self._late(future, ready, timeout_seconds)
+        return future.result(0) if done else self._late(future, ready, timeout_seconds)
 
     def _late(self, future: "Receipts", ready: Ready, timeout_seconds: float) -> list[Receipt]:
         """Give up, unless what was waited for came at the last moment."""
         with self._lock:
             if future.done() and not future.cancelled():
-                return future.result()
+                return future.result(0)
             self._ledger.forget(future)
             raise PlaneTimeout(
                 f"data plane {self.name!r}: after {timeout_seconds:g} s still without "

@@ -143,7 +143,7 @@ class Book:
     async def _awaited(self, future: Any, ready: Ready, timeout_seconds: float) -> list[Receipt]:
         done, _ = await asyncio.wait({asyncio.wrap_future(future)}, timeout=timeout_seconds)
         if done or future.done():
-            return future.result()
+            return future.result(0)
         self.ledger.forget(future)
         raise PlaneTimeout(
             f"data plane {self.ledger.name!r}: after {timeout_seconds:g} s still without "
