@@ -154,12 +154,18 @@ def test_a_turn_too_long_to_be_kept_is_simply_computed_again():
     assert len(engine.core.sessions) == 0
 
 
-def test_sleep_and_aborts_keep_nothing():
+def test_sleep_keeps_nothing_and_an_abort_what_a_continued_request_needs():
     engine = build_engine(limits=LIMITS)
     engine.generate_batch([turn([5, 6, 7])])
     engine.sleep()
     assert engine.core.sessions.num_bytes == 0
     engine.core.add(turn([5, 6, 7], max_tokens=20))
+    engine.core.abort("r")  # before it has begun
+    assert len(engine.core.sessions) == 0
+    running = engine.core.add(turn([5, 6, 7], max_tokens=20))
     engine.core.step()
     engine.core.abort("r")
-    assert len(engine.core.sessions) == 0
+    assert len(engine.core.sessions) == 1
+    before = engine.core.num_prefilled_tokens
+    engine.generate_batch([turn([5, 6, 7, *running.outputs[0].token_ids])])
+    assert engine.core.num_prefilled_tokens == before + 1

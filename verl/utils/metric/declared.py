@@ -110,6 +110,13 @@ SECTIONS = (
         *_spread("critic/values", "reward", "value of a response token"),
         ("reward/num_errors", "count", SUM, "Calls of graders that failed."),
         ("reward/num_abstained", "count", SUM, "Responses the grader gave no verdict on."),
+        ("reward/num_audited", "count", SUM, "Scored responses that math-verify graded too."),
+        (
+            "reward/num_audit_disagreements",
+            "count",
+            SUM,
+            "Responses that math-verify and the grader judge differently.",
+        ),
         ("reward/num_groups_set_aside", "count", SUM, "Prompts dropped from the step."),
         (
             "reward/ratio_groups_without_spread",
@@ -359,6 +366,12 @@ SECTIONS = (
         ),
         ("fully_async/partial/partial_ratio", "ratio", MEAN, "Their share."),
         ("fully_async/partial/max_partial_span", "steps", MAX, "Largest span of a trajectory."),
+        (
+            "fully_async/count/cut_tokens",
+            "tokens",
+            SUM,
+            "Sampled in vain: their row had run ahead of an update.",
+        ),
         ("fully_async/total_wait_time", "s", SUM, "Seconds the trainer waited for rows."),
         ("trainer/idle_ratio", "ratio", MEAN, "Share of the step in which the trainer waited."),
         ("rollouter/idle_ratio", "ratio", MEAN, "Share of the step in which generation waited."),

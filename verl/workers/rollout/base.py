@@ -139,6 +139,13 @@ class GenerationRequest:
     """One conversation per sample. Its next turn is a request whose prompt begins with the tokens
     of this one's prompt and response; an engine that still has these need not compute them."""
 
+    num_sampled: int = 0
+    """How many of the last prompt tokens are the beginning of the response: the request continues
+    one that was cut. Token i after them is drawn as the token `num_sampled + i` of the response,
+    and stop texts may begin in them, so with equal weights the built-in engine gives what the uncut
+    request would have given (bit for bit in exact mode). `max_tokens` counts new tokens. vLLM and
+    SGLang draw with other random numbers: their seed is derived from (seed, `num_sampled`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDelta:

@@ -8,7 +8,8 @@
 
 Agent loops, the server and batch generation share this class. It may be called from any thread and
 any event loop: a lock guards the bookkeeping and is never held while an engine is called. A retried
-sample has the seed it had before; one that was reported through `on_end` is reported once.
+sample has the seed it had before; one that was reported through `on_end` is reported once. What was
+aborted is never retried.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import dataclasses
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -78,6 +79,12 @@ class Job:
     outputs: "Future[list[TokenOutput]] | None" = None
     """What that engine will give."""
 
+    is_aborted: bool = False
+    is_submitted: bool = False
+    knows_abort: bool = False  # its engine does
+    submitting: threading.RLock = field(default_factory=threading.RLock)
+    """Held while an engine is given the request or told to abort it: never in the other order."""
+
     num_losses: int = 0  # of the slot, when the request was given to it
     outstanding: int = 0
 
@@ -114,6 +121,7 @@ class Fleet:
         self._keep_sessions = keep_sessions
         self._lock = threading.Condition()
         self._is_paused = False
+        self._jobs: dict[Job, None] = {}  # all whose future is not resolved, oldest first
         self._held: deque[Job] = deque()  # while paused, or while every engine is being recovered
         self._engine_of: OrderedDict[Hashable, int] = OrderedDict()  # session or prefix -> engine
         self._lost: deque[Slot] = deque()  # waiting for recovery
@@ -139,7 +147,9 @@ class Fleet:
     ) -> "Future[list[TokenOutput]]":
         """Continue a prompt; cancelling the future aborts the request on its engine."""
         job = Job(request, on_end)
-        job.future.add_done_callback(lambda future: self._abort_cancelled(job))
+        with self._lock:
+            self._jobs[job] = None
+        job.future.add_done_callback(lambda future: self._forget(job))
         self._dispatch(job)
         return job.future
 
@@ -149,7 +159,18 @@ class Fleet:
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield tokens as they come. EngineLostError if no engine is in service, or if the engine
         is lost after the first tokens; before them, the request is retried."""
-        job = Job(request, None)
+        job = Job(request, None, is_submitted=True)
+        with self._lock:
+            self._jobs[job] = None
+        try:
+            async with aclosing(self._stream(job)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._forget(job)
+
+    async def _stream(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        request = job.request
         while True:
             if self._is_paused or not self._assign(job):
                 raise self._all_lost() or EngineLostError("no rollout engine is in service")
@@ -170,10 +191,30 @@ class Fleet:
             finally:
                 self._release(job, None, has_finished=False)
 
-    def abort(self, request_id: str) -> None:
-        """End a request with what it has."""
-        for slot in self.slots:
-            slot.engine.abort(request_id)
+    def abort(self, request_ids: str | Collection[str] | None = None) -> None:
+        """End these requests, or all: each sample that has not ended gets the tokens it has and the
+        stop reason "abort". Those that no engine has yet, or whose engine is lost, have none.
+
+        Does not wait; the futures resolve when the engines have heard of it. Unknown names are no
+        error: a request may have ended meanwhile.
+        """
+        with self._lock:
+            jobs = list(self._jobs)
+            if request_ids is not None:
+                names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+                jobs = [job for job in jobs if job.request.request_id in names]
+            for job in jobs:
+                job.is_aborted = True
+            held = [job for job in self._held if job.is_aborted]
+            self._held = deque(job for job in self._held if not job.is_aborted)
+        for job in held:
+            self._end_aborted(job)
+        for job in jobs:
+            with job.submitting:
+                slot = job.slot
+                if slot is not None and job.is_submitted and not job.knows_abort:
+                    job.knows_abort = True
+                    slot.engine.abort(job.request.request_id)
 
     def close_session(self, session_id: str) -> None:
         """Let the engine of the session drop what it keeps for it."""
@@ -222,13 +263,16 @@ class Fleet:
         if job.future.cancelled():
             return
         with self._lock:
-            is_held = self._is_paused or not self._assign(job)
+            is_aborted = job.is_aborted
+            is_held = not is_aborted and (self._is_paused or not self._assign(job))
             if is_held:
                 self._held.append(job)
             failure = self._all_lost() if is_held and not self._is_paused else None
         if failure is not None:
             self._dispatch_held()  # fails it, with all others
-        if is_held:
+        if is_aborted:
+            self._end_aborted(job)
+        if is_aborted or is_held:
             return
         assert job.slot is not None
         logger.debug(
@@ -236,9 +280,15 @@ class Fleet:
             len(job.request.prompt_ids), job.request.num_samples, job.slot.index,
         )  # fmt: skip
         try:
-            job.outputs = job.slot.engine.submit(
-                self._sent(job.request), lambda *sample: self._end_sample(job, *sample)
-            )
+            with job.submitting:
+                engine = job.slot.engine
+                job.outputs = engine.submit(
+                    self._sent(job.request), lambda *sample: self._end_sample(job, *sample)
+                )
+                job.is_submitted = True
+                if job.is_aborted:
+                    job.knows_abort = True
+                    engine.abort(job.request.request_id)
         except Exception as error:
             self._end(job, error)
             return
@@ -323,9 +373,13 @@ class Fleet:
 
     def _end(self, job: Job, error: BaseException | None) -> None:
         """The engine is through with the job: resolve its future, or retry."""
-        if isinstance(error, EngineLostError) and self._should_retry(job, error):
-            self._dispatch(job)
-            return
+        if isinstance(error, EngineLostError):
+            if self._should_retry(job, error):
+                self._dispatch(job)
+                return
+            if job.is_aborted:
+                self._end_aborted(job)
+                return
         self._release(job, error)
         if not job.future.set_running_or_notify_cancel():
             return
@@ -337,6 +391,14 @@ class Fleet:
         # A sample that ended before a loss was reported then; the retry must not contradict it.
         job.future.set_result([job.ended.get(n, output) for n, output in enumerate(outputs)])
 
+    def _end_aborted(self, job: Job) -> None:
+        """Resolve the future of an aborted job that no engine has."""
+        for sample in range(job.request.num_samples):
+            if sample not in job.ended:
+                self._end_sample(job, sample, TokenOutput(stop_reason="abort"))
+        if job.future.set_running_or_notify_cancel():
+            job.future.set_result([job.ended[n] for n in range(job.request.num_samples)])
+
     def _should_retry(self, job: Job, error: EngineLostError, *, is_retriable: bool = True) -> bool:
         """Take the lost engine out of service, and say whether another may have the job."""
         slot = job.slot
@@ -344,12 +406,17 @@ class Fleet:
         self._release(job, error)
         self._lose(slot, job.num_losses, error)
         is_last = job.num_attempts >= self._max_attempts
-        if is_last or not is_retriable or job.future.cancelled():
+        if is_last or not is_retriable or job.is_aborted or job.future.cancelled():
             return False
         with self._lock:
             self.num_redispatched += job.request.num_samples
         logger.info("retry: a request of rollout engine %d goes to another: %s", slot.index, error)
         return True
+
+    def _forget(self, job: Job) -> None:
+        with self._lock:
+            self._jobs.pop(job, None)
+        self._abort_cancelled(job)
 
     def _abort_cancelled(self, job: Job) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ are neither copied nor moved.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
@@ -79,6 +79,7 @@ class HFRollout(Rollout):
         self._decode_text = decode_text
         self._fresh_seeds = itertools.count(seed)
         self._waiting: dict[RunningRequest, Submission] = {}
+        self._aborted: set[str] = set()  # names of requests that must get no more tokens
         device = next(module.parameters()).device
         self._thread = EngineThread(self, HFRollout._run_waiting, name="hf rollout", device=device)
 
@@ -95,7 +96,8 @@ class HFRollout(Rollout):
         return self._thread.together()
 
     def abort(self, request_id: str) -> None:
-        """Abort requests that have not begun; a batch that runs is completed first."""
+        """A row that runs is told before its next token; its batch goes on without it."""
+        self._aborted.add(request_id)
         self._thread.post(HFRollout._abort, request_id)
 
     def close_session(self, session_id: str) -> None:
@@ -134,6 +136,7 @@ class HFRollout(Rollout):
         self._waiting = {r: s for r, s in self._waiting.items() if s.future is not future}
 
     def _abort(self, request_id: str) -> None:
+        self._aborted.discard(request_id)
         for running in self._waiting:
             if running.request.request_id == request_id:
                 for sample in samples_of([running]):
@@ -167,7 +170,9 @@ class HFRollout(Rollout):
 
     def _run_rows(self, samples: Sequence[Sample]) -> None:
         device = next(self.module.parameters()).device
-        rows = DrawnRows(samples, self.module, self._version(), self._decode_text)
+        rows = DrawnRows(
+            samples, self.module, self._version(), self._decode_text, aborted=self._aborted
+        )
         prompts = [sample.group.prompt_ids for sample in samples]
         ids, mask = pad(prompts, max(map(len, prompts)), self.pad_token_id, on_left=True)
         options = GenerationConfig(
@@ -200,8 +205,12 @@ class DrawnRows:
         module: PreTrainedModel,
         version: int,
         decode_text: Decode | None,
+        *,
+        aborted: Collection[str] = (),
     ) -> None:
+        """`aborted` are names of requests; it may grow meanwhile."""
         self.samples = samples
+        self._aborted = aborted
         self._version = version
         self._decode_text = decode_text
         params = [sample.group.request.params for sample in samples]
@@ -211,11 +220,13 @@ class DrawnRows:
 
     def draw(self, logits: Tensor) -> Tensor:
         """The next token of each row of `logits` (B, V); rows that are done get one in vain."""
-        indices = torch.tensor([s.num_tokens for s in self.samples], device=self.device)
+        indices = torch.tensor([s.next_index for s in self.samples], device=self.device)
         seen = self._seen(logits) if self._needs.penalty else None
         tokens, log_probs = next_tokens(logits, self._settings, self._needs, indices, seen)
         drawn = zip(self.samples, tokens.tolist(), log_probs.tolist(), strict=True)
         for sample, token, log_prob in drawn:
+            if sample.group.request.request_id in self._aborted and not sample.is_finished:
+                sample.output.stop_reason = "abort"
             if not sample.is_finished:
                 self._append(sample, token, log_prob)
         return tokens
@@ -247,7 +258,7 @@ class DrawnRows:
         if token in sample.group.stop_token_ids:
             return "stop"
         if stop and self._decode_text is not None:
-            ids = sample.output.token_ids
+            ids = sample.group.sampled_ids + sample.output.token_ids
             if tokens_until_stop(ids, 1, stop, self._decode_text) is not None:
                 return "stop"
         return "length" if sample.num_tokens >= sample.group.token_limit else ""

@@ -71,15 +71,15 @@ class SteppedPoller(Poller):
     def poll(self, poll: Poll) -> PollReport:
         for session in poll.closed_sessions:
             self.core.close_session(session)
-        for number in (*poll.aborted, *poll.cancelled):
-            if number in self._in_flight:
-                self.core.abort_groups(self._in_flight[number].groups)
         refused: dict[int, str] = {}
         for number, request in poll.new.items():
             try:
                 self._in_flight[number] = self.core.add(request)
             except ValueError as refusal:
                 refused[number] = str(refusal)
+        for number in (*poll.aborted, *poll.cancelled):  # also requests that have just come
+            if number in self._in_flight:
+                self.core.abort_groups(self._in_flight[number].groups)
         try:
             for _ in range(STEPS_PER_POLL):
                 if not self.core.has_unfinished:
@@ -120,13 +120,15 @@ class WaitingPoller(Poller):
     def poll(self, poll: Poll) -> PollReport:
         for session in poll.closed_sessions:
             self.engine.close_session(session)
-        for number in poll.aborted:
-            if number in self._in_flight:
-                self.engine.abort(self._in_flight[number][0])
         self._cancel(poll.cancelled)
         with self.engine.together():
             for number, request in poll.new.items():
                 self._submit(number, request)
+        for number in poll.aborted:  # also requests that have just come
+            with self._has_ended:
+                name = self._in_flight[number][0] if number in self._in_flight else None
+            if name is not None:
+                self.engine.abort(name)
         with self._has_ended:
             self._has_ended.wait_for(
                 lambda: self._ended or self._refused or self._failure, timeout=POLL_SECONDS

@@ -11,7 +11,8 @@ import torch
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.rollout.helpers import LIMITS, build_engine, request
-from verl.workers.rollout.base import SamplingParams
+from tests.workers.rollout.test_continued import SETTINGS, joined, rest_of
+from verl.workers.rollout.base import SamplingParams, TokenOutput
 from verl.workers.rollout.process.client import EngineProcess, EngineSpec
 from verl.workers.rollout.process.native import BUILD, native_options
 from verl.workers.weight_sync import WeightsNotReadyError
@@ -37,7 +38,7 @@ def engine(folder):
     engine = EngineProcess(
         EngineSpec(
             build=BUILD,
-            options=native_options(str(folder), LIMITS),
+            options=native_options(str(folder), LIMITS, exact=True),
             environment={"OMP_NUM_THREADS": "1"},
             has_weights=True,
             bucket_bytes=4096,
@@ -111,6 +112,26 @@ async def test_deltas_add_up_also_where_a_stop_text_cuts_tokens_off(engine, mode
         reason = delta.stop_reason
     assert (tokens, reason) == (expected.token_ids, "stop")
     torch.testing.assert_close(log_probs, expected.log_probs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+async def test_a_continued_request_gives_the_bits_of_the_uncut_one(engine, settings):
+    params = SamplingParams(max_tokens=16, seed=7, **SETTINGS[settings])
+    whole = request([5, 6, 7], params, settings)
+    (uncut,) = await engine.generate(whole)
+    parts, left = [], whole
+    while not parts or parts[-1].stop_reason == "abort":
+        parts.append(TokenOutput())
+        async for delta in engine.stream(left):
+            parts[-1].token_ids += delta.token_ids
+            parts[-1].log_probs += delta.log_probs
+            parts[-1].policy_versions += delta.policy_versions
+            parts[-1].stop_reason = delta.stop_reason
+            if parts[-1].token_ids and not delta.stop_reason:
+                engine.abort(settings)
+        if parts[-1].stop_reason == "abort":
+            left = rest_of(left, parts[-1])
+    assert joined(parts) == joined([uncut])
 
 
 async def test_an_aborted_request_frees_its_place(engine):

@@ -182,7 +182,7 @@ class RunningBatch(Batch):
             table.is_done.tolist(),
             strict=True,
         ):
-            num_new = num_tokens - sample.num_tokens  # fewer than steps if it ended in between
+            num_new = num_tokens - sample.next_index  # fewer than steps if it ended in between
             outputs.append(StepOutput(sample, tokens[:num_new], log_probs[:num_new], is_done))
         return outputs
 

@@ -264,10 +264,12 @@ class EngineCore:
         group, output = new.sample.group, new.sample.output
         if group.request.params.stop:
             assert self._decode_text is not None  # refused in build_groups
+            response = group.sampled_ids + output.token_ids
             end = tokens_until_stop(
-                output.token_ids, len(new.token_ids), group.request.params.stop, self._decode_text
+                response, len(new.token_ids), group.request.params.stop, self._decode_text
             )
             if end is not None:
+                end -= len(group.sampled_ids)
                 for column in (output.token_ids, output.log_probs, output.policy_versions):
                     del column[end:]
                 return "stop"
@@ -312,7 +314,7 @@ class EngineCore:
                 self.batch.move_group(move, self.scheduler.groups[move.target])
 
     def _keep_for_session(self, row: Sample) -> None:
-        if row.session_id is None or row.output.stop_reason == "abort":
+        if row.session_id is None or not row.num_tokens:
             return
         self.sessions.put(row.session_id, self.batch.keep(row))
 

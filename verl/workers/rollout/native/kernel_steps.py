@@ -198,7 +198,7 @@ class KernelSteps:
         for block in blocks:
             for sample, tokens, log_probs, num_tokens, is_done in block.rows():
                 if not sample.is_finished:
-                    num_new = num_tokens - sample.num_tokens - num_given[sample]
+                    num_new = num_tokens - sample.next_index - num_given[sample]
                     assert 0 <= num_new <= block.num_steps, "host and device count alike"
                     num_given[sample] += num_new
                     outputs.append(

@@ -113,7 +113,7 @@ class RowTable(Columns):
     """The newest token, whose keys and values are not in the cache yet."""
 
     num_tokens: Tensor
-    """Response tokens so far, the newest included."""
+    """Response tokens so far, the newest included, and those that the prompt ends with."""
 
     token_limit: Tensor
     is_done: Tensor
@@ -121,7 +121,8 @@ class RowTable(Columns):
     """Prompt tokens in the prompt slot."""
 
     num_own_prompt: Tensor
-    """Prompt tokens in the row's own slot, before its response."""
+    """Prompt tokens in the row's own slot, before its response; negative where the prompt ends with
+    response tokens that are not in that slot."""
 
     prompt_slot: Tensor
     """Slots of the cache, which only kernels look up: elsewhere row i has slot i."""
@@ -152,13 +153,15 @@ class RowTable(Columns):
         settings = RowSettings.of(params, [0] * len(params), torch.device("cpu"))
         return cls(
             newest=torch.zeros(len(samples), dtype=torch.long),
-            num_tokens=column([sample.num_tokens for sample in samples]),
-            token_limit=of_groups([group.token_limit for group in groups]),
+            num_tokens=column([sample.next_index for sample in samples]),
+            token_limit=of_groups([g.token_limit + g.request.num_sampled for g in groups]),
             is_done=torch.zeros(len(samples), dtype=torch.bool),
             num_shared=of_groups([group.num_shared for group in groups]),
             prompt_slot=of_groups([group.slot for group in groups]),
             slot=column([sample.slot for sample in samples]),
-            num_own_prompt=of_groups([len(g.prompt_ids) - g.num_shared for g in groups]),
+            num_own_prompt=of_groups(
+                [len(g.prompt_ids) - g.num_shared - g.request.num_sampled for g in groups]
+            ),
             stop_ids=torch.from_numpy(stop_ids[owner]),
             settings=replace(
                 settings[torch.from_numpy(owner)], seed=column([s.seed for s in samples])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.utils.scramble import GOLDEN, scramble
+from verl.utils.scramble import GOLDEN, keyed_seed, scramble
 from verl.workers.rollout.base import GenerationRequest, TokenOutput
 
 if TYPE_CHECKING:  # engines in environments of their own read this file without transformers
@@ -76,6 +76,11 @@ class Sample:
         return len(self.output.token_ids)
 
     @property
+    def next_index(self) -> int:
+        """Index in the response of the token that is drawn next."""
+        return self.group.request.num_sampled + self.num_tokens
+
+    @property
     def num_own(self) -> int:
         """Tokens in the sample's own slot: its response and what of the prompt is not shared."""
         return len(self.group.prompt_ids) - self.group.num_shared + self.num_tokens
@@ -131,6 +136,11 @@ class Group:
     @property
     def request(self) -> GenerationRequest:
         return self.owner.request
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """The beginning of the response, where the prompt ends with it."""
+        return self.prompt_ids[len(self.prompt_ids) - self.request.num_sampled :]
 
     @property
     def unfinished(self) -> list[Sample]:
@@ -261,7 +271,15 @@ def build_groups(
             f"request {request.request_id} ends at any of {len(stop_token_ids)} tokens; the engine "
             f"looks for {limits.max_stop_tokens} at most: use fewer stop_token_ids"
         )
-    max_new_tokens = limits.max_response_tokens - max(0, len(prompt_ids) - limits.max_prompt_tokens)
+    # A response that was cut and continued ends where it would have ended.
+    num_before = len(prompt_ids) - request.num_sampled
+    max_new_tokens = limits.max_response_tokens - max(0, num_before - limits.max_prompt_tokens)
+    max_new_tokens -= request.num_sampled
+    if max_new_tokens < 1:
+        raise ValueError(
+            f"request {request.request_id} continues a response of {request.num_sampled} tokens, "
+            f"which has no room for more (rollout.response_length is {limits.max_response_tokens})"
+        )
     seeds = seeds_of_samples(request, seed)
     session_ids = request.session_ids or (None,) * request.num_samples
     running = RunningRequest(request=request)
@@ -286,6 +304,15 @@ def seeds_of_samples(request: GenerationRequest, seed: int) -> list[int]:
     if request.seeds is not None:
         return sample_seeds(request.seeds, [0] * request.num_samples)
     return sample_seeds([seed], range(request.num_samples))
+
+
+def seeds_of_continuations(request: GenerationRequest, seed: int) -> list[int]:
+    """Seeds for an engine that counts drawn tokens from the start of each request: a request that
+    continues another must not draw with the random numbers of the first tokens again."""
+    seeds = seeds_of_samples(request, seed)
+    if request.num_sampled:
+        seeds = [keyed_seed(seed, request.num_sampled) for seed in seeds]
+    return seeds
 
 
 def sample_seeds(request_seeds: Sequence[int], indices: Sequence[int]) -> list[int]:
@@ -314,6 +341,11 @@ def refuse_what_cannot_run(
         )
     if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
         raise ValueError(f"{name} has a token id outside the vocabulary of {vocabulary}")
+    if not 0 <= request.num_sampled <= length:
+        raise ValueError(
+            f"{name} has num_sampled {request.num_sampled} and a prompt of {length} tokens; it "
+            "counts the last prompt tokens that begin the response: 0 to all of them"
+        )
     if request.num_samples < 1:
         raise ValueError(f"{name} asks for {request.num_samples} samples; ask for 1 or more")
     if request.seeds is not None and len(request.seeds) != request.num_samples:

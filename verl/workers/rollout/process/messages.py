@@ -52,6 +52,7 @@ def request_fields(request: GenerationRequest) -> dict[str, Any]:
         "num_samples": request.num_samples,
         "seeds": _plain(request.seeds),
         "session_ids": _plain(request.session_ids),
+        "num_sampled": request.num_sampled,
     }
 
 
@@ -70,6 +71,7 @@ def request_of(fields: Mapping[str, Any]) -> GenerationRequest:
         num_samples=fields["num_samples"],
         seeds=_tuple(fields["seeds"]),
         session_ids=_tuple(fields["session_ids"]),
+        num_sampled=fields["num_sampled"],
     )
 
 

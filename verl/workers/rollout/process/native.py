@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from verl import __version__
+from verl.models.exact import make_exact
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
 from verl.utils.tokenizer import hf_tokenizer
@@ -34,8 +35,10 @@ def native_options(
     tokenizer_path: str | None = None,
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
+    exact: bool = False,
 ) -> dict[str, Any]:
-    """Options of `build` as plain values; requests without a seed are seeded from `seed` on."""
+    """Options of `build` as plain values; requests without a seed are seeded from `seed` on. With
+    `exact` a token gets the same bits however it is computed."""
     return {
         "model_path": model_path,
         "limits": asdict(limits),
@@ -45,6 +48,7 @@ def native_options(
         "tokenizer_path": tokenizer_path or model_path,
         "trust_remote_code": trust_remote_code,
         "override_config": dict(override_config or {}),
+        "exact": exact,
     }
 
 
@@ -58,11 +62,14 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
         override_config=options["override_config"],
         trust_remote_code=trusts,
     )
+    limits = EngineLimits(**options["limits"])
+    if options["exact"]:
+        make_exact(module, limits.max_prompt_tokens + limits.max_response_tokens)
     fuse_model(module)  # on a GPU; elsewhere it changes nothing
     tokenizer = hf_tokenizer(options["tokenizer_path"], trust_remote_code=trusts)
     engine = EngineCore(
         module.requires_grad_(False).eval(),
-        beside_weights(EngineLimits(**options["limits"]), module),
+        beside_weights(limits, module),
         eos_token_ids=end_tokens(module, tokenizer),
         decode_text=lambda ids: str(tokenizer.decode(ids)),
         seed=options["seed"],

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native.sequence import seeds_of_samples
+from verl.workers.rollout.native.sequence import seeds_of_continuations
 
 RESERVED = {
     "model_path": "actor_rollout_ref.model.path",
@@ -125,7 +125,8 @@ def generate_body(
     if request.seeds is None and request.params.seed is None:
         seeds = [fresh_seeds.getrandbits(63) for _ in range(request.num_samples)]
     else:
-        seeds = [s & LARGEST_SEED for s in seeds_of_samples(request, request.params.seed or 0)]
+        own_seeds = seeds_of_continuations(request, request.params.seed or 0)
+        seeds = [seed & LARGEST_SEED for seed in own_seeds]
     prompt = [int(token) for token in request.prompt_ids]
     body: dict[str, Any] = {
         "rid": [sample_name(number, sample) for sample in range(request.num_samples)],

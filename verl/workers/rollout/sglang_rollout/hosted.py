@@ -101,7 +101,7 @@ class SGLangEngine(HostedEngine):
             fresh_seeds=self._fresh_seeds,
             adapter=None if self._adapter is None else self._adapter.name(),
         )
-        self._streams.start(number, body, request.params, lambda ids: self._decode_text(ids))
+        self._streams.start(number, body, request, lambda ids: self._decode_text(ids))
 
     def abort(self, number: int) -> None:
         self._streams.abort(number)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.workers.rollout.base import SamplingParams, TokenDelta
+from verl.workers.rollout.base import GenerationRequest, SamplingParams, TokenDelta
 from verl.workers.rollout.native.sequence import tokens_until_stop
 from verl.workers.rollout.sglang_rollout.arguments import sample_name
 from verl.workers.rollout.sglang_rollout.server import Server, ServerRefusedError
@@ -34,7 +34,7 @@ class RunningSample:
     decode_text: Callable[[list[int]], str]
     is_over: bool = False
     token_ids: list[int] = field(default_factory=list)
-    """Kept only where a text may end it."""
+    """The response so far, in earlier requests too; kept only where a text may end it."""
 
     def take(self, message: Mapping[str, Any]) -> TokenDelta:
         """The new tokens of a message of the server; `is_over` afterwards if it ended."""
@@ -131,12 +131,17 @@ class Streams:
         self,
         number: int,
         body: Mapping[str, Any],
-        params: SamplingParams,
+        request: GenerationRequest,
         decode_text: Callable[[list[int]], str],
     ) -> None:
         if not self.is_waited_for():
             self._last_sign = time.monotonic()  # it had nothing to say before
-        samples = [RunningSample(i, params, decode_text) for i in range(len(body["rid"]))]
+        prompt_ids = list(request.prompt_ids)
+        sampled = prompt_ids[len(prompt_ids) - request.num_sampled :]
+        samples = [
+            RunningSample(i, request.params, decode_text, token_ids=list(sampled))
+            for i in range(request.num_samples)
+        ]
         self._waiting.append(Generation(number, body, samples))
         self._connect()
 

@@ -50,7 +50,7 @@ class RunningSample:
     index: int
     stop: tuple[str, ...]
     token_ids: list[int] = field(default_factory=list)
-    """What it has so far; kept only where a text may end it."""
+    """The response so far, in earlier requests too; kept only where a text may end it."""
 
 
 class VLLMEngine(HostedEngine):
@@ -92,7 +92,8 @@ class VLLMEngine(HostedEngine):
             for index, sampling in enumerate(sampling_of_samples(request, self._end_tokens)):
                 name = f"{number}.{index}"
                 self._engine.add_request(name, tokens_input(prompt), sampling, lora_request=lora)
-                self._samples[name] = RunningSample(number, index, request.params.stop)
+                sampled = prompt[len(prompt) - request.num_sampled :]
+                self._samples[name] = RunningSample(number, index, request.params.stop, sampled)
         except REFUSED_REQUEST as refusal:
             raise ValueError(f"request {request.request_id}: {refusal}") from refusal
 

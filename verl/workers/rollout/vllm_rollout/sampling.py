@@ -6,7 +6,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.native.sequence import seeds_of_samples
+from verl.workers.rollout.native.sequence import seeds_of_continuations
 
 SMALLEST_TEMPERATURE = 0.01
 LARGEST_SEED = 2**63 - 1
@@ -19,7 +19,7 @@ def sampling_of_samples(
     params = request.params
     seeds: list[int | None] = [None] * request.num_samples
     if request.seeds is not None or params.seed is not None:
-        seeds = [seed & LARGEST_SEED for seed in seeds_of_samples(request, params.seed or 0)]
+        seeds = [seed & LARGEST_SEED for seed in seeds_of_continuations(request, params.seed or 0)]
     return [vllm_sampling(params, seed, end_tokens) for seed in seeds]
 
 
