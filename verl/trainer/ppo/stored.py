@@ -33,7 +33,7 @@ from verl.trainer.ppo.metric_utils import (
     memory_metrics,
 )
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.trainer.ppo.tripwires import NonFiniteValues, not_finite
+from verl.trainer.ppo.tripwires import SIGNALS, NonFiniteValues, not_finite, signals_of
 from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, RLHFDataset
 from verl.utils.torch_functional import masked_mean
 from verl.workers.roles.dispatch import stored
@@ -114,13 +114,19 @@ class StoredTrainer(PPOTrainer):
         algorithm = self.config.algorithm
         control = self.kl_ctrl_in_reward if algorithm.use_kl_in_reward else None
         with step.report.timed("adv"):
-            batch, (metrics, control) = self._on_rows(
+            batch, (metrics, control, signals) = self._on_rows(
                 credit,
                 batch,
                 algorithm=algorithm,
                 control=control,
                 num_repeat=self.config.actor_rollout_ref.rollout.n,
+                reported={
+                    name: value
+                    for name, value in step.report.metrics.items()
+                    if name == "reward/num_abstained"
+                },
             )
+        batch.meta_info[SIGNALS] = signals
         if control is not None:
             self.kl_ctrl_in_reward = control
         step.report.merge(metrics)
@@ -207,9 +213,10 @@ def annotations(rows: DataProto, *, has_computed: bool, reference_is_start: bool
 
 
 def credit(
-    rows: DataProto, *, algorithm: AlgoConfig, control: Any, num_repeat: int
-) -> tuple[Metrics, Any]:
-    """What `PPOTrainer.assign_credit` does; the controller of the KL penalty comes back."""
+    rows: DataProto, *, algorithm: AlgoConfig, control: Any, num_repeat: int, reported: Metrics
+) -> tuple[Metrics, Any, dict[str, float]]:
+    """What `PPOTrainer.assign_credit` does; the controller of the KL penalty comes back, and what
+    tripwires look at."""
     correction, metrics = algorithm.rollout_correction, {}
     if control is not None:
         _, metrics = apply_kl_penalty(rows, control, algorithm.kl_penalty)
@@ -228,7 +235,7 @@ def credit(
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         config=algorithm,
     )
-    return metrics, control
+    return metrics, control, signals_of(rows, reported)
 
 
 def batch_report(rows: DataProto, **options: Any) -> Metrics:

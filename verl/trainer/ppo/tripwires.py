@@ -183,8 +183,14 @@ RULES = (
 )
 
 
-def signals_of(batch: DataProto, metrics: Metrics) -> dict[str, float]:
+SIGNALS = "tripwire_signals"
+"""In `meta_info` of a stored batch: its signals, which a rank has computed."""
+
+
+def signals_of(batch: DataProto | StoredBatch, metrics: Metrics) -> dict[str, float]:
     """Numbers that only rules need: the level of scores, sameness of responses, abstentions."""
+    if isinstance(batch, StoredBatch):
+        return batch.meta_info[SIGNALS]
     ends = one_row_per_session(batch)
     scores = ends.batch["token_level_scores"].sum(-1).double()
     mask = ends.batch["response_mask"].bool()
@@ -212,7 +218,7 @@ class Tripwires:
         self._num_audited = self._num_disagreements = 0.0
 
     def check(
-        self, metrics: Metrics, step: int, batch: DataProto | None = None
+        self, metrics: Metrics, step: int, batch: DataProto | StoredBatch | None = None
     ) -> dict[str, float]:
         """What to add to the metrics of a step, which trained on `batch`."""
         signals = {} if batch is None else signals_of(batch, metrics)
