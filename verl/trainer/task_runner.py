@@ -14,6 +14,8 @@ from omegaconf import DictConfig
 
 from verl.config.async_plan import plan_of
 from verl.config.ppo import PPOConfig
+from verl.config.roles import async_mode
+from verl.data_plane import PlaneLost
 from verl.models.loading import read_config
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
@@ -23,8 +25,10 @@ from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.scoring import asks_over_http
 from verl.trainer.ppo.session import as_ppo_config, run_locks
+from verl.trainer.ppo.stored import with_stored_batches
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.v1.trainers import trainer_of_mode
 from verl.utils.checkpoint.layout import holding
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
@@ -59,13 +63,14 @@ class TaskRunner:
         self.trainer: PPOTrainer | None = None
 
     def trainer_for(self, config: PPOConfig) -> type[PPOTrainer]:
-        """`trainer_class`; where steps overlap, the asynchronous trainer or a recipe's own."""
-        if plan_of(config) is None or issubclass(self.trainer_class, AsyncTrainer):
-            return self.trainer_class
-        if self.trainer_class is PPOTrainer:
-            return AsyncTrainer
+        """A recipe's `trainer_class`, else the trainer of the mode: built in, or registered."""
+        cls = self.trainer_class
+        if cls is PPOTrainer:
+            cls = trainer_of_mode(async_mode(config))
+        if plan_of(config) is None or issubclass(cls, AsyncTrainer):
+            return cls
         raise ValueError(
-            f"{self.trainer_class.__name__} cannot train asynchronously; a recipe for that derives "
+            f"{cls.__name__} cannot train asynchronously; a recipe for that derives "
             "its trainer from verl.trainer.ppo.asynchronous.AsyncTrainer"
         )
 
@@ -135,7 +140,7 @@ class TaskRunner:
             try:
                 self._train(trainer)
                 return
-            except (WorkerDied, WorkerTimeout) as error:
+            except (WorkerDied, WorkerTimeout, PlaneLost) as error:
                 trainer.stop_workers()
                 if restarts_left == 0:
                     raise
@@ -171,7 +176,10 @@ class TaskRunner:
             path = copy_to_local(model.path)
             read_config(path, dict(model.override_config), model.trust_remote_code)
         kwargs = {**config.reward_model.reward_kwargs, **self.served_reward_model(config)}
-        return self.trainer_for(config)(
+        trainer_class = self.trainer_for(config)
+        if config.transfer_queue.enable:
+            trainer_class = with_stored_batches(trainer_class)
+        return trainer_class(
             config=config,
             tokenizer=tokenizer,
             processor=processor,
