@@ -391,7 +391,8 @@ SECTIONS = (
             "s",
             MAX,
             "Of these: `wake_up` (memory taken again), `transfer` (bytes and fingerprints), `load` "
-            "(the engine's own work), `check` (drift check).",
+            "(the engine's own work), `check` (drift check); and `stall`, how long no token could "
+            "be generated.",
         ),
         ("timing_s/<stage>", "s", MAX, "Seconds of a stage of the step, or of its agent loops."),
         ("timing_per_token_ms/<stage>", "ms", MEAN, "Milliseconds of a stage per token."),
