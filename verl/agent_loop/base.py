@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from verl.agent_loop.gate import Row, gated_row
 from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
@@ -110,11 +111,15 @@ class LoopSample:
     journal: TrajectoryJournal | None = None
     """Where replies from outside are written, and taken from; None while nothing is journalled."""
 
+    gated: Row | None = None
+    """Its place in the schedule of an asynchronous run."""
+
     async def run_in(self, loop: "AgentLoopBase") -> None:
         turns = SampledTurns()
         # In the context of this task, and of those that the loop starts.
         sampled_turns.set(turns)
         current_journal.set(self.journal)
+        gated_row.set(self.gated)
         output: LoopResult | InfraFault
         try:
             if self.trace is None:

@@ -136,7 +136,10 @@ class TrajectoryJournal:
                 if self.journal.mode == "live":
                     await self._compare(entry, call)
                 return replied(entry)
-            self._differs(number, kind, asked, entry)
+            if entry is None and self.recorded.digest is None:
+                self._is_live = True  # so far it had come
+            else:
+                self._differs(number, kind, asked, entry)
         elif self.journal.mode != "resume":
             self._differs(number, kind, asked, None)
         await self._catch_up()
@@ -205,6 +208,11 @@ class TrajectoryJournal:
         """The loop has returned, or the world has failed it: there are no further replies."""
         fault = str(result) if isinstance(result, InfraFault) else None
         digest = digest_of(None if isinstance(result, InfraFault) else result)
+        if self.recorded is not None and not self._is_live and self.recorded.digest is None:
+            for entry, _ in self._taken:  # nothing was left to ask
+                kept = {key: entry[key] for key in ENTRY_KEYS if key in entry}
+                self.journal.files.append(self.step, self._line(kept))
+            self._is_live = True
         if self.recorded is not None and not self._is_live:
             self.journal.add_ended(self.name, digest == self.recorded.digest)
         elif self._is_whole and self.journal.mode == "resume":
@@ -297,9 +305,15 @@ class Journal:
         if step not in self._steps:
             self._steps[step] = await self.files.load(step)
 
-    def trajectory(self, step: int, phase: Phase, uid: str, sample: int) -> TrajectoryJournal:
+    def trajectory(
+        self, step: int, phase: Phase, uid: str, sample: int, *, goes_on: bool = False
+    ) -> TrajectoryJournal:
+        """With `goes_on` also what a trajectory that had not ended was told: its turns so far are
+        not sampled again."""
         found = self._steps[step]
         recorded = found.trajectories.get((phase, uid, sample))
+        if recorded is None and goes_on:
+            recorded = found.unfinished.get((phase, uid, sample))
         if recorded is not None and self.mode == "resume":
             # Unless the step was made to its end, a world that was broken gets another chance.
             entries = recorded.replies.values()

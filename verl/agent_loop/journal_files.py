@@ -39,10 +39,11 @@ Place = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trajectory that ended: its replies by number, and the digest of what it became."""
+    """The replies of a trajectory by number, and the digest of what it became; None if it had not
+    ended."""
 
     replies: dict[int, Entry]
-    digest: str
+    digest: str | None
     fault: str | None = None
 
 
@@ -51,6 +52,9 @@ class RecordedStep:
     """What the file of a step holds."""
 
     trajectories: dict[Place, Recorded] = field(default_factory=dict)
+    unfinished: dict[Place, Recorded] = field(default_factory=dict)
+    """What the last attempt at each trajectory had got."""
+
     is_complete: bool = False
     """The step was made to its end, so its faults of the world are part of what it computed."""
 
@@ -89,6 +93,7 @@ def read_step(path: Path) -> RecordedStep:
                 replies = attempts.setdefault((entry["run"], place), {})
                 if "end" not in entry:
                     replies[entry["number"]] = entry
+                    step.unfinished[place] = Recorded(replies, None)
                 elif replies.keys() == set(range(entry["end"])):
                     step.trajectories[place] = Recorded(replies, entry["digest"], entry["fault"])
     return step

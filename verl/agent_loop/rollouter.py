@@ -34,6 +34,7 @@ from verl.agent_loop.base import (
     listed_loops,
 )
 from verl.agent_loop.buffer import Buffer
+from verl.agent_loop.gate import Gate
 from verl.agent_loop.journal import Journal, Phase
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns
 from verl.agent_loop.sessions import fill_from_batch, fill_session, session_metrics
@@ -102,21 +103,28 @@ class GroupSource(ABC):
     val_grading: GradingService | None = None
     """The same for validation."""
 
+    gate: Gate | None = None
+    """Through which training rows go where weights change while they are generated."""
+
     journal: Journal | None = None
     """Where replies of tools, users and environments are kept; None where nothing is resumed."""
 
-    def submit(self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer) -> None:
+    def submit(
+        self, groups: Sequence[Group], options: RolloutOptions, buffer: Buffer
+    ) -> "Future[None]":
         """Begin to generate; the groups come to the buffer as they end."""
         indices = buffer.begin(len(groups), step=options.step)
         for index, group in zip(indices, groups, strict=True):
             group.index = index
 
         def check(work: "Future[None]") -> None:
-            error = work.exception(timeout=0)
+            error = None if work.cancelled() else work.exception(timeout=0)
             if error is not None:
                 buffer.fail(error)
 
-        self.start(groups, options, buffer.put).add_done_callback(check)
+        work = self.start(groups, options, buffer.put)
+        work.add_done_callback(check)
+        return work
 
     def generate(self, groups: Sequence[Group], options: RolloutOptions) -> None:
         """Generate and wait, for validation and baselines."""
@@ -215,6 +223,11 @@ class Rollouter(GroupSource):
     async def _generate(
         self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
     ) -> None:
+        gate = self._gate_of(options)
+        if gate is not None:  # before anything is awaited: updates that come later find them
+            for group in groups:
+                for trajectory in group.trajectories:
+                    gate.begin(group.index, trajectory.sample)
         service = self.val_grading if options.is_validation else self.grading
         grading = None if service is None else GradedGeneration(service)
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
@@ -236,6 +249,9 @@ class Rollouter(GroupSource):
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _gate_of(self, options: RolloutOptions) -> Gate | None:
+        return self.gate if options.phase == "train" else None
 
     async def _encode_ahead(self, groups: Sequence[Group]) -> None:
         """Encode the prompts of single-turn loops on several cores, before any loop starts.
@@ -270,12 +286,17 @@ class Rollouter(GroupSource):
         put: Callable[[Group], None],
     ) -> None:
         rows_of_sample: dict[int, list[Trajectory]] = {}
+        gate = self._gate_of(options)
+        gated = [gate and gate.rows[group.index, t.sample] for t in group.trajectories]
 
         def end(number: int, result: LoopResult | InfraFault, turns: SampledTurns) -> None:
             trajectory = group.trajectories[number]
             rows_of_sample[number] = fill_session(
                 trajectory, result, turns, self.padding.response_length, self.tokenizer
             )
+            row_in_gate = gated[number]
+            if row_in_gate is not None:
+                row_in_gate.gate.end(row_in_gate)
             is_gradable = trajectory.grade is None and trajectory.reward_score is None
             if grading is not None and is_gradable:
                 grading.add(trajectory)
@@ -288,9 +309,18 @@ class Rollouter(GroupSource):
                 end=functools.partial(end, number),
                 trace=trace,
                 journal=self.journal
-                and self.journal.trajectory(options.step, options.phase, t.uid, t.sample),
+                and self.journal.trajectory(
+                    options.step,
+                    options.phase,
+                    t.uid,
+                    t.sample,
+                    goes_on=row_of is not None and bool(row_of.recorded),
+                ),
+                gated=row_of,
             )
-            for number, (t, trace) in enumerate(zip(group.trajectories, traces, strict=True))
+            for number, (t, trace, row_of) in enumerate(
+                zip(group.trajectories, traces, gated, strict=True)
+            )
         ]
         chosen = self._loop_class(row.get("agent_name") or self._default_loop)
         versions = self.servers.fleet.versions()

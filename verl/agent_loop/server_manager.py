@@ -16,7 +16,7 @@ the event loop in one callback.
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from verl.agent_loop.gate import gated_row
 from verl.single_controller.base.failures import WorkerError
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.base import (
@@ -52,6 +53,7 @@ sampled_turns: ContextVar[SampledTurns | None] = ContextVar("sampled_turns")
 """Set by whoever runs an agent loop: what engines sample for it is added, turn by turn."""
 
 MAX_PARAMS = 1000
+MAX_CALLS = 1000
 COLLECT_SECONDS = 0.001
 """Samples that end in one step of an engine come one by one, within less than this."""
 
@@ -85,7 +87,7 @@ class Call:
     outputs: "Future[list[TokenOutput]]"
 
 
-GroupKey = tuple[int | None, tuple[int, ...], SamplingParams, bool]
+GroupKey = tuple[int | None, tuple[int, ...], SamplingParams, bool, int]
 
 
 class AsyncLLMServerManager:
@@ -120,6 +122,7 @@ class AsyncLLMServerManager:
         self._params: dict[tuple[tuple[str, Any], ...], SamplingParams] = {}
         self._waiting: dict[GroupKey, list[Ticket]] = {}
         self._mailbox: Mailbox | None = None
+        self._calls: list[Call] = []
 
     @property
     def num_redispatched(self) -> int:
@@ -136,28 +139,57 @@ class AsyncLLMServerManager:
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
     ) -> TokenOutput:
-        """Continue a prompt once."""
+        """Continue a prompt once; where weights change meanwhile, as the gate of the row says."""
         if image_data or video_data:
             raise ValueError("images and videos need an engine that reads them; this one does not")
         params, seed = self._shared_params(sampling_params)
-        loop = asyncio.get_running_loop()
-        ticket = Ticket(request_id, seed, loop.create_future())
-        key = (self.fleet.engine_of(request_id), tuple(prompt_ids), params, seed is None)
-        if not self._waiting:
-            loop.call_soon(self._send)  # runs after everything that is ready now
-        self._waiting.setdefault(key, []).append(ticket)
-        try:
-            output = await ticket.answer
-        except asyncio.CancelledError:
-            call = ticket.call
-            if call is not None and all(one.answer.done() for one in call.tickets):
-                call.outputs.cancel()  # which aborts the request
-            raise
+        row = gated_row.get(None)
+        if row is None:
+            output = await self._ask(request_id, tuple(prompt_ids), params, seed)
+        else:
+            prompt = tuple(prompt_ids)
+
+            def ask(sampled: list[int], room: int) -> Awaitable[TokenOutput]:
+                limited = dataclasses.replace(params, max_tokens=room)
+                return self._ask(request_id, (*prompt, *sampled), limited, seed, len(sampled))
+
+            output = await row.gate.turn(row, ask, params.max_tokens)
         turns = sampled_turns.get(None)
         if turns is not None:
             turns.outputs.append(output)
             turns.session_id = request_id
         return output
+
+    async def _ask(
+        self,
+        request_id: str,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        seed: int | None,
+        num_sampled: int = 0,
+    ) -> TokenOutput:
+        """One request, together with those for the same prompt; the last `num_sampled` ids of the
+        prompt are the beginning of the turn."""
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(request_id, seed, loop.create_future())
+        engine = self.fleet.engine_of(request_id)
+        key = (engine, prompt_ids, params, seed is None, num_sampled)
+        if not self._waiting:
+            loop.call_soon(self._send)  # runs after everything that is ready now
+        self._waiting.setdefault(key, []).append(ticket)
+        try:
+            return await ticket.answer
+        except asyncio.CancelledError:
+            call = ticket.call
+            if call is not None and all(one.answer.done() for one in call.tickets):
+                call.outputs.cancel()  # which aborts the request
+            raise
+
+    def abort_turns(self) -> None:
+        """End all turns in flight with what they have; on the event loop."""
+        self._send()  # those that are about to be sent too
+        calls = [call for call in self._calls if not call.outputs.done()]
+        self.fleet.abort([call.tickets[0].request_id for call in calls])
 
     async def generate_group(
         self,
@@ -255,11 +287,13 @@ class AsyncLLMServerManager:
     def _send(self) -> None:
         mailbox = self._mailbox_of(asyncio.get_running_loop())
         groups, self._waiting = self._waiting, {}
-        for (_, prompt_ids, params, _), tickets in groups.items():
+        if len(self._calls) > MAX_CALLS:  # most have ended
+            self._calls = [call for call in self._calls if not call.outputs.done()]
+        for (_, prompt_ids, params, _, num_sampled), tickets in groups.items():
             # An engine takes a group as a whole, so a group must fit into it.
             for start in range(0, len(tickets), self._max_num_seqs):
                 part = tickets[start : start + self._max_num_seqs]
-                self._submit(prompt_ids, params, part, mailbox)
+                self._submit(prompt_ids, params, part, mailbox, num_sampled)
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> "Mailbox":
         if self._mailbox is None or self._mailbox.loop is not loop:
@@ -272,6 +306,7 @@ class AsyncLLMServerManager:
         params: SamplingParams,
         tickets: list[Ticket],
         mailbox: "Mailbox",
+        num_sampled: int,
     ) -> None:
         request = GenerationRequest(
             request_id=tickets[0].request_id,
@@ -280,6 +315,7 @@ class AsyncLLMServerManager:
             num_samples=len(tickets),
             seeds=tuple(ticket.seed for ticket in tickets if ticket.seed is not None) or None,
             session_ids=tuple(ticket.request_id for ticket in tickets),
+            num_sampled=num_sampled,
         )
         has_ended, is_done = mailbox.callbacks(request, lambda n, a: tickets[n].resolve(a))
         outputs = self.fleet.submit(request, has_ended)
@@ -287,6 +323,7 @@ class AsyncLLMServerManager:
         call = Call(tickets, outputs)
         for ticket in tickets:
             ticket.call = call
+        self._calls.append(call)
 
 
 class Mailbox:

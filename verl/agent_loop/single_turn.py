@@ -20,14 +20,15 @@ class SingleTurnAgentLoop(AgentLoopBase):
     ) -> None:
         """The samples of a prompt differ in their seeds only: one loop and one request for all.
 
-        Traced samples and those of a subclass with methods of its own get a loop each.
+        Traced samples, those of an asynchronous run, which end one by one and may be cut back, and
+        those of a subclass with methods of its own get a loop each.
         """
-        is_traced = any(sample.trace is not None for sample in samples)
+        is_alone = any(sample.trace is not None or sample.gated is not None for sample in samples)
         is_plain = (cls.run, cls.apply_chat_template) == (
             SingleTurnAgentLoop.run,
             AgentLoopBase.apply_chat_template,
         )
-        if is_traced or not is_plain:
+        if is_alone or not is_plain:
             await super().run_group(make_loop, samples)
             return
         loop = make_loop()

@@ -12,11 +12,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl.config.async_plan import plan_of
 from verl.config.ppo import PPOConfig
 from verl.models.loading import read_config
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
 from verl.trainer.plan.layout import controller as controller_name
+from verl.trainer.ppo.asynchronous import AsyncTrainer
 from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.scoring import asks_over_http
@@ -55,6 +57,17 @@ class TaskRunner:
         self.mapping: dict[Role, str] = {}
         self.reward_server: RewardModelServer | None = None
         self.trainer: PPOTrainer | None = None
+
+    def trainer_for(self, config: PPOConfig) -> type[PPOTrainer]:
+        """`trainer_class`; where steps overlap, the asynchronous trainer or a recipe's own."""
+        if plan_of(config) is None or issubclass(self.trainer_class, AsyncTrainer):
+            return self.trainer_class
+        if self.trainer_class is PPOTrainer:
+            return AsyncTrainer
+        raise ValueError(
+            f"{self.trainer_class.__name__} cannot train asynchronously; a recipe for that derives "
+            "its trainer from verl.trainer.ppo.asynchronous.AsyncTrainer"
+        )
 
     def controller(self, config: PPOConfig) -> Controller:
         """Who runs the workers."""
@@ -158,7 +171,7 @@ class TaskRunner:
             path = copy_to_local(model.path)
             read_config(path, dict(model.override_config), model.trust_remote_code)
         kwargs = {**config.reward_model.reward_kwargs, **self.served_reward_model(config)}
-        return self.trainer_class(
+        return self.trainer_for(config)(
             config=config,
             tokenizer=tokenizer,
             processor=processor,

@@ -287,7 +287,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             self._log_rollout_data(batch, {}, report.timing, trainer.rollout_data_dir)
         is_due = trainer.test_freq > 0 and (is_last or step.step % trainer.test_freq == 0)
         validation = self._validate(report) if is_due else {}
-        warnings = self.tripwires.check(report.metrics, step.step)
+        warnings = self.tripwires.check(report.metrics, step.step, batch)
         if batch is not None:
             self._notify_data(batch)
         self._check_last_save(self.checkpoint_manager.check)
@@ -417,7 +417,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self.checkpoint_manager.save(
             RunState(
                 global_steps=self.global_steps,
-                dataloader=self.train_dataloader.state_dict(),
+                dataloader=self._loader_state(),
                 kl_coefficient=self.kl_ctrl_in_reward.value,
                 tripwires=self.tripwires.state_dict(),
                 max_steps_duration=self.max_steps_duration,
@@ -426,6 +426,10 @@ class TrainingRun(RunWorkers, RecipeMembers):
         )
         self.last_saved_step = self.global_steps
         self.has_committed = True
+
+    def _loader_state(self) -> dict[str, Any]:
+        """Of the loader, from where the next step draws."""
+        return self.train_dataloader.state_dict()
 
     def _open_journal(self, after: int) -> None:
         """Keep replies of tools, users and environments, for a run that continues this one."""

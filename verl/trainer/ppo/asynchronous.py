@@ -1,0 +1,195 @@
+"""`AsyncTrainer`: the same stages, with generation going on across steps.
+
+    lag 0 (one set of devices)        lag 1 (devices of their own for generation)
+      admit what may start              admit what may start
+      take the groups of the step       take the groups of the step
+      settle: no row samples            train  |  generation goes on
+      train                             settle: once the next step's groups have ended
+      publish, rows go on               publish, rows go on
+
+Which groups a step trains on, and which weights sampled which token, follow from the schedule
+(`verl.agent_loop.schedule`), not from what happened to be ready.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from verl.agent_loop.buffer import Buffer, OnPolicy
+from verl.agent_loop.gate import Gate
+from verl.agent_loop.rollouter import Rollouter, RolloutOptions, new_groups, rollout_loop
+from verl.agent_loop.sessions import require_working_world
+from verl.config.async_plan import AsyncPlan, plan_of
+from verl.protocol import DataProto
+from verl.protocol.trajectory import Group
+from verl.trainer.ppo.context import StepBatch, StepContext
+from verl.trainer.ppo.session import as_prompts
+from verl.trainer.ppo.trainer import PPOTrainer
+from verl.utils.scramble import keyed_seed
+from verl.workers.rollout.base import Rollout
+from verl.workers.rollout.publish import Publisher
+
+
+class AsyncBuffer(Buffer):
+    """A buffer in which the groups of later steps wait; a checkpoint has their rows."""
+
+    gate: Gate
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(OnPolicy(batch))
+        self.rows: dict[str, Any] = {}
+        """Where rows stood when the last update became visible."""
+
+    def fail(self, error: BaseException) -> None:
+        self.gate.fail(error)
+        super().fail(error)
+
+    def state_dict(self) -> dict[str, Any]:
+        first = self.rows["published"] * self.gate.schedule.plan.batch
+        return {"num_drawn": first, "version": self._state.version, "rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self.gate.load_state_dict(state.pop("rows"))
+        super().load_state_dict(state)
+
+
+class Unpublished(Publisher):
+    """In a step nothing is published; that is done once rows are where the update finds them."""
+
+    def publish(self, *, in_flight: bool = False) -> dict[str, float]:
+        return {}
+
+    def recover(self, engine: Rollout) -> None:
+        raise NotImplementedError("lost engines are recovered by the run's own publisher")
+
+
+class AsyncTrainer(PPOTrainer):
+    """Trains on what older policies may have sampled, within the bound of its plan."""
+
+    plan: AsyncPlan
+
+    def init_workers(self) -> None:
+        super().init_workers()
+        plan = plan_of(self.config)
+        assert plan is not None
+        assert isinstance(self.rollouter, Rollouter), "checked with the configuration"
+        assert self.total_training_steps is not None
+        self.plan = plan
+        self.buffer = AsyncBuffer(plan.batch)
+        rollouter = self.rollouter
+        self.gate = self.buffer.gate = rollouter.gate = Gate(
+            plan,
+            plan.batch * self.total_training_steps,
+            rollout_loop(os.getpid()),
+            lambda: rollouter.servers.abort_turns(),
+        )
+        self._num_started = 0
+        self._drawn: dict[int, list[Group]] = {}
+        self._loader_before: dict[int, dict[str, Any]] = {}
+        self._works: set[Future[None]] = set()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        with super().session():
+            try:
+                yield
+            finally:
+                for work in tuple(self._works):
+                    work.cancel()
+
+    def steps(self) -> Iterator[StepContext]:
+        for step in super().steps():
+            step.publisher = Unpublished()
+            yield step
+
+    # ---- rollout ---------------------------------------------------------------------------------
+
+    def rollout(self, step: StepContext) -> DataProto:
+        """The groups of this step, and meanwhile rows of later ones."""
+        rollout = self.config.actor_rollout_ref.rollout
+        with step.report.timed("gen"):
+            self._admit()
+            taken = self.buffer.take(step.step)
+            require_working_world(taken.groups, rollout.multi_turn.max_infra_ratio)
+            step.groups = taken.groups
+            batch = StepBatch(taken.groups, self.padding).data
+            self._report_rollout(taken, step)
+        if batch.meta_info.get("policy_version") != self.actor_rollout_wg.trained_version()[0]:
+            batch.meta_info.pop("policy_version", None)  # older weights sampled it
+        if self.plan.lag == 0:
+            with step.report.timed("settle"):
+                self._settle()
+            if rollout.free_cache_engine:
+                with step.report.timed("sleep"):
+                    self.async_rollout_manager.sleep()
+        return batch
+
+    def _admit(self) -> None:
+        """Start the groups that may start now, in order."""
+        batch, limit = self.plan.batch, self.gate.schedule.limit
+        while self._num_started < limit:
+            number, first = divmod(self._num_started, batch)
+            last = min(batch, limit - number * batch)
+            groups = self._groups_of(number + 1)[first:last]
+            work = self.rollouter.submit(groups, RolloutOptions(step=number + 1), self.buffer)
+            self._works.add(work)
+            work.add_done_callback(self._works.discard)
+            self._num_started += len(groups)
+
+    def _groups_of(self, step: int) -> list[Group]:
+        """The groups of a step, drawn once; the same ones whenever that is."""
+        if step not in self._drawn:
+            self._loader_before[step] = self.train_dataloader.state_dict()
+            prompts = as_prompts(self.train_dataloader.next_batch())
+            uids = [f"{step}-{row}" for row in range(len(prompts))]
+            prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+            seed_of = partial(keyed_seed, self.seed, "training", step)
+            num = self.config.actor_rollout_ref.rollout.n
+            self._drawn[step] = new_groups(prompts, num, step=step, seed_of=seed_of)
+        return self._drawn[step]
+
+    # ---- updates ---------------------------------------------------------------------------------
+
+    def finish_step(self, batch: DataProto | None, step: StepContext) -> None:
+        """Make the update visible where it is time to, then report, validate and save."""
+        if not self.has_data_ended and step.step >= self.gate.schedule.next_update:
+            before = time.perf_counter()
+            step.report.merge(self._make_visible(step))
+            step.report.timing["step"] += time.perf_counter() - before
+        super().finish_step(batch, step)
+
+    def _make_visible(self, step: StepContext) -> dict[str, float]:
+        if self.plan.lag:
+            with step.report.timed("settle"):
+                self._settle()
+        metrics = self.publisher.publish()
+        self.gate.publish()
+        for number in [n for n in self._drawn if n <= step.step]:
+            del self._drawn[number], self._loader_before[number]
+        self._admit()
+        return metrics
+
+    def _settle(self) -> None:
+        self.gate.settle()
+        self.buffer.rows = self.gate.state_dict()
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def _should_save(self, is_last: bool) -> bool:
+        is_published = self.gate.schedule.published == self.global_steps
+        return is_published and super()._should_save(is_last)
+
+    def _loader_state(self) -> dict[str, Any]:
+        """As it was before the first step that is not trained was drawn."""
+        return self._loader_before.get(self.global_steps + 1) or super()._loader_state()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        self._num_started = self.global_steps * self.plan.batch
