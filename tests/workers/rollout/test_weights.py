@@ -86,7 +86,7 @@ def test_every_token_has_the_log_prob_of_the_version_it_is_stamped_with(exact):
 
 def talk_across_updates(policy, engine):
     """A response over three updates, and a second turn after another; (prompt, output) of both."""
-    params = replace(PARAMS, max_tokens=10)
+    params = replace(PARAMS, max_tokens=14)
     running = engine.core.add(request([5, 6], params, session_ids=("s",)))
     while engine.core.scheduler.unfinished:
         engine.core.step()

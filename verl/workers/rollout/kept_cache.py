@@ -10,6 +10,7 @@ from q, with r = p / q,
 
 by age: how many updates the weights that drew a token are ahead of those that drew the first token
 of its response. Only tokens of the current version count, since only these weights are at hand.
+`measure_step` does it on a sample of the rows of a training step.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +18,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
+from verl.workers.rollout.base import TokenOutput
 from verl.workers.rollout.trained import Answer
+
+SAMPLED_ROWS = 8
 
 
 class AgeDrift(NamedTuple):
@@ -87,7 +92,7 @@ def kept_cache_drift(
 
     `score` gives the latter, with the weights of `version` and at the temperature of sampling
     (`TrainedPolicy.log_probs`). The rows are responses, or their parts so far, with a version per
-    token; filters must have been off.
+    token (-1 for those of tools); filters must have been off.
     """
     rows = [row for row in rows if version in row.output.policy_versions]
     ratios: dict[int, list[float]] = {}
@@ -97,9 +102,42 @@ def kept_cache_drift(
             output.policy_versions, output.log_probs, log_probs.tolist(), strict=True
         ):
             if drawn_with == version:
-                age = version - output.policy_versions[0]
+                age = version - next(v for v in output.policy_versions if v >= 0)
                 ratios.setdefault(age, []).append(fresh - drawn)
     return KeptCacheDrift({age: _drift(torch.tensor(logs)) for age, logs in ratios.items()})
+
+
+def measure_step(
+    batch: TensorDict,
+    score: Callable[[Sequence[Answer]], list[Tensor]],
+    version: int,
+    *,
+    max_kl: float,
+) -> dict[str, float]:
+    """Metrics of the drift on up to `SAMPLED_ROWS` rows of a batch; raises above `max_kl`.
+
+    Those rows are taken that went on across most updates. `batch` has the columns of training, with
+    `rollout_log_probs` and `policy_versions`.
+    """
+    versions, mask = batch["policy_versions"], batch["attention_mask"].bool()
+    newest = (versions == version).any(1)
+    oldest = versions.masked_fill(versions < 0, version).amin(1)
+    ages = torch.where(newest, version - oldest, -1)
+    rows = []
+    for index in ages.argsort(descending=True, stable=True)[:SAMPLED_ROWS].tolist():
+        if ages[index] > 0:
+            width = batch["prompts"].shape[1]
+            prompt = batch["prompts"][index][mask[index, :width]]
+            length = int(mask[index, width:].sum())
+            output = TokenOutput(
+                token_ids=batch["responses"][index, :length].tolist(),
+                log_probs=batch["rollout_log_probs"][index, :length].tolist(),
+                policy_versions=versions[index, :length].tolist(),
+            )
+            rows.append(Answer(prompt.tolist(), output))
+    drift = kept_cache_drift(score, version, rows)
+    drift.require(max_kl)
+    return drift.metrics()
 
 
 def _drift(log_ratios: Tensor) -> AgeDrift:
