@@ -111,6 +111,7 @@ class Host:
         self._version: int | None = None
         self._incoming = IncomingWeights(heartbeat.progressed)
         self._is_in_flight = False  # the update that was announced may find requests running
+        self._is_paused = False
         self._is_asleep = False
         self._is_over = False
         self._calls: dict[str, Callable[[Message], Any]] = {
@@ -238,10 +239,12 @@ class Host:
         start = time.perf_counter()
         if is_in_flight:
             self._tell(self.engine.pause())
+            self._is_paused = True
         self._version = None
         published, seconds = self._incoming.receive(self.engine.load_weights)
-        if is_in_flight:
+        if self._is_paused:  # by this update, or by one that broke off
             self.engine.resume()
+            self._is_paused = False
         elif not self.engine.facts().keeps_cache:
             self.engine.forget_cache()
         self._version = published.version

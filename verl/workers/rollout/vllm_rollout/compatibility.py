@@ -13,6 +13,8 @@ where it is missing they are refused.
 replaced only in an engine without adapters.
 """
 
+from inspect import signature
+
 import vllm
 from packaging.specifiers import SpecifierSet
 from vllm.exceptions import VLLMValidationError
@@ -21,7 +23,9 @@ from vllm.v1.engine.core import EngineCore
 REFUSED_REQUEST = (ValueError, VLLMValidationError)
 """Errors by which vLLM says that it will not run a request."""
 
-CAN_PAUSE = "pause_scheduler" in vars(EngineCore)
+CAN_PAUSE = "pause_scheduler" in vars(EngineCore) and {"mode", "clear_cache"} <= set(
+    signature(EngineCore.pause_scheduler).parameters
+)
 """Whether running requests can be held while weights change."""
 
 
