@@ -283,8 +283,12 @@ class EngineProcess(StreamingRollout):
     def receive_weights(self) -> Published:
         """Wait until the process has taken that update in; what it holds then."""
         link = self._require_link()
-        link.version = None
-        return self._note_update(link, link.call("receive_weights"))
+        try:
+            answer = link.call("receive_weights")
+        except WeightSyncError:
+            link.version = None
+            raise
+        return self._note_update(link, answer)
 
     # ---- the process -----------------------------------------------------------------------------
 
