@@ -285,7 +285,7 @@ class EngineProcess(StreamingRollout):
         link = self._require_link()
         try:
             answer = link.call("receive_weights")
-        except WeightSyncError:
+        except (WeightSyncError, ValueError):
             link.version = None
             raise
         return self._note_update(link, answer)
