@@ -153,7 +153,7 @@ class AsyncTrainer(PPOTrainer):
             with step.report.timed("settle"):
                 self._settle()
             if self.plan.kv_after_update == "keep":
-                self._check_kept_cache(step)
+                self._check_kept_cache(batch, step)
             if rollout.free_cache_engine:
                 with step.report.timed("sleep"):
                     self.async_rollout_manager.sleep()
@@ -197,7 +197,7 @@ class AsyncTrainer(PPOTrainer):
             self._drawn[step] = new_groups(prompts, num, step=step, seed_of=seed_of)
         return self._drawn[step]
 
-    def _check_kept_cache(self, step: StepContext) -> None:
+    def _check_kept_cache(self, batch: DataProto, step: StepContext) -> None:
         """Measure how far kept keys and values are off; the actor's weights drew the last tokens.
 
         With a lag the actor is ahead of the engines by then, so nothing can be compared.
@@ -205,7 +205,7 @@ class AsyncTrainer(PPOTrainer):
         actor, rollout = self.actor_rollout_wg, self.config.actor_rollout_ref.rollout
         step.report.merge(
             measure_step(
-                StepBatch(step.groups, self.padding, with_versions=True).data.batch,
+                batch.batch,
                 lambda rows: actor.score_answers(tuple(rows), rollout.temperature)[0],
                 actor.trained_version()[0],
                 max_kl=rollout.kv_max_kl,
