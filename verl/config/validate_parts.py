@@ -145,8 +145,8 @@ def correction_faults(config: Any) -> Iterator[Fault]:
     if rollout.exact and rollout.kv_after_update == "keep":
         key = "actor_rollout_ref.rollout.kv_after_update"
         yield Fault(
-            f"{key} is keep, and actor_rollout_ref.rollout.exact is True; tokens drawn over keys and "
-            "values of older weights do not have the log-probabilities of training: set "
+            f"{key} is keep, and actor_rollout_ref.rollout.exact is True; tokens drawn over keys "
+            "and values of older weights do not have the log-probabilities of training: set "
             "kv_after_update=recompute or exact=False",
             (key,),
         )
