@@ -170,13 +170,7 @@ SECTIONS = (
         ("rollout/truncated_ratio", "ratio", MEAN, "Share of responses cut before they ended."),
         ("rollout/engine_restarts", "count", SUM, "Engines lost and started again."),
         ("rollout/redispatched", "count", SUM, "Samples requested again after an engine was lost."),
-        (
-            "rollout/kept_kv/kl",
-            "nats",
-            MEAN,
-            "With `kv_after_update=keep`: KL per token from what fresh keys and values give, on a "
-            "sample of rows; `rollout.kv_max_kl` bounds it.",
-        ),
+        ("rollout/kept_kv/kl", "nats", MEAN, "KL per token of kept keys and values from fresh."),
         ("rollout/kept_kv/num_tokens", "tokens", SUM, "Tokens that it was measured on."),
         ("rollout/kept_kv/kl/<age>", "nats", MEAN, "By age: updates since the first token."),
         ("rollout/kept_kv/ess/<age>", "ratio", MEAN, "Effective sample size by age, 1 at best."),
