@@ -67,6 +67,21 @@ def test_actors_that_only_generate_give_the_run_of_one_process(toy, tmp_path):
 
 
 @pytest.mark.slow
+def test_sessions_of_several_rows_train_on_ray_as_in_one_process(toy, tmp_path):
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: tried\n  _target_: tests.trainer.test_sessions.Cutting\n")
+    changes = (
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=tried",
+        "data.max_prompt_length=16",
+    )
+    found = ray_run(toy, tmp_path / "ray", *changes)
+    expected, trainer = toy_run(toy, tmp_path / "here", *changes)
+    assert len(trainer.batch) > 16  # more rows than samples
+    assert_same_run(found, expected)
+
+
+@pytest.mark.slow
 def test_an_error_that_ends_the_run_reaches_the_driver_as_itself(toy, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"prompt": None}) + "\n")

@@ -27,8 +27,10 @@ from verl.agent_loop.buffer import Buffer, OnPolicy
 from verl.agent_loop.gate import Gate
 from verl.agent_loop.rollouter import Rollouter, RolloutOptions, new_groups, rollout_loop
 from verl.agent_loop.sessions import require_working_world
+from verl.algos.policy_losses.terms import clip_range
 from verl.algos.rollout_correction.off_policy import off_policy_metrics, reject_stale
 from verl.config.async_plan import AsyncPlan, plan_of
+from verl.config.correction import correction_of
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group
 from verl.trainer.ppo.context import StepBatch, StepContext
@@ -156,15 +158,14 @@ class AsyncTrainer(PPOTrainer):
 
     def annotate(self, batch: DataProto, step: StepContext) -> DataProto:
         batch = super().annotate(batch, step)
-        versions, correction = self.buffer.step_versions, self.config.algorithm.rollout_correction
-        actor = self.config.actor_rollout_ref.actor
+        versions, choice = self.buffer.step_versions, correction_of(self.config)
         _, evicted = reject_stale(batch, versions[-1], step_versions=versions, max_age=None)
         found = off_policy_metrics(
             batch,
             versions[-1],
             step_versions=versions,
-            is_proximal=not correction.bypass_mode,
-            clip_range=(actor.clip_ratio_low, actor.clip_ratio_high),
+            is_proximal=choice is None or choice.anchor == "proximal",
+            clip_range=clip_range(self.config.actor_rollout_ref.actor),
         )
         step.report.merge({**evicted, **found})
         return batch

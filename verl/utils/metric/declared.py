@@ -388,6 +388,12 @@ SECTIONS = (
             "The main number of a data source: `mean@n`, `maj@n` or `best@n` of its variable.",
         ),
         ("val-aux/<source>/<variable>/<statistic>", "as reported", MEAN, "Every other statistic."),
+        (
+            "val-aux/env_faults",
+            "samples",
+            SUM,
+            "Validation samples whose tools or environments broke; they have no score.",
+        ),
         ("val-aux/num_turns/<statistic>", "turns", MEAN, "Turns of validation conversations."),
         ("val/<name>", "as reported", MEAN, "Validation of supervised training, such as val/loss."),
     ),
