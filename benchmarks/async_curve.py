@@ -26,7 +26,7 @@ CORRECTIONS = {
     "decoupled": ["algorithm.rollout_correction.rollout_is=token"],
     "control": ["algorithm.rollout_correction.bypass_mode=true", f"{ACTOR}.optim.lr=0.0"],
 }
-AHEAD = [("bypass", 0), ("bypass", 1), ("bypass", 2), ("bypass", 4), ("decoupled", 4)]
+AHEAD = [("bypass", 0), *((name, n) for name in ("bypass", "decoupled") for n in (1, 2, 4))]
 
 
 def run(folder: Path, correction: str, ahead: int, seed: int, steps: int) -> dict[str, float]:

@@ -54,11 +54,16 @@ def test_old_log_probs_are_the_actors_and_weights_lead_back_to_the_policy_that_s
     weights = kept["rollout_is_weights"]
     torch.testing.assert_close(weights, drift.exp().clamp(max=1.001), rtol=1e-6, atol=0)
     assert weights.max() <= 1.001
-    assert steps[-1]["actor/behaviour_kl"] > 0
     assert steps[0]["training/old_log_prob_pass_skipped"] == 1  # all tokens are of this policy
-    assert steps[-1]["training/old_log_prob_pass_skipped"] == 0
+    stale = steps[1]  # all tokens of its rows were sampled one step before
+    assert stale["training/old_log_prob_pass_skipped"] == 0
+    assert stale["training/off_policy/age_1/token_ratio"] == 1
+    assert stale["training/off_policy/age_1/kl"] > 0
+    # Before the only optimizer step of an update the trained policy is the one before it.
+    kl = pytest.approx(stale["training/off_policy/age_1/kl"], rel=1e-4)
+    assert stale["actor/behaviour_kl"] == kl
     # Rollout and training are compared on tokens that one policy sampled and scored.
-    assert steps[-1].get("training/rollout_probs_diff_max", 0) == 0
+    assert max(step.get("training/rollout_probs_diff_max", 0) for step in steps) == 0
     names = {name for step in steps for name in step} - {"step"}
     assert sorted(name for name in names if declared_metric(name) is None) == []
 

@@ -6,6 +6,7 @@ import yaml
 from tests.toy import ROLLOUT, toy_run
 from tests.trainer.test_resume import same_weights
 from verl.trainer.ppo.asynchronous import AsyncTrainer
+from verl.workers.rollout.kept_cache import KeptCacheError
 
 STEPS = 6
 TURNS = 3
@@ -134,6 +135,13 @@ def test_replies_that_a_lost_run_got_are_not_asked_for_again(toy, tmp_path):
     before, _ = recorded(Fails, *args, fail_at=4)
     after, _ = recorded(Records, *args)
     assert after[0] == before[-1]
+
+
+def test_kept_keys_and_values_are_measured_in_every_step_and_bounded(toy, tmp_path):
+    keeping = ("exact=false", "free_cache_engine=false", "kv_after_update=keep")
+    options = [*colocated(2, tmp_path), *(f"{ROLLOUT}.{option}" for option in keeping)]
+    with pytest.raises(KeptCacheError, match="kv_max_kl allows 1e-11"):
+        toy_run(toy, tmp_path, *options, f"{ROLLOUT}.kv_max_kl=1e-11", trainer_class=AsyncTrainer)
 
 
 @pytest.mark.parametrize("every", [1, 2])

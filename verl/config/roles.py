@@ -314,6 +314,10 @@ OWN_PROCESS = When(
     lambda here, run: rollout_traits(here.name).has_own_process,
     "the built-in engine runs in the trainer's processes",
 )
+KEEPS_CONVERSATIONS = When(
+    lambda here, run: here.name in ("native", "native_process"),
+    "only the built-in engine keeps keys and values across an update; others compute them anew",
+)
 SGLANG_SERVER = When(
     lambda here, run: (run.actor_rollout_ref if is_training(run) else run).rollout.name == "sglang",
     "only SGLang is reached over HTTP",

@@ -15,6 +15,7 @@ from verl.config.profiler import ProfilerConfig, RolloutProfilerConfig
 from verl.config.roles import (
     FOREIGN_ENGINE,
     FULLY_ASYNC,
+    KEEPS_CONVERSATIONS,
     OWN_LOOPS,
     OWN_PROCESS,
     RECORDED_WITH_ACTOR,
@@ -263,6 +264,25 @@ class RolloutConfig(ServingConfig):
     canary_tolerance: float | None = option(None, above=0, used_if=OWN_PROCESS)
     """After each update the engine continues a fixed prompt; log-probabilities that differ from the
     trainer's by more than this stop the run. Null goes by number format: 0.05, in bf16 0.25."""
+
+    kv_after_update: str = option(
+        "recompute", choices=("recompute", "keep"), used_if=KEEPS_CONVERSATIONS
+    )
+    """Keys and values of responses that go on across an update of the weights, and of conversations
+    between two turns: `recompute` computes them anew with the new weights, `keep` uses them on.
+    Keeping saves work; later tokens are then drawn from a mixture of old and new weights, which
+    `kv_max_kl` bounds."""
+
+    kv_max_kl: float = option(
+        0.01,
+        above=0,
+        used_if=When(
+            lambda here, run: here.kv_after_update == "keep", "kv_after_update is not keep"
+        ),
+    )
+    """Most KL, in nats per token, between what is drawn over kept keys and values and what the
+    same weights give over recomputed ones; more of it, measured on a sample of rows, stops the
+    run."""
 
     val_kwargs: SamplingConfig = option(default_factory=_greedy)
     """How tokens are drawn when the policy is validated."""

@@ -142,6 +142,14 @@ def correction_faults(config: Any) -> Iterator[Fault]:
         key = "actor_rollout_ref.rollout.calculate_log_probs"
         text = f"{key} is False; {path} compares with the rollout's log-probs, so set it to True"
         yield Fault(text, (key,))
+    if rollout.exact and rollout.kv_after_update == "keep":
+        key = "actor_rollout_ref.rollout.kv_after_update"
+        yield Fault(
+            f"{key} is keep, and actor_rollout_ref.rollout.exact is True; tokens drawn over keys "
+            "and values of older weights do not have the log-probabilities of training: set "
+            "kv_after_update=recompute or exact=False",
+            (key,),
+        )
     if rollout.exact and rollout.name != "native":
         key = "actor_rollout_ref.rollout.exact"
         text = (

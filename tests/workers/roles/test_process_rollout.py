@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -74,6 +75,31 @@ def test_it_answers_as_the_engine_on_the_trained_weights_does_after_every_update
         phases = [found.get(f"timing_s/update_weights/{phase}", -1.0) for phase in PHASES]
         assert min(phases) >= 0.0
         assert 0.0 < sum(phases) <= found["timing_s/update_weights"]
+
+
+def test_weights_are_published_while_requests_run(apart, beside):
+    process, trained = apart.workers[0].rollout, apart.workers[0].engine
+    before, has_ended = trained.policy_version, threading.Event()
+    params = SamplingParams(max_tokens=RESPONSE, ignore_eos=True)
+    asked = [
+        GenerationRequest(request_id=str(n), prompt_ids=[5, n], params=params, num_samples=8)
+        for n in range(3, 90)
+    ]
+    with process.together():
+        futures = [process.submit(one, lambda *end: has_ended.set()) for one in asked]
+    assert has_ended.wait(60)
+    trained.policy_version += 1  # of the same weights
+    publisher = publisher_of(apart.workers[0].config, apart, apart)
+    metrics = publisher.publish(in_flight=True)
+    outputs = [output for future in futures for output in future.result(60)]
+    assert all(output.stop_reason == "length" for output in outputs)
+    versions = {version for output in outputs for version in output.policy_versions}
+    assert versions <= {before, before + 1}
+    assert metrics["timing_s/update_weights/stall"] > 0
+    assert apart.rollout_version() == [before + 1]
+    trained.policy_version = before
+    apart.update_weights()
+    assert answer(apart) == answer(beside)
 
 
 @pytest.mark.slow

@@ -104,3 +104,29 @@ def test_weights_that_leave_nothing_are_refused_when_the_cache_is_built():
     limits = cache.beside_weights(EngineLimits(max_cache_bytes=100), module)
     with pytest.raises(ValueError, match=r"gpu_memory_utilization"):
         limits.num_slots(1024)
+
+
+class HostBytes:
+    """What `SteadyMemory` gives, without a GPU."""
+
+    def __init__(self, num_bytes, device):
+        self.octets = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def as_bytes(self):
+        return self.octets
+
+    def unmap(self):
+        pass
+
+
+def test_layers_of_a_steady_cache_share_all_of_its_memory_and_none_with_another(
+    runner, monkeypatch
+):
+    monkeypatch.setattr(cache, "SteadyMemory", HostBytes)
+    shape = fit(slots_or_pages, runner, limits(4 * 150 * TOKEN_BYTES)).shape
+    steady = cache.SteadyKVCache(shape, 4)
+    parts = [part for pair in (*steady.prompt, *steady.response) for part in pair]
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    assert [set(part.unique().tolist()) for part in parts] == [{n} for n in range(len(parts))]
+    assert sum(part.nbytes for part in parts) == len(steady._memory.octets)

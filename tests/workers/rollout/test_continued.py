@@ -49,7 +49,7 @@ def rest_of(whole, output: TokenOutput):
 def joined(parts):
     """(ids, log-probs, versions, stop reason) of a response that came in parts."""
     columns = ("token_ids", "log_probs", "policy_versions")
-    whole = [sum((vars(part)[name] for part in parts), []) for name in columns]
+    whole = [[value for part in parts for value in vars(part)[name]] for name in columns]
     return [*whole, parts[-1].stop_reason]
 
 
@@ -97,7 +97,8 @@ def test_a_text_that_began_before_the_cut_ends_the_response():
     text = decode(output.token_ids[5:7])
     stopped = dataclasses.replace(free, params=dataclasses.replace(free.params, stop=(text,)))
     ((uncut,),) = engine.generate_batch([stopped])
-    assert uncut.stop_reason == "stop" and len(uncut.token_ids) == 7
+    assert uncut.stop_reason == "stop"
+    assert len(uncut.token_ids) == 7
     first = TokenOutput(token_ids=uncut.token_ids[:6])
     ((second,),) = engine.generate_batch([rest_of(stopped, first)])
     assert (second.token_ids, second.stop_reason) == (uncut.token_ids[6:], "stop")
@@ -118,7 +119,8 @@ def test_a_continued_response_ends_where_the_uncut_one_would():
     ((uncut,),) = engine.generate_batch([whole])
     first = TokenOutput(token_ids=uncut.token_ids[:10])
     ((second,),) = engine.generate_batch([rest_of(whole, first)])
-    assert joined([second])[0] == uncut.token_ids[10:] and len(uncut.token_ids) == 16
+    assert joined([second])[0] == uncut.token_ids[10:]
+    assert len(uncut.token_ids) == 16
     with pytest.raises(ValueError, match="a response of 16 tokens, which has no room for more"):
         engine.generate_batch([rest_of(whole, uncut)])
 
@@ -181,7 +183,8 @@ def test_requests_that_no_engine_has_end_without_tokens():
     fleet.abort({"a", "c"})
     for future in (held[0], held[2]):
         assert [joined([output]) for output in future.result(0)] == [[[], [], [], "abort"]] * 2
-    assert ended == [0, 1, 0, 1] and not held[1].done()
+    assert ended == [0, 1, 0, 1]
+    assert not held[1].done()
     fleet.abort()
     assert held[1].result(0)[0].stop_reason == "abort"
     fleet.resume()
@@ -208,7 +211,8 @@ def test_an_aborted_request_whose_engine_is_lost_is_not_given_to_another():
         ([5], "stop"),
         ([], "abort"),
     ]
-    assert not other.requests and not fleet.num_redispatched
+    assert not other.requests
+    assert not fleet.num_redispatched
 
 
 def test_hf_ends_a_running_row_before_its_next_token():

@@ -1,5 +1,7 @@
 """The engine through kernels gives what it gives in plain torch, token for token."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -90,6 +92,33 @@ def test_reading_results_one_visit_late_changes_no_token(device, params):
             theirs.stop_reason,
             theirs.policy_versions,
         )
+
+
+@on_each_device
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_response_that_was_cut_goes_on_as_if_it_had_not_been(device, name):
+    engine = NativeEngine(tiny_model("qwen2").to(device), LIMITS, eos_token_ids=[1])
+    engine.core.batch.steps.is_late = True
+    for prompt in ([5, 6], [7, 8, 9, 10, 11, 12, 13, 14]):  # the second is longer than its slot
+        params = SamplingParams(max_tokens=12, seed=4, ignore_eos=True, **SETTINGS[name])
+        whole = GenerationRequest(request_id="a", prompt_ids=prompt, params=params)
+        ((uncut,),) = engine.generate_batch([whole])
+        (cut,) = engine.core.add(whole).groups
+        for _ in range(3):
+            engine.core.step()
+        engine.core.abort("a")
+        (sample,) = cut.samples
+        num = sample.num_tokens
+        assert 0 < num < 12
+        rest = GenerationRequest(
+            request_id="b",
+            prompt_ids=sample.token_ids,
+            params=dataclasses.replace(params, max_tokens=12 - num),
+            num_sampled=num,
+        )
+        ((continued,),) = engine.generate_batch([rest])
+        assert sample.output.token_ids + continued.token_ids == uncut.token_ids
+    assert_nothing_is_left(engine)
 
 
 @on_each_device

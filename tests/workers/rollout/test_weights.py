@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,29 +10,41 @@ import torch
 
 from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import LIMITS, build_engine, request, training_log_probs
-from verl.workers.rollout.base import SamplingParams
+from verl.models.exact import make_exact
+from verl.workers.rollout.base import SamplingParams, TokenOutput
+from verl.workers.rollout.kept_cache import KeptCacheError, kept_cache_drift
 from verl.workers.rollout.native.engine import LostRequestError
+from verl.workers.rollout.process.native import HostedNativeEngine
+from verl.workers.rollout.trained import Answer
 
+CAPACITY = LIMITS.max_prompt_tokens + LIMITS.max_response_tokens
 PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
 
 
 class Policy:
     """A model whose weights change, and the count of the changes."""
 
-    def __init__(self):
-        self.model = tiny_model("llama", scale=0.1)
+    def __init__(self, exact=False):
+        self._plain = tiny_model("llama", scale=0.1)
+        self._exact = exact
+        self.model = self.twin()
         self.version = 0
-        self.versions = [copy.deepcopy(self.model)]
+        self.versions = [self.twin()]
+
+    def twin(self):
+        model = copy.deepcopy(self._plain)
+        return make_exact(model, CAPACITY) if self._exact else model
 
     @torch.no_grad()
-    def update(self):
+    def update(self, scale=0.05):
         for parameter in self.model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+            parameter.add_(scale * torch.randn_like(parameter))
         self.version += 1
-        self.versions.append(copy.deepcopy(self.model))
+        self.versions.append(self.twin())
+        self.versions[-1].load_state_dict(self.model.state_dict())
 
-    def engine(self):
-        return build_engine(self.model, version=lambda: self.version)
+    def engine(self, **options):
+        return build_engine(self.model, version=lambda: self.version, **options)
 
 
 def test_new_weights_take_effect_at_once():
@@ -47,8 +60,9 @@ def test_new_weights_take_effect_at_once():
     torch.testing.assert_close(torch.tensor(after.log_probs), expected, rtol=0, atol=1e-6)
 
 
-def test_every_token_has_the_log_prob_of_the_version_it_is_stamped_with():
-    policy = Policy()
+@pytest.mark.parametrize("exact", [True, False])
+def test_every_token_has_the_log_prob_of_the_version_it_is_stamped_with(exact):
+    policy = Policy(exact)
     engine = policy.engine()
     prompts = [[5, 6], [7, 8, 9], [10]]
     submitted = [
@@ -60,15 +74,109 @@ def test_every_token_has_the_log_prob_of_the_version_it_is_stamped_with():
         policy.update()
     for prompt, running in zip(prompts, submitted, strict=True):
         for output in running.outputs:
-            assert len(set(output.policy_versions)) > 1, "weights changed while it ran"
+            assert len(set(output.policy_versions)) > 2, "weights changed while it ran"
             assert output.policy_versions == sorted(output.policy_versions)
             assert output.num_preempted == len(set(output.policy_versions)) - 1
             for version, model in enumerate(policy.versions):
                 said = [v == version for v in output.policy_versions]
                 expected = training_log_probs(model, prompt, output.token_ids)
-                torch.testing.assert_close(
-                    torch.tensor(output.log_probs)[said], expected[said], rtol=0, atol=2e-6
-                )
+                drawn = torch.tensor(output.log_probs)[said]
+                torch.testing.assert_close(drawn, expected[said], rtol=0, atol=0 if exact else 1e-6)
+
+
+def talk_across_updates(policy, engine):
+    """A response over three updates, and a second turn after another; (prompt, output) of both."""
+    params = replace(PARAMS, max_tokens=14)
+    running = engine.core.add(request([5, 6], params, session_ids=("s",)))
+    while engine.core.scheduler.unfinished:
+        engine.core.step()
+        policy.update(scale=0.01)
+    (first,) = running.outputs
+    before = engine.core.num_prefilled_tokens
+    prompt = [5, 6, *first.token_ids, 9]
+    ((second,),) = engine.generate_batch([request(prompt, PARAMS, session_ids=("s",))])
+    return Answer([5, 6], first), Answer(prompt, second), engine.core.num_prefilled_tokens - before
+
+
+@pytest.mark.parametrize("keeps_cache", [True, False])
+def test_kept_keys_and_values_are_used_across_updates_and_the_drift_is_measured(keeps_cache):
+    policy = Policy()
+    engine = policy.engine(keeps_cache=keeps_cache)
+    first, second, num_prefilled = talk_across_updates(policy, engine)
+    num_versions = len(set(first.output.policy_versions))
+    assert num_versions > 2
+    assert first.output.num_preempted == (0 if keeps_cache else num_versions - 1)
+    assert num_prefilled == (2 if keeps_cache else len(second.prompt_ids))
+    assert set(second.output.policy_versions) == {policy.version}
+    # The rest of the conversation as one response, whose first token has the oldest version.
+    told = [*first.output.token_ids, 9, *second.output.token_ids]
+    whole = TokenOutput(
+        token_ids=told,
+        log_probs=[*first.output.log_probs, 0.0, *second.output.log_probs],
+        policy_versions=[*first.output.policy_versions, -1, *second.output.policy_versions],
+    )
+
+    def score(rows):
+        return [
+            training_log_probs(policy.model, list(r.prompt_ids), r.output.token_ids) for r in rows
+        ]
+
+    drift = kept_cache_drift(score, policy.version, [Answer([5, 6], whole)])
+    assert set(drift.by_age) == {policy.version}
+    assert drift.num_tokens == len(second.output.token_ids)
+    if keeps_cache:
+        assert drift.kl > 1e-6
+        assert 0.5 < drift.by_age[policy.version].ess < 1 - 1e-6
+        with pytest.raises(
+            KeptCacheError, match=rf"on {drift.num_tokens} tokens \(age .*kv_max_kl"
+        ):
+            drift.require(drift.kl / 2)
+    else:
+        assert drift.kl < 1e-10
+        assert drift.by_age[policy.version].ess == pytest.approx(1)
+    drift.require(0.01 if not keeps_cache else 2 * drift.kl)
+    assert drift.metrics()["rollout/kept_kv/kl"] == drift.kl
+
+
+def test_the_drift_of_kept_keys_and_values_by_hand():
+    q, p = [0.5, 0.25], [0.25, 0.5]
+    output = TokenOutput(
+        token_ids=[1, 2, 3], log_probs=[-9.0, *map(math.log, q)], policy_versions=[3, 5, 5]
+    )
+    drift = kept_cache_drift(lambda rows: [torch.tensor([0.0, *p]).log()], 5, [Answer([7], output)])
+    (found,) = drift.by_age.values()
+    assert (list(drift.by_age), found.num_tokens) == ([2], 2)
+    assert found.kl == pytest.approx((0.5 - 1 + math.log(2) + 2 - 1 - math.log(2)) / 2)
+    assert found.ess == pytest.approx(2.5**2 / (2 * (0.25 + 4)))
+    assert found.max_difference == pytest.approx(math.log(2))
+    assert kept_cache_drift(lambda rows: [], 6, [Answer([7], output)]).kl == 0
+
+
+def test_a_hosted_engine_replaces_weights_under_requests_that_run():
+    policy = Policy(exact=True)
+    core = build_engine(policy.twin()).core
+    hosted = HostedNativeEngine(core)
+    hosted.submit(0, request([5, 6], replace(PARAMS, max_tokens=16)))
+    tokens, log_probs, versions = [], [], []
+
+    def take(deltas):
+        for _, delta in deltas:
+            tokens.extend(delta.token_ids)
+            log_probs.extend(delta.log_probs)
+            versions.extend([policy.version] * len(delta.token_ids))
+
+    while hosted.has_work():
+        take(hosted.step())
+        if hosted.has_work():
+            take(hosted.pause())
+            policy.update()
+            hosted.load_weights(policy.model.named_parameters())
+            hosted.resume()
+    assert len(set(versions)) > 3
+    for version, model in enumerate(policy.versions):
+        said = [v == version for v in versions]
+        expected = training_log_probs(model, [5, 6], tokens)
+        assert torch.equal(torch.tensor(log_probs)[said], expected[said])
 
 
 def test_a_group_that_comes_back_too_long_for_one_pass_is_computed_in_several():

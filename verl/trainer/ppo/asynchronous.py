@@ -39,6 +39,7 @@ from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.checkpoint.layout import make_folders
 from verl.utils.scramble import keyed_seed
 from verl.workers.rollout.base import Rollout
+from verl.workers.rollout.kept_cache import measure_step
 from verl.workers.rollout.publish import Publisher
 
 TIMELINE = "timeline.jsonl"
@@ -151,6 +152,8 @@ class AsyncTrainer(PPOTrainer):
         if self.plan.lag == 0:
             with step.report.timed("settle"):
                 self._settle()
+            if self.plan.kv_after_update == "keep":
+                self._check_kept_cache(batch, step)
             if rollout.free_cache_engine:
                 with step.report.timed("sleep"):
                     self.async_rollout_manager.sleep()
@@ -193,6 +196,21 @@ class AsyncTrainer(PPOTrainer):
             num = self.config.actor_rollout_ref.rollout.n
             self._drawn[step] = new_groups(prompts, num, step=step, seed_of=seed_of)
         return self._drawn[step]
+
+    def _check_kept_cache(self, batch: DataProto, step: StepContext) -> None:
+        """Measure how far kept keys and values are off; the actor's weights drew the last tokens.
+
+        With a lag the actor is ahead of the engines by then, so nothing can be compared.
+        """
+        actor, rollout = self.actor_rollout_wg, self.config.actor_rollout_ref.rollout
+        step.report.merge(
+            measure_step(
+                batch.batch,
+                lambda rows: actor.score_answers(tuple(rows), rollout.temperature)[0],
+                actor.trained_version()[0],
+                max_kl=rollout.kv_max_kl,
+            )
+        )
 
     # ---- updates ---------------------------------------------------------------------------------
 

@@ -170,6 +170,10 @@ SECTIONS = (
         ("rollout/truncated_ratio", "ratio", MEAN, "Share of responses cut before they ended."),
         ("rollout/engine_restarts", "count", SUM, "Engines lost and started again."),
         ("rollout/redispatched", "count", SUM, "Samples requested again after an engine was lost."),
+        ("rollout/kept_kv/kl", "nats", MEAN, "KL per token of kept keys and values from fresh."),
+        ("rollout/kept_kv/num_tokens", "tokens", SUM, "Tokens that it was measured on."),
+        ("rollout/kept_kv/kl/<age>", "nats", MEAN, "By age: updates since the first token."),
+        ("rollout/kept_kv/ess/<age>", "ratio", MEAN, "Effective sample size by age, 1 at best."),
         (
             "rollout/canary_max_diff",
             "nats",
@@ -410,7 +414,8 @@ SECTIONS = (
             "s",
             MAX,
             "Of these: `wake_up` (memory taken again), `transfer` (bytes and fingerprints), `load` "
-            "(the engine's own work), `check` (drift check).",
+            "(the engine's own work), `check` (drift check); and `stall`, how long no token could "
+            "be generated.",
         ),
         ("timing_s/<stage>", "s", MAX, "Seconds of a stage of the step, or of its agent loops."),
         ("timing_per_token_ms/<stage>", "ms", MEAN, "Milliseconds of a stage per token."),

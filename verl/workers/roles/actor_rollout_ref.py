@@ -320,12 +320,13 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         return shares_weights(self.config, self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_weights(self) -> dict[str, float]:
+    def update_weights(self, in_flight: bool = False) -> dict[str, float]:
         """Bring the rollout engine to the trained weights; nothing to do where it has them.
 
-        The metrics of it: how far an engine with code of its own is off.
+        With `in_flight` requests may run meanwhile. The metrics of it: how far an engine with code
+        of its own is off.
         """
-        return self.generator.sync(self.engine)
+        return self.generator.sync(self.engine, in_flight=in_flight)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_settings(self) -> CheckSettings:
@@ -385,6 +386,7 @@ class RolloutWorker(GeneratingWorker):
     """
 
     _expects_weights = False
+    _stall_seconds = 0.0
 
     def __init__(
         self,
@@ -407,11 +409,12 @@ class RolloutWorker(GeneratingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def accept_weights(
-        self, token: str, ranks: Sequence[int] | None = None
+        self, token: str, ranks: Sequence[int] | None = None, in_flight: bool = False
     ) -> tuple[str, int] | None:
         """Open a port for one update, where a sender that knows the token finds it.
 
-        From now on nothing is generated until the update has come. None from a rank that gets no
+        From now on nothing is generated until the update has come; with `in_flight` requests may
+        run, and pause when `receive_weights` is called. None from a rank that gets no
         weights: it is not among `ranks`, or another one leads its engine.
         """
         self._expects_weights = False
@@ -419,7 +422,7 @@ class RolloutWorker(GeneratingWorker):
             return None
         assert self.generator.weights is not None
         host, _ = self.get_available_master_addr_port()
-        address = self.generator.weights.accept(token, host)
+        address = self.generator.weights.accept(token, host, in_flight=in_flight)
         self._expects_weights = address is not None
         return address
 
@@ -430,4 +433,14 @@ class RolloutWorker(GeneratingWorker):
             return None
         self._expects_weights = False
         assert self.generator.weights is not None
-        return self.generator.weights.receive(self.config.nccl_timeout)
+        start = time.perf_counter()
+        with self.generator.paused():
+            published = self.generator.weights.receive(self.config.nccl_timeout)
+        seconds = {"stall": time.perf_counter() - start} | dict(self.generator.weights.seconds)
+        self._stall_seconds = seconds["stall"]
+        return published
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stall_seconds(self) -> float:
+        """For how long this rank's engine generated nothing during the last update."""
+        return self._stall_seconds

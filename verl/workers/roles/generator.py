@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,7 @@ from verl.workers.rollout.factory import (
     ranks_per_engine,
     rollout_engines,
 )
+from verl.workers.rollout.native.engine import NativeEngine
 from verl.workers.rollout.polling import Poller, poller_of
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
@@ -121,21 +123,32 @@ class Generator:
             self._check.probe()  # leaves the trained weights in the engine
         self.sync(engine)
 
-    def sync(self, engine: BaseEngine) -> dict[str, float]:
+    def sync(self, engine: BaseEngine, *, in_flight: bool = False) -> dict[str, float]:
         """Bring the rollout engine to the trained weights; nothing to do where it has them.
 
         The metrics of it: how far a rollout engine with code of its own is off, and seconds. All
-        ranks call it.
+        ranks call it. With `in_flight` requests may run; they go on with the new weights.
         """
         start = time.perf_counter()
-        if self.weights is not None and self.weights.update(engine):
+        is_new = False
+        if self.weights is not None:
+            with self.paused():
+                is_new = self.weights.update(engine, in_flight=in_flight)
+        if is_new:
             updated, metrics = time.perf_counter(), {}
-            seconds = dict(self.weights.seconds)
+            assert self.weights is not None
+            seconds = {"stall": updated - start} | dict(self.weights.seconds)
             if self._check is not None:
                 metrics = self._check.after_update()
                 seconds["check"] = time.perf_counter() - updated
             self._update_metrics = metrics | update_timing(time.perf_counter() - start, seconds)
         return dict(self._update_metrics)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """No step of an engine in this process begins while the context lasts."""
+        if self.leads_engine and isinstance(self.rollout, NativeEngine):
+            return self.rollout.paused()
+        return nullcontext()
 
     def check_settings(self, engine: BaseEngine) -> CheckSettings:
         """What a rollout engine is compared by with the policy."""

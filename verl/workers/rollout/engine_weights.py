@@ -81,17 +81,20 @@ class EngineWeights(ABC):
         """Treat the weights as out of date, whatever their version number."""
 
     @abstractmethod
-    def update(self, trained: BaseEngine) -> bool:
+    def update(self, trained: BaseEngine, *, in_flight: bool = False) -> bool:
         """Bring the engine to the version that this process trains; False if all had it already.
 
-        All ranks call it together, since a whole tensor may be gathered from all of them.
+        With `in_flight` requests may run; where the engine is in this process, the caller sees to
+        it that no step is made meanwhile. All ranks call it together, since a whole tensor may be
+        gathered from all of them.
         """
 
     @abstractmethod
-    def accept(self, token: str, host: str) -> tuple[str, int] | None:
+    def accept(self, token: str, host: str, *, in_flight: bool = False) -> tuple[str, int] | None:
         """Open a port at `host` for one update by a sender that knows the token.
 
-        From now on nothing is generated until the update has come. None where this rank needs none.
+        From now on nothing is generated until the update has come (with `in_flight`: from
+        `receive` on, and requests may run). None where this rank needs none.
         """
 
     @abstractmethod
@@ -128,7 +131,7 @@ class ModuleWeights(EngineWeights):
     def invalidate(self) -> None:
         self._version = None
 
-    def update(self, trained: BaseEngine) -> bool:
+    def update(self, trained: BaseEngine, *, in_flight: bool = False) -> bool:
         """Where the engine holds whole tensors, a fingerprint proves that they arrived."""
         version = trained.policy_version
         if version == self._version:
@@ -143,14 +146,16 @@ class ModuleWeights(EngineWeights):
         self._version = version
         return True
 
-    def accept(self, token: str, host: str) -> tuple[str, int]:
-        self.invalidate()
+    def accept(self, token: str, host: str, *, in_flight: bool = False) -> tuple[str, int]:
+        if not in_flight:
+            self.invalidate()
         self._stop_listening()
         self._listener = TcpListener(token, host=host)
         return self._listener.host, self._listener.port
 
     def receive(self, timeout_seconds: float) -> Published:
         assert self._listener is not None, "accept comes first"
+        self.invalidate()
         try:
             channel = self._listener.accept(
                 max_bucket_bytes=self._sender.bucket_bytes, timeout_seconds=timeout_seconds
@@ -222,7 +227,7 @@ class ProcessWeights(EngineWeights):
     def invalidate(self) -> None:
         self._is_invalid = True
 
-    def update(self, trained: BaseEngine) -> bool:
+    def update(self, trained: BaseEngine, *, in_flight: bool = False) -> bool:
         version = trained.policy_version
         for attempt in range(ATTEMPTS + 1):
             is_behind = not self._holds(version)
@@ -233,7 +238,7 @@ class ProcessWeights(EngineWeights):
             weights = (self._tensors or trained.get_per_tensor_param)()
             try:
                 if is_behind:
-                    self.replace(weights, version)
+                    self.replace(weights, version, in_flight=in_flight)
             except (EngineLostError, WeightSyncError) as error:
                 logger.warning("version %d did not reach the rollout engine: %s", version, error)
                 self._failure = error
@@ -244,7 +249,9 @@ class ProcessWeights(EngineWeights):
             "nothing is generated with anything else"
         ) from self._failure
 
-    def replace(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def replace(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, *, in_flight: bool = False
+    ) -> None:
         """Send these weights, whatever the engine holds. Every rank must call it."""
         weights = iter(weights)
         try:
@@ -252,23 +259,30 @@ class ProcessWeights(EngineWeights):
                 start = time.perf_counter()
                 self._prepare(self.process)
                 awake = time.perf_counter()
-                self.process.update_weights(weights, version)
+                self.process.update_weights(weights, version, in_flight=in_flight)
                 self._is_invalid = False
                 load = self.process.load_seconds
                 transfer = time.perf_counter() - awake - load
-                self.seconds = {"wake_up": awake - start, "transfer": transfer, "load": load}
+                self.seconds = {
+                    "wake_up": awake - start,
+                    "transfer": transfer,
+                    "load": load,
+                    "stall": self.process.stall_seconds,
+                }
         finally:
             exhaust(weights)
 
-    def accept(self, token: str, host: str) -> tuple[str, int] | None:
+    def accept(self, token: str, host: str, *, in_flight: bool = False) -> tuple[str, int] | None:
         if self.process is None:
             return None
         self._prepare(self.process)
-        return self.process.accept_weights(token, host)
+        return self.process.accept_weights(token, host, in_flight=in_flight)
 
     def receive(self, timeout_seconds: float) -> Published:
         assert self.process is not None, "only a rank that accepts receives"
-        return self.process.receive_weights()
+        published = self.process.receive_weights()
+        self.seconds = {"stall": self.process.stall_seconds}
+        return published
 
     def _holds(self, version: int) -> bool:
         """Whether this rank's engine is at the version; true if it leads none."""

@@ -130,6 +130,7 @@ def native(spec: ModuleEngineSpec) -> Rollout:
         decode_text=spec.decode_text,
         seed=spec.seed * SEEDS_PER_ENGINE,
         tp_group=spec.tp_group,
+        keeps_cache=spec.rollout.kv_after_update == "keep",
     )
 
 
@@ -181,6 +182,7 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
         tokenizer_path=spec.tokenizer_path,
         trust_remote_code=spec.trust_remote_code,
         override_config=spec.override_config,
+        keeps_cache=spec.rollout.kv_after_update == "keep",
     )
     return process_spec(spec, build=BUILD_NATIVE, options=options)
 

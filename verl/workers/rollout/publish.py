@@ -91,20 +91,22 @@ class SentWeights(Publisher):
                 self._check.probe()
 
     def publish(self, *, in_flight: bool = False) -> dict[str, float]:
-        if in_flight:
-            raise NotImplementedError(
-                "weights are sent to engines that run no requests; publish after they have ended"
-            )
+        """With `in_flight` engines pause while they take the weights in (`timing_s/update_weights/
+        stall`); one that cannot refuses."""
         logger.info("weights published: sent to the engines")
         if self._is_apart:
             start = time.perf_counter()
-            self.send()
+            self.send(in_flight=in_flight)
             sent, metrics = time.perf_counter(), {}
             if self._check is not None:
                 metrics = self._check.after_update()
-            phases = {"transfer": sent - start, "check": time.perf_counter() - sent}
-            return metrics | update_timing(sum(phases.values()), phases)
-        reports: list[dict[str, float]] = self._actor.update_weights()
+            phases = {
+                "transfer": sent - start,
+                "check": time.perf_counter() - sent,
+                "stall": max(self._rollout.stall_seconds()),
+            }
+            return metrics | update_timing(time.perf_counter() - start, phases)
+        reports: list[dict[str, float]] = self._actor.update_weights(in_flight)
         names = {name for report in reports for name in report}
         return {name: max(r[name] for r in reports if name in r) for name in sorted(names)}
 
@@ -115,7 +117,13 @@ class SentWeights(Publisher):
         else:
             self._actor.update_weights()
 
-    def send(self, ranks: Sequence[int] | None = None, *, is_scrambled: bool = False) -> int:
+    def send(
+        self,
+        ranks: Sequence[int] | None = None,
+        *,
+        is_scrambled: bool = False,
+        in_flight: bool = False,
+    ) -> int:
         """Bring these ranks of the rollout, or all, to the actor's weights; their version then.
 
         Raises unless all of them hold the sender's fingerprint; until then they generate nothing. A
@@ -123,18 +131,22 @@ class SentWeights(Publisher):
         """
         for _ in range(ATTEMPTS - 1):
             try:
-                return self._send_once(ranks, is_scrambled)
+                return self._send_once(ranks, is_scrambled, in_flight)
             except WorkerError as error:
                 if all(self._rollout.rollout_is_alive()):
                     raise
                 logger.warning("an engine was lost while it was sent weights; resending: %s", error)
-        return self._send_once(ranks, is_scrambled)
+        return self._send_once(ranks, is_scrambled, in_flight)
 
-    def _send_once(self, ranks: Sequence[int] | None, is_scrambled: bool) -> int:
+    def _send_once(
+        self, ranks: Sequence[int] | None, is_scrambled: bool, in_flight: bool = False
+    ) -> int:
         actor, rollout, token = self._actor, self._rollout, secrets.token_hex(16)
         chosen = None if ranks is None else tuple(ranks)
         ports = [
-            address for address in rollout.accept_weights(token, chosen) if address is not None
+            address
+            for address in rollout.accept_weights(token, chosen, in_flight)
+            if address is not None
         ]
         receiving = rollout.execute_all_async("receive_weights")
         try:

@@ -39,6 +39,7 @@ class CountingEngine(HostedEngine):
         self._aborted: set[int] = set()
         self._num_told: dict[int, int] = {}
         self._offset = 0
+        self._can_pause = options.get("can_pause", True)
         self._num_forgotten = 0
         self._helper = None
         if options.get("starts_helper"):  # as vLLM starts workers
@@ -52,6 +53,7 @@ class CountingEngine(HostedEngine):
             log_probs="tempered",
             can_sleep=True,
             max_model_len=100_000,
+            can_pause=self._can_pause,
         )
 
     def submit(self, number: int, request: GenerationRequest) -> None:
@@ -72,6 +74,12 @@ class CountingEngine(HostedEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._offset = int(sum(tensor.sum().item() for _, tensor in weights))
+
+    def pause(self) -> Sequence[tuple[int, TokenDelta]]:
+        return []
+
+    def resume(self) -> None:
+        pass
 
     def forget_cache(self) -> None:
         self._num_forgotten += 1

@@ -150,6 +150,54 @@ async def test_sleep_and_new_weights_are_refused_while_requests_run(ready):
     assert {version for delta in deltas for version in delta.policy_versions} == {5}
 
 
+async def test_weights_in_flight_replace_those_of_requests_that_run(ready):
+    stream = ready.stream(request([1], max_tokens=LONG, request_id="runs"))
+    deltas = [await anext(stream)]
+    for value in (100_000, 200_000, 300_000):
+        held = ready.update_weights(counting_weights(value), version=value, in_flight=True)
+        assert (held.version, ready.policy_version) == (value, value)
+        assert ready.stall_seconds > 0
+        while deltas[-1].policy_versions != (value,):
+            deltas.append(await anext(stream))
+    ready.abort("runs")
+    deltas += [delta async for delta in stream]
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    versions = [version for delta in deltas for version in delta.policy_versions]
+    assert len(set(versions)) == 4
+    for index, (token, version) in enumerate(zip(tokens, versions, strict=True)):
+        assert token == 1 + index + (1000 if version == 5 else version)
+    ready.sleep()  # refused if any were left
+    ready.wake_up()
+
+
+async def test_after_a_broken_update_in_flight_requests_wait_for_a_whole_one(ready):
+    stream = ready.stream(request([1], max_tokens=LONG, request_id="runs"))
+    last = await anext(stream)
+
+    def broken():
+        yield "first", torch.zeros(3)
+        raise RuntimeError("the trainer fell over")
+
+    with pytest.raises(RuntimeError, match="fell over"):
+        ready.update_weights(broken(), version=6, in_flight=True)
+    with pytest.raises(WeightsNotReadyError):
+        ready.generate_batch([request([1])])
+    ready.update_weights(counting_weights(100_000), version=7, in_flight=True)
+    while last.policy_versions == (5,):  # what had been sent before
+        last = await anext(stream)
+    assert last.policy_versions == (7,)
+    assert last.token_ids[0] > 100_000
+    await stream.aclose()
+
+
+def test_an_engine_that_cannot_pause_refuses_weights_in_flight(tmp_path):
+    engine = started(counting_spec(tmp_path, {"can_pause": False}), version=1)
+    with pytest.raises(EngineStateError, match="counting cannot take new weights while requests"):
+        engine.update_weights(counting_weights(2), version=2, in_flight=True)
+    assert engine.policy_version == 1
+    engine.close()
+
+
 def test_an_engine_that_sleeps_refuses_requests_until_it_is_woken(ready):
     ready.sleep()
     with pytest.raises(EngineStateError, match="call wake_up"):

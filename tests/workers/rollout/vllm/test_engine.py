@@ -1,5 +1,6 @@
 """One real vLLM in a process of its own, with a model whose embedding is also its output layer."""
 
+import copy
 import os
 import signal
 from collections.abc import Iterator
@@ -20,7 +21,12 @@ from tests.workers.rollout.vllm.helpers import (
     vllm_process,
     weights_of,
 )
-from verl.workers.rollout.base import EngineLostError, GenerationRequest, SamplingParams
+from verl.workers.rollout.base import (
+    EngineLostError,
+    GenerationRequest,
+    SamplingParams,
+    TokenOutput,
+)
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.weight_sync import WeightsNotReadyError
 
@@ -124,6 +130,41 @@ async def test_an_aborted_request_ends_with_what_it_has_and_others_go_on(engine)
     assert reasons == ["abort", "abort"]
     assert 2 <= num_tokens < 2 * 58
     assert len(generate(engine, GREEDY)[0].token_ids) == 12
+
+
+async def test_weights_in_flight_draw_the_later_tokens_of_a_request_that_runs(engine, model):
+    if not engine.facts.can_pause:
+        pytest.skip(f"vLLM {engine.facts.version} cannot hold running requests")
+    params = SamplingParams(max_tokens=58, ignore_eos=True, seed=1)
+    request = GenerationRequest(request_id="long", prompt_ids=PROMPT, params=params)
+    output, models = TokenOutput(), {engine.policy_version: copy.deepcopy(model)}
+    async for delta in engine.stream(request):
+        output.token_ids += delta.token_ids
+        output.log_probs += delta.log_probs
+        output.policy_versions += delta.policy_versions
+        if output.policy_versions[-1] == max(models) and len(models) < 3:
+            train_a_little(model)
+            version = engine.policy_version + 1
+            engine.update_weights(weights_of(model), version, in_flight=True)
+            models[version] = copy.deepcopy(model)
+    assert len(output.token_ids) == 58
+    assert len(set(output.policy_versions)) == 3
+    for version, twin in models.items():
+        said = torch.tensor(output.policy_versions) == version
+        reference = reference_log_probs(twin, output)[torch.arange(58), output.token_ids]
+        drawn = torch.tensor(output.log_probs)
+        torch.testing.assert_close(drawn[said], reference[said], rtol=0, atol=1e-4)
+
+
+def test_a_continued_request_draws_with_other_numbers(engine):
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    (first,) = generate(engine, params, seeds=(11,))
+    prompt = [*PROMPT, *first.token_ids]
+    (fresh,) = generate(engine, params, prompt=prompt, seeds=(11,))
+    continued = [
+        generate(engine, params, prompt=prompt, seeds=(11,), num_sampled=16)[0] for _ in range(2)
+    ]
+    assert continued[0].token_ids == continued[1].token_ids != fresh.token_ids
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,11 @@ class EngineCore:
         decode_text: Callable[[list[int]], str] | None = None,
         seed: int = 0,
         tp_group: ProcessGroup | None = None,
+        keeps_cache: bool = False,
     ) -> None:
+        """With `keeps_cache`, keys and values computed with older weights are used on."""
         self.limits = limits
+        self.keeps_cache = keeps_cache
         self.eos_token_ids = frozenset(eos_token_ids)
         if tp_group is not None:
             shard_model(module, tp_group)
@@ -132,6 +135,10 @@ class EngineCore:
             self._drop_all(error)
             raise
 
+    def flush(self) -> None:
+        """Wait for the tokens that have been started; their samples have them then."""
+        self._collect(self.batch.flush())
+
     def take_ended(self) -> list[Sample]:
         """The samples that have ended since the last call, aborted ones included."""
         ended, self._ended = self._ended, []
@@ -201,12 +208,15 @@ class EngineCore:
         self.scheduler.requeue(group)
 
     def _follow_weights(self) -> None:
-        """Recompute keys and values that belong to other weights than the current ones."""
+        """Recompute keys and values that belong to other weights than the current ones, unless
+        they are to be kept."""
         weights = (self.policy_version, self.runner.num_weight_writes)
         if weights == self._weights:
             return
-        self._collect(self.batch.flush())  # what is in flight was computed with the old ones
+        self.flush()  # what is in flight was computed with the old ones
         self._weights = weights
+        if self.keeps_cache:
+            return
         self.sessions.clear()
         for row in self.scheduler.rows:
             row.output.num_preempted += 1

@@ -41,6 +41,7 @@ class NativeEngine(Rollout):
         decode_text: Callable[[list[int]], str] | None = None,
         seed: int = 0,
         tp_group: ProcessGroup | None = None,
+        keeps_cache: bool = False,
     ) -> None:
         self.core = EngineCore(
             module,
@@ -50,6 +51,7 @@ class NativeEngine(Rollout):
             decode_text=decode_text,
             seed=seed,
             tp_group=tp_group,
+            keeps_cache=keeps_cache,
         )
         self.limits = limits
         self._submissions: dict[RunningRequest, Submission] = {}

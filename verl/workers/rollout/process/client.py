@@ -7,7 +7,8 @@
 The process generates only with weights that arrived whole: it has no version from the moment an
 update is announced until every tensor has come and the fingerprints are equal. If it dies, hangs or
 goes silent, all who wait get `EngineLostError`; `restart` starts another one, which holds nothing.
-New weights and sleep are refused while requests run, so no response mixes two versions.
+Sleep is refused while requests run, and so are new weights, unless they are sent `in_flight`: then
+the engine pauses, and requests go on with the new weights (`policy_versions` tell for each token).
 """
 
 import asyncio
@@ -102,6 +103,9 @@ class EngineProcess(StreamingRollout):
         self._is_asleep = False
         self.load_seconds = 0.0
         """What the engine itself took for the last update, apart from waiting for tensors."""
+
+        self.stall_seconds = 0.0
+        """For how long no token could be generated during the last update."""
 
         self._starting = threading.Lock()
         self._updating = threading.Lock()
@@ -228,11 +232,15 @@ class EngineProcess(StreamingRollout):
             link.call("wake_up")
             self._is_asleep = False
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Published:
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, *, in_flight: bool = False
+    ) -> Published:
         """Send all weights, whole, under their Hugging Face names.
 
         Returns when the engine has all of them and the fingerprints are equal. If anything goes
         wrong the engine serves nothing until an update succeeds; if requests run, nothing is sent.
+        With `in_flight` they are paused meanwhile, and after a failure stay so until an update
+        succeeds or they are aborted.
         """
         rest = iter(weights)
         first = list(itertools.islice(rest, 1))
@@ -242,10 +250,11 @@ class EngineProcess(StreamingRollout):
         ours, theirs = ends
         with self._updating, ours, theirs:
             link = self._require_link()
-            self._accept(link, way=way, descriptor=theirs.fileno())
+            self._accept(link, way=way, descriptor=theirs.fileno(), in_flight=in_flight)
             theirs.close()  # so that the end of the process ends the pipe
             received = link.begin("receive_weights")
             channel = kind([ours], timeout_seconds=self.spec.sync_seconds)
+            link.version = None
             try:
                 sent = send_weights(self._sender, itertools.chain(first, rest), version, channel)
             except NoRoomError:
@@ -261,18 +270,25 @@ class EngineProcess(StreamingRollout):
             assert held == sent  # or it would not have been confirmed
         return held
 
-    def accept_weights(self, token: str, host: str) -> tuple[str, int]:
+    def accept_weights(self, token: str, host: str, *, in_flight: bool = False) -> tuple[str, int]:
         """Let the process open a port for one update, where a sender that knows the token finds it.
 
-        From now on nothing is generated until the update has come.
+        From now on nothing is generated until the update has come; with `in_flight`, from when
+        `receive_weights` is called.
         """
-        address = self._accept(self._require_link(), way=TCP, token=token, host=host)
+        link = self._require_link()
+        address = self._accept(link, way=TCP, token=token, host=host, in_flight=in_flight)
         return address[0], address[1]
 
     def receive_weights(self) -> Published:
         """Wait until the process has taken that update in; what it holds then."""
         link = self._require_link()
-        return self._note_update(link, link.call("receive_weights"))
+        try:
+            answer = link.call("receive_weights")
+        except (WeightSyncError, ValueError):
+            link.version = None
+            raise
+        return self._note_update(link, answer)
 
     # ---- the process -----------------------------------------------------------------------------
 
@@ -284,6 +300,7 @@ class EngineProcess(StreamingRollout):
     def _note_update(self, link: Link, answer: Mapping[str, Any]) -> Published:
         held = Published(*answer["held"])
         link.version, self.load_seconds = held.version, float(answer["load_seconds"])
+        self.stall_seconds = float(answer["stall_seconds"])
         return held
 
     def _accept(self, link: Link, **arguments: Any) -> Any:
@@ -293,7 +310,8 @@ class EngineProcess(StreamingRollout):
             bucket_bytes=self.spec.bucket_bytes,
             timeout_seconds=self.spec.sync_seconds,
         )
-        link.version = None
+        if not arguments["in_flight"]:
+            link.version = None
         return answer
 
     def _start(self) -> EngineFacts:

@@ -5,9 +5,11 @@
     link <--deltas- | (again and again)             |
 
 One thread does everything that concerns the engine, so no token is ever computed while weights
-change, and calls are read between any two steps. A mistake of the caller is answered; any other
-error ends the process, because the engine's state is unknown after it: the parent sees the end at
-once, with the traceback.
+change, and calls are read between any two steps. An update "in flight" finds requests that run: the
+engine pauses between two steps, takes the weights in, and goes on; every token is stamped with the
+version that computed it. Until an update is whole nothing is stepped. A mistake of the caller is
+answered; any other error ends the process, because the engine's state is unknown after it: the
+parent sees the end at once, with the traceback.
 
 The heartbeat says for how long the main thread has been at its present work, so a long step is not
 taken for silence and a deadlock shows. The same thread watches for the end of the parent and then
@@ -23,11 +25,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
+from verl.workers.rollout.base import TokenDelta
 from verl.workers.rollout.process.hosted import HostedEngine
 from verl.workers.rollout.process.messages import (
     ANSWERED_ERRORS,
@@ -107,6 +110,8 @@ class Host:
         self._aborted: set[int] = set()
         self._version: int | None = None
         self._incoming = IncomingWeights(heartbeat.progressed)
+        self._is_in_flight = False  # the update that was announced may find requests running
+        self._is_paused = False
         self._is_asleep = False
         self._is_over = False
         self._calls: dict[str, Callable[[Message], Any]] = {
@@ -129,12 +134,18 @@ class Host:
     def serve(self) -> None:
         """Answer calls and step the engine until `close` is called."""
         while not self._is_over:
-            for call in self._wire.arrived(0.0 if self._under_way else IDLE_SECONDS):
+            for call in self._wire.arrived(0.0 if self._can_step else IDLE_SECONDS):
                 self._answer(call)
                 self._heartbeat.progressed()
-            if self._under_way:
+            if self._can_step:
                 self._step()
             self._heartbeat.progressed()
+
+    @property
+    def _can_step(self) -> bool:
+        """Without weights requests stay as they are; aborted ones only have to tell their end."""
+        has_weights = self._version is not None or self._under_way.keys() <= self._aborted
+        return bool(self._under_way) and has_weights
 
     def _answer(self, call: Message) -> None:
         try:
@@ -177,15 +188,18 @@ class Host:
                 f"the engine says that it has nothing to do, but {len(self._under_way)} requests "
                 "have not ended"
             )
-        deltas = self.engine.step()
+        self._tell(self.engine.step())
+
+    def _tell(self, deltas: Sequence[tuple[int, TokenDelta]]) -> None:
+        """Send tokens, which were computed with the current weights."""
         for number, delta in deltas:
+            assert self._version is not None or not delta.token_ids
             if delta.stop_reason:
                 self._under_way[number] -= 1
                 if not self._under_way[number]:
                     del self._under_way[number]
                     self._aborted.discard(number)
-        assert self._version is not None  # nothing runs without weights
-        for message in delta_messages(deltas, self._version):
+        for message in delta_messages(deltas, -1 if self._version is None else self._version):
             self._wire.send(encode(message))
 
     def _require_idle(self, deed: str) -> None:
@@ -204,18 +218,38 @@ class Host:
     # ---- weights and memory ----------------------------------------------------------------------
 
     def _accept_weights(self, call: Message) -> list[Any] | None:
-        self._require_idle("new weights")
+        self._is_in_flight = False
+        if not call["in_flight"]:
+            self._require_idle("new weights")
+        elif not self.engine.facts().can_pause:
+            raise EngineStateError(
+                f"{self.engine.facts().name} cannot take new weights while requests run; await or "
+                "abort them first, or use rollout.name=native, native_process or vllm"
+            )
         address = self._incoming.accept(call)
-        self._version = None
+        self._is_in_flight = call["in_flight"]
+        if not self._is_in_flight:
+            self._version = None
         return address
 
     def _receive_weights(self, call: Message) -> dict[str, Any]:
-        if self._version is not None:
+        is_in_flight, self._is_in_flight = self._is_in_flight, False
+        if self._version is not None and not is_in_flight:
             raise EngineStateError("receive_weights came without accept_weights before it")
+        start = time.perf_counter()
+        if is_in_flight:
+            self._tell(self.engine.pause())
+            self._is_paused = True
+        self._version = None
         published, seconds = self._incoming.receive(self.engine.load_weights)
-        self.engine.forget_cache()
+        if self._is_paused:  # by this update, or by one that broke off
+            self.engine.resume()
+            self._is_paused = False
+        elif not self.engine.facts().keeps_cache:
+            self.engine.forget_cache()
         self._version = published.version
-        return {"held": list(published), "load_seconds": seconds}
+        stall = time.perf_counter() - start
+        return {"held": list(published), "load_seconds": seconds, "stall_seconds": stall}
 
     def _sleep(self, call: Message) -> None:
         self._require_idle("sleep")

@@ -37,6 +37,12 @@ class EngineFacts:
     is_shared: bool = False
     """Whether it takes part in the weights of whoever started it, so that none are ever sent."""
 
+    can_pause: bool = False
+    """Whether weights may be replaced while requests run, which then go on with the new ones."""
+
+    keeps_cache: bool = False
+    """Whether keys and values computed with older weights are used on (`kv_after_update=keep`)."""
+
 
 class HostedEngine(ABC):
     """An engine that makes one step after another for the requests it has."""
@@ -66,11 +72,23 @@ class HostedEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, given whole under their Hugging Face names; nothing is running.
+        """Replace all weights, given whole under their Hugging Face names; nothing is running, or
+        `pause` was called before.
 
         Called with every tensor of an update that has been received and checked. Afterwards no key,
-        value or prefix computed with older weights may be used.
+        value or prefix computed with older weights may be used, unless `keeps_cache`.
         """
+
+    def pause(self) -> Sequence[tuple[int, TokenDelta]]:
+        """Stop between two steps, with requests that run (an engine that `can_pause`).
+
+        The tokens that were computed and not yet told; `resume` follows when weights are loaded.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot pause")
+
+    def resume(self) -> None:
+        """Go on with all requests; `step` is called next."""
+        raise NotImplementedError(f"{type(self).__name__} cannot pause")
 
     @abstractmethod
     def forget_cache(self) -> None:

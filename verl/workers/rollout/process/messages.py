@@ -21,8 +21,8 @@ MAX_TOKENS_PER_MESSAGE = 1 << 16
 
 
 class EngineStateError(RuntimeError):
-    """A call that does not fit what the engine is doing: new weights or sleep while requests run, a
-    request while it sleeps."""
+    """A call that does not fit what the engine is doing: sleep while requests run, new weights then
+    (unless in flight), a request while it sleeps."""
 
 
 _ANSWERED: dict[str, type[Exception]] = {

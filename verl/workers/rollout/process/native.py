@@ -36,6 +36,7 @@ def native_options(
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
     exact: bool = False,
+    keeps_cache: bool = False,
 ) -> dict[str, Any]:
     """Options of `build` as plain values; requests without a seed are seeded from `seed` on. With
     `exact` a token gets the same bits however it is computed."""
@@ -49,6 +50,7 @@ def native_options(
         "trust_remote_code": trust_remote_code,
         "override_config": dict(override_config or {}),
         "exact": exact,
+        "keeps_cache": keeps_cache,
     }
 
 
@@ -73,6 +75,7 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
         eos_token_ids=end_tokens(module, tokenizer),
         decode_text=lambda ids: str(tokenizer.decode(ids)),
         seed=options["seed"],
+        keeps_cache=options["keeps_cache"],
     )
     return HostedNativeEngine(engine)
 
@@ -100,6 +103,8 @@ class HostedNativeEngine(HostedEngine):
             log_probs="processed",
             can_sleep=True,
             max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
+            can_pause=True,
+            keeps_cache=self.engine.keeps_cache,
         )
 
     def submit(self, number: int, request: GenerationRequest) -> None:
@@ -116,6 +121,16 @@ class HostedNativeEngine(HostedEngine):
     def step(self) -> Sequence[tuple[int, TokenDelta]]:
         if self.engine.has_unfinished:  # else all have been aborted
             self.engine.step()
+        return self._deltas()
+
+    def pause(self) -> Sequence[tuple[int, TokenDelta]]:
+        self.engine.flush()
+        return self._deltas()
+
+    def resume(self) -> None:
+        """The next step sees that the weights were written to."""
+
+    def _deltas(self) -> list[tuple[int, TokenDelta]]:
         self.engine.take_ended()  # sent as deltas
         return [
             (number, delta)

@@ -29,7 +29,7 @@ from verl.workers.rollout.native.sequence import (
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
 from verl.workers.rollout.vllm_rollout.adapters import AdapterFolder, published_form
 from verl.workers.rollout.vllm_rollout.arguments import merged_arguments
-from verl.workers.rollout.vllm_rollout.compatibility import REFUSED_REQUEST
+from verl.workers.rollout.vllm_rollout.compatibility import CAN_PAUSE, REFUSED_REQUEST
 from verl.workers.rollout.vllm_rollout.sampling import sampling_of_samples
 
 PART_BYTES = 64 << 20
@@ -70,6 +70,7 @@ class VLLMEngine(HostedEngine):
         self._samples: dict[str, RunningSample] = {}
         self._has_served = False  # since the prefix cache was cleared
         self._aborted: list[tuple[int, TokenDelta]] = []
+        self._is_paused = False
 
     def facts(self) -> EngineFacts:
         return EngineFacts(
@@ -78,6 +79,7 @@ class VLLMEngine(HostedEngine):
             log_probs=LOG_PROBS[self._engine.model_config.logprobs_mode],
             can_sleep=self._engine.model_config.enable_sleep_mode,
             max_model_len=self._engine.model_config.max_model_len,
+            can_pause=CAN_PAUSE and self._adapter is None,
         )
 
     # ---- requests ----------------------------------------------------------------------------
@@ -110,10 +112,12 @@ class VLLMEngine(HostedEngine):
     def step(self) -> Sequence[tuple[int, TokenDelta]]:
         deltas, self._aborted = self._aborted, []
         if self._samples:
-            for output in self._engine.step():
-                if output.request_id in self._samples:  # else it was aborted
-                    deltas.append(self._delta(output))
+            deltas += self._new_deltas()
         return deltas
+
+    def _new_deltas(self) -> list[tuple[int, TokenDelta]]:
+        outputs = self._engine.step()
+        return [self._delta(one) for one in outputs if one.request_id in self._samples]
 
     def _delta(self, output: Any) -> tuple[int, TokenDelta]:
         sample, new = self._samples[output.request_id], output.outputs[0]
@@ -152,12 +156,31 @@ class VLLMEngine(HostedEngine):
     # ---- weights and memory ------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        assert not self._samples  # the host ends all requests before an update
+        assert not self._samples or self._is_paused  # else the host ends all requests before
         if self._adapter is None:
             self._load_base(weights)
         else:
             self._adapter.replace(weights, self._engine)
-        self.forget_cache()
+        if not self._is_paused:
+            self.forget_cache()
+
+    def pause(self) -> Sequence[tuple[int, TokenDelta]]:
+        """As `pause_generation(mode="keep")` of vLLM's server: requests stay, nothing new is
+        scheduled. Steps that were scheduled ahead are brought to their end."""
+        core = self._engine.engine_core.engine_core
+        core.pause_scheduler(mode="keep", clear_cache=False)
+        self._is_paused = True
+        deltas, self._aborted = self._aborted, []
+        for _ in range(STEPS_AHEAD):
+            if core.batch_queue and self._samples:
+                deltas += self._new_deltas()
+        return deltas
+
+    def resume(self) -> None:
+        """All keys and values are computed anew: running requests are preempted for it."""
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.engine_core.engine_core.resume_scheduler()
+        self._is_paused = False
 
     def _load_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._call_workers("begin_weights")
