@@ -63,7 +63,7 @@ def run(folder: Path, correction: str, ahead: int, seed: int, steps: int) -> dic
     last = metrics[-5:]
     ages = [step["training/off_policy/trajectory_staleness/mean"] for step in metrics]
     spans = [step["training/off_policy/trajectory_spans/mean"] for step in metrics]
-    worst = [step["training/off_policy/trajectory_staleness_worst/max"] for step in metrics]
+    [step["training/off_policy/trajectory_staleness_worst/max"] for step in metrics]
     return {
         "reward": fmean(step["critic/score/mean"] for step in last),
         "first_reward": metrics[0]["critic/score/mean"],

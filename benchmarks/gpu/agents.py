@@ -13,8 +13,8 @@ a tool is appended. A batch runs in three ways, in turns:
 More conversations are open than the engine has slots (`--oversubscribed` times): those that wait
 for a tool leave their slot to others, and their keys and values are kept for their next turn.
 `prefilled / new` compares the tokens that the engine computed as prompts with those that were new
-to it; 1.0 is perfect. `--profile` runs one batch more of each of `--ways` but `single` while another
-thread samples the stack of the engine's thread, and tells which functions it was in, as shares of
+to it; 1.0 is perfect. `--profile` runs one batch more of each of `--ways` but `single` while
+another thread samples the stack of the engine's thread, and tells where it was, as shares of
 the samples: inclusive, and for the innermost line of this repository. `--kernels` runs yet another
 under torch.profiler and tells which kernels the device was busy with.
 """

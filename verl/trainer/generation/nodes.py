@@ -109,8 +109,9 @@ class EngineOnNode(Rollout):
             error = answer.exception(timeout=0)
             if error is None:
                 outputs = answer.result(timeout=0)
-                for sample, output in enumerate(outputs if on_end is not None else ()):
-                    on_end(sample, output)
+                if on_end is not None:
+                    for sample, output in enumerate(outputs):
+                        on_end(sample, output)
                 result.set_result(outputs)
             elif isinstance(error, ValueError):
                 result.set_exception(ValueError(str(error)))

@@ -64,7 +64,7 @@ def _entries(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data-source", help="of responses that do not say theirs")
     parser.add_argument("--max-responses", type=int, default=sys.maxsize)

@@ -45,11 +45,11 @@ def check_correctness(
     and a record of how it went. `timeout` is for all cases together. Data without cases is one
     service error."""
     if isinstance(in_outs, Mapping | None):
-        lists = [(in_outs or {}).get(name) for name in ("inputs", "outputs")]
+        inputs, outputs = ((in_outs or {}).get(name) for name in ("inputs", "outputs"))
         has_assertions = bool((in_outs or {}).get("assert_case"))
-        if not has_assertions and any(one is None for one in lists):
+        if not has_assertions and (inputs is None or outputs is None):
             return [-1], [{"error": "Invalid input/output data"}]
-        if not has_assertions and len(lists[0]) != len(lists[1]):
+        if not has_assertions and len(inputs or ()) != len(outputs or ()):
             return [-1], [{"error": "Input/output count mismatch"}]
     tests = RemoteTests(
         sandbox_fusion_url,

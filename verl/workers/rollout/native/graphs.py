@@ -165,7 +165,8 @@ class PrefillBuckets:
                 pieces = Tiles(continuations(sequences), size, host)
             tiles.append(pieces.columns.numpy())
         bucket.fill(tokens, copies, tiles)
-        kind = PrefillKind(bucket.num_tokens, *(copy.size > 0 for copy in copies), has_known)
+        shared, own = (copy.size > 0 for copy in copies)
+        kind = PrefillKind(bucket.num_tokens, shared, own, has_known)
         self._replay(kind, lambda: self._run(bucket, kind))
         return self._hidden[: len(sequences)]
 
