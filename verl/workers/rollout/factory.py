@@ -181,6 +181,7 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
         tokenizer_path=spec.tokenizer_path,
         trust_remote_code=spec.trust_remote_code,
         override_config=spec.override_config,
+        exact=spec.rollout.exact,
     )
     return process_spec(spec, build=BUILD_NATIVE, options=options)
 
