@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests and runs start many processes: each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-verifiers test-invariance test-templates chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-examples test-sglang test-verifiers test-invariance test-templates chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -77,6 +77,12 @@ $(AGENTS_STAMP): requirements/agents.txt
 	$(PYTHON) -m venv $(AGENTS_VENV)
 	$(AGENTS_VENV)/bin/pip install --quiet -r requirements/agents.txt
 	@touch $@
+
+test-examples: $(STAMP)  ## Train on what the data scripts for tools and simulated users write (two minutes)
+	$(BIN)/python -m pytest tests/examples -m slow
+
+test-sglang: $(STAMP)  ## Test the SGLang engine against a server of its protocol, and the real one that VERL_SGLANG_PYTHON names
+	$(BIN)/python -m pytest tests/workers/rollout/sglang -m 'slow or not slow'
 
 test-verifiers: $(STAMP) $(if $(VERL_TEST_VERIFIERS_PYTHON),,$(VERIFIERS_STAMP))  ## Test environments of the package verifiers, in .venv-verifiers
 	VERL_TEST_VERIFIERS_PYTHON=$(or $(VERL_TEST_VERIFIERS_PYTHON),$(CURDIR)/$(VERIFIERS_VENV)/bin/python) \

@@ -20,7 +20,8 @@ rm -rf "$kit" "$trl"
 "${pip[@]}" install --no-deps --no-compile --target "$kit" -c requirements/constraints.txt \
     --upgrade --only-binary=:all: --python-version "${GPU_PYTHON:-3.12}" tensordict \
     hypothesis sortedcontainers math-verify latex2sympy2-extended \
-    pydantic pydantic-core annotated-types typing-inspection typing-extensions
+    pydantic pydantic-core annotated-types typing-inspection \
+    fastapi starlette annotated-doc uvicorn h11 click prometheus-client
 "${pip[@]}" install --no-deps --no-compile --target "$trl" -c requirements/constraints.txt \
     --only-binary=:all: --python-version "${GPU_PYTHON:-3.12}" -r requirements/trl.txt
 du -sh "$kit" "$trl"

@@ -8,7 +8,6 @@ times: the first, in which nothing is ready, and the last, which have nothing le
 count too. With `--keep` also with keys and values kept across updates.
 """
 
-import argparse
 import dataclasses
 import json
 import tempfile

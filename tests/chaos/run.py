@@ -1,7 +1,8 @@
 """`make chaos`: run the tests of every row, print the table with their states.
 
     python -m tests.chaos.run [ROW ...]        with no names: all rows, slow tests included
-    python -m tests.chaos.run --quick          without the slow tests
+    python -m tests.chaos.run --jobs 1         one test after the other; most wait, so 3 is usual
+    python -m tests.chaos.run --quick          without the slow tests, one after the other
     python -m tests.chaos.run --write-docs     renew the table in docs/reliability.md
 
 A row has failed if one of its tests has, passed if some passed and none failed, and is `not run
@@ -102,6 +103,7 @@ def with_table(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", nargs="*")
+    parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write-docs", action="store_true")
     chosen = parser.parse_args()
@@ -116,7 +118,9 @@ def main() -> int:
     tests = list(dict.fromkeys(test for row in rows for test in row.tests))
     markers = "not gpu and not slow" if chosen.quick else "not gpu"
     folder = [] if chosen.rows else ["tests/chaos"]
-    return pytest.main([*tests, *folder, "-m", markers], plugins=[States(rows)])
+    jobs = 1 if chosen.quick else chosen.jobs  # what is left out is known to this process then
+    beside = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
+    return pytest.main([*tests, *folder, *beside, "-m", markers], plugins=[States(rows)])
 
 
 if __name__ == "__main__":

@@ -11,13 +11,20 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.shim import Control, environment, require_shim
+from tests.chaos.strikes import wait_until_gone
 from tests.toy import ACTOR, ROLLOUT, toy_overrides, toy_run
 from tests.trainer.test_ranks import comparable
+from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerError
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.local import LocalWorkerGroup
+from verl.workers.reward_manager.grader import InfraError
+from verl.workers.reward_manager.workers import WorkerPool
 
 REPOSITORY = Path(__file__).parents[2]
 WALL_CLOCK = {"time.time", "datetime.now", "datetime.utcnow", "datetime.today"}
@@ -120,6 +127,63 @@ def test_sixty_four_descriptors_are_enough_for_a_run_of_many_processes(own_toy, 
     options = limited(resource.RLIMIT_NOFILE, 64)
     code, said = command(own_toy, tmp_path / "run", *MANY_PROCESSES, **options)
     assert code == 0, said[-2000:]
+
+
+@contextmanager
+def little_memory(num_bytes):
+    """A file to write a process id to: with more memory than this the kernel kills that process."""
+    old = Path("/sys/fs/cgroup/memory")
+    root = old if old.is_dir() else Path("/sys/fs/cgroup")
+    limits = {"memory.limit_in_bytes": num_bytes} if old.is_dir() else {"memory.max": num_bytes}
+    optional = {"memory.swap.max": 0, "memory.memsw.limit_in_bytes": num_bytes}
+    group = root / f"verl-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs a control group of its own: {error}")
+    try:
+        for name, value in (limits | optional).items():
+            if (group / name).exists():
+                (group / name).write_text(str(value))
+        if not (group / next(iter(limits))).exists():
+            pytest.skip("control groups do not limit memory here")
+        yield group / "cgroup.procs"
+    finally:
+        wait_until_gone([int(pid) for pid in (group / "cgroup.procs").read_text().split()])
+        group.rmdir()
+
+
+def eat_memory(group):
+    """Go into the group and take more than it has."""
+    Path(group).write_text(str(os.getpid()))
+    pages = [bytearray(b"x") * (8 << 20) for _ in range(200)]
+    return float(len(pages))
+
+
+class Hungry(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def eat(self, group):
+        return eat_memory(group)
+
+
+OUT_OF_MEMORY = r"SIGKILL.*the kernel does.* when memory runs out"
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_kernel_kills_for_its_memory_is_named():
+    group = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Hungry), in_process=False)
+    with little_memory(400 << 20) as procs, pytest.raises(WorkerError, match=OUT_OF_MEMORY):
+        group.eat(str(procs))
+    group.shutdown()
+
+
+def test_a_reward_function_that_the_kernel_kills_for_its_memory_is_no_score():
+    with little_memory(400 << 20) as procs:
+        pool = WorkerPool(lambda value: eat_memory(procs), timeout_seconds=60.0)
+        grade = pool.call({"value": 0.5})
+        pool.close()
+    assert isinstance(grade, InfraError)
+    assert "the kernel killed processes when memory ran out" in grade.reason
 
 
 TOY = """

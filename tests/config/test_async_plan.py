@@ -1,5 +1,7 @@
 """Every asynchronous command comes to one plan, and what cannot be is refused with a way out."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.config.composing import from_command_line
@@ -12,6 +14,7 @@ from verl.config.validate import relation_faults
 
 R = "actor_rollout_ref.rollout"
 APART = ("actor_rollout_ref.hybrid_engine=False", f"{R}.nnodes=1", f"{R}.free_cache_engine=False")
+CLIP = "algorithm.rollout_correction.bypass_mode=True"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=32"
 FULL = (MINI, "rollout.total_rollout_steps=2048", "async_training.require_batches=2")
 
@@ -33,12 +36,13 @@ PLANS = [
         (
             "trainer.v1.trainer_mode=colocate_async",
             "trainer.v1.colocate_async.num_warmup_batches=2",
+            CLIP,
         ),
         AsyncPlan(batch=1024, staleness=2.0, lag=0),
     ),
     (
         "ppo_trainer",
-        ("trainer.v1.trainer_mode=separate_async", *APART),
+        ("trainer.v1.trainer_mode=separate_async", *APART, CLIP),
         AsyncPlan(batch=1024, sync_every=4, staleness=0.25, lag=1),
     ),
     ("one_step_off_ppo_trainer", (), AsyncPlan(batch=1024, staleness=1.0, lag=1, is_partial=False)),
@@ -71,7 +75,11 @@ PLANS = [
 
 @pytest.mark.parametrize(("name", "arguments", "plan"), PLANS)
 def test_the_keys_of_each_command_make_its_plan(name, arguments, plan):
-    assert plan_of(composed(*arguments, name=name).config) == plan
+    config = composed(*arguments, name=name).config
+    if plan is not None and plan.lag and plan.is_partial:
+        tokens = config.actor_rollout_ref.rollout.response_length // (plan.max_staleness + 1)
+        plan = replace(plan, update_tokens=tokens)
+    assert plan_of(config) == plan
     assert faults(*arguments, name=name) == []
 
 
@@ -89,10 +97,12 @@ def test_lengths_of_a_fully_asynchronous_run_become_those_of_every_run():
 def test_a_proximal_policy_is_computed_where_it_is_asked_for():
     proximal = "async_training.compute_prox_log_prob=True"
     config = composed(*FULL, proximal, name="fully_async_ppo_trainer").config
-    assert not config.algorithm.rollout_correction.bypass_mode
+    correction = config.algorithm.rollout_correction
+    assert (correction.bypass_mode, correction.rollout_is) == (False, "token")
 
 
 REFUSED = [
+    ("ppo_trainer", ("trainer.v1.trainer_mode=colocate_async",), "needs a correction"),
     ("ppo_trainer", ("trainer.v1.trainer_mode=separate_async",), "native_process"),
     ("one_step_off_ppo_trainer", (f"{R}.free_cache_engine=True",), "set it to False"),
     ("one_step_off_ppo_trainer", ("data.train_batch_size=0",), "at least 1"),

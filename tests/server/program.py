@@ -3,6 +3,7 @@ says, and misbehaves as its row says."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -40,6 +41,18 @@ def play(row, system="You guess."):
     return {"reward": 1 / turn, "turns": turn}
 
 
+def surroundings(row):
+    """What the program can see and reach beside the gateway."""
+    reached = []
+    for host, port in (("127.0.0.1", row["port"]), ("192.0.2.1", 80)):
+        with socket.socket() as one:
+            one.settimeout(2)
+            if one.connect_ex((host, port)) == 0:
+                reached.append(host)
+    seen = [path for path in row["paths"] if os.path.exists(path)]
+    return {"reached": reached, "seen": seen, "user": os.getuid(), "folder": os.getcwd()}
+
+
 def main(row):
     """What a row asks for; called as a function too."""
     mode = row["mode"]
@@ -48,6 +61,8 @@ def main(row):
     reward = play(row)
     if mode == "two":
         play(row, system="You guess again.")
+    if mode == "looks":
+        return {"reward": 1.0, **surroundings(row["looks"])}
     if mode == "fails":
         print("x" * 100_000)
         sys.exit("it went wrong")

@@ -1,6 +1,7 @@
 """Agent programs as rows of a batch: their trajectories, rewards and ends."""
 
 import asyncio
+import socket
 import sys
 import uuid
 from pathlib import Path
@@ -12,10 +13,15 @@ from tests.agent_loop.fakes import loop_config
 from tests.pace import pace
 from tests.server.engines import ScriptedRollout, byte_tokenizer
 from tests.server.gateways import bisecting
-from verl.agent_loop import AgentLoopManager
+from tests.utils.sandbox.needs import require_namespaces
+from verl.agent_loop import AgentLoopManager, AsyncLLMServerManager, DictConfigWrap
+from verl.agent_loop.base import LoopSample
+from verl.agent_loop.journal import Journal
 from verl.agent_loop.rollouter import RolloutOptions
 from verl.config.rollout import AgentLoopConfig
 from verl.protocol.trajectory import Group, InfraError, Trajectory
+from verl.server.jailed import Jail
+from verl.server.program_agent import ProgramAgentLoop
 from verl.server.programs import ProgramSpec, RewardError, read_reward, run_program
 from verl.utils.processes import descendants
 
@@ -65,6 +71,7 @@ def test_a_program_becomes_a_trajectory_of_the_engines_ids(tmp_path):
     assert [segment.token_ids for segment in model] == replies
     assert all(segment.versions == [0] * len(segment.token_ids) for segment in model)
     assert (row.reward_score, row.num_turns) == (1 / 5, 10)
+    assert row.extra_fields["reward_extra_info"] == {"turns": 5}
     assert row.extra_fields["program_outcome"] == "finished"
     assert not any(row.extra_fields["program_forks"].values())
     assert [request.params.temperature for request in engine.requests] == [0.7] * 5
@@ -136,6 +143,103 @@ def test_a_cancelled_program_is_ended(tmp_path):
     asyncio.run(cancel())
     commands = [Path(f"/proc/{pid}/cmdline") for pid in descendants(1)]
     assert not any(str(tmp_path) in file.read_text() for file in commands if file.exists())
+
+
+def test_a_program_in_the_sandbox_reaches_the_gateway_and_nothing_else(tmp_path):
+    require_namespaces()
+    secret = tmp_path / "secret"
+    secret.write_text("a key")
+    with socket.create_server(("127.0.0.1", 0)) as other:  # something of the host's
+        looks = {"port": other.getsockname()[1], "paths": [str(secret), "/etc/passwd", "/proc"]}
+        rows = [{"mode": "plays"}, {"mode": "looks", "looks": looks}]
+        groups, engine = generated(tmp_path, *rows, sandbox={"memory_mb": 512})
+    (row,), (looked,) = (group.trajectories for group in groups)
+    assert (row.reward_score, row.num_turns) == (1 / 5, 10)
+    sampled = [segment.token_ids for segment in row.response if segment.author == "model"]
+    replies = [engine.reply(request) for request in engine.requests]
+    assert len(sampled) == 5
+    assert all(ids in replies for ids in sampled)
+    assert looked.reward_score == 1.0
+    found = looked.extra_fields["reward_extra_info"]
+    assert found == {"reached": "[]", "seen": "[]", "user": 1000, "folder": "/tmp"}
+    (group,), _ = generated(tmp_path, {"mode": "two"}, function=f"{PROGRAM}:main", sandbox=True)
+    assert [row.reward_score for row in group.trajectories] == [None, 1 / 5]
+
+
+def test_the_sandbox_ends_a_program_that_hangs_or_is_cancelled(tmp_path):
+    require_namespaces()
+    mark = uuid.uuid4().hex
+    entry = {"timeout": 3 * pace(), "sandbox": True}
+    (group,), _ = generated(tmp_path, {"mode": "hangs", "mark": mark}, **entry)
+    (row,) = group.trajectories
+    assert row.extra_fields["program_outcome"] == "timeout"
+    commands = [Path(f"/proc/{pid}/cmdline") for pid in descendants(1)]
+    assert not any(mark in file.read_text() for file in commands if file.exists())
+
+
+def test_a_journalled_program_is_made_again_without_running(tmp_path):
+    """What it asked is in the journal, what it was answered follows from the seeds."""
+    config = loop_config(prompt_length=512, response_length=1024)
+    tokenizer, outputs = byte_tokenizer(), []
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def reply(request):
+        text = bisecting(tokenizer.decode(list(request.prompt_ids)))
+        return [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+
+    async def run(mode, row):
+        journal = Journal(tmp_path / "journal", mode=mode)
+        await journal.begin(1)
+        loop = ProgramAgentLoop(
+            trainer_config=DictConfigWrap(config),
+            server_manager=AsyncLLMServerManager(config, [ScriptedRollout(reply, per_delta=9999)]),
+            tokenizer=tokenizer,
+            command=[sys.executable, "-c", PROGRAM_THAT_COUNTS, str(tmp_path / "runs")],
+        )
+        sample = LoopSample(
+            {"seed": 7, "temperature": 1.0},
+            {"raw_prompt": PROMPT, "target": 11, **row},
+            lambda output, turns: outputs.append(output),
+            journal=journal.trajectory(1, "train", "1-0", 0),
+        )
+        await sample.run_in(loop)
+        await journal.files.written()
+        journal.files.close()
+        return journal
+
+    for mode in ("resume", "resume", "replay"):
+        journal = asyncio.run(run(mode, {"mode": "two"}))
+    assert (tmp_path / "runs").read_text() == "1"  # the program ran once
+    assert list(journal.ended.values()) == [True]
+    first, *others = outputs
+    assert len(first) == 2
+    for again in others:
+        for one, other in zip(first, again, strict=True):
+            assert other.response_ids == one.response_ids
+            assert other.response_mask == one.response_mask
+            assert other.reward_score == one.reward_score
+            assert other.extra_fields == one.extra_fields
+
+
+PROGRAM_THAT_COUNTS = f"""
+import runpy, sys
+with open(sys.argv[1], "a") as file:
+    file.write("1")
+runpy.run_path({str(PROGRAM)!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "told"),
+    [
+        ({"memory": 3}, "has no field memory; it knows files, memory_mb, max_processes"),
+        ({"memory_mb": 0}, "memory_mb is 0; it must be positive"),
+        ({"files": ["/no/such"]}, "names /no/such, which is not there"),
+    ],
+)
+def test_a_sandbox_that_cannot_be_is_refused(sandbox, told):
+    with pytest.raises(ValueError, match=told):
+        Jail.of_entry(sandbox)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +26,9 @@ def talking() -> Iterator[RunningServer]:
     options = dataclasses.replace(OPTIONS, max_model_len=1 << 16)
     with serve([engine], byte_tokenizer(), options) as server:
         yield server
+        end = time.monotonic() + 20  # the last answers may still be on their way out
+        while server.service.admission.num_running and time.monotonic() < end:
+            time.sleep(0.05)
         assert not engine.running
         assert server.service.admission.num_running == 0
 
@@ -80,10 +85,12 @@ def test_a_few_hundred_requests_find_no_violation(talking):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_twenty_thousand_requests_find_no_violation(talking):
-    faults, num_cases = faults_and_cases(talking, max_examples=11_000)
+def test_thousands_of_requests_find_no_violation(talking):
+    """Five minutes of a core make 20,000: SCHEMA_REQUESTS=20000."""
+    num_requests = int(os.environ.get("SCHEMA_REQUESTS", "4000"))
+    faults, num_cases = faults_and_cases(talking, max_examples=round(0.55 * num_requests))
     assert not faults, "\n\n".join(faults[:20])
-    assert num_cases >= 20_000
+    assert num_cases >= num_requests
 
 
 def test_the_schema_says_what_this_server_takes(talking):

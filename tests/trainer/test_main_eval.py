@@ -156,6 +156,16 @@ def test_a_source_without_any_score_has_no_mean():
 # ---- grading -------------------------------------------------------------------------------------
 
 
+def test_a_dry_run_looks_at_the_file_and_grades_nothing(tmp_path, grader, capsys):
+    path = written(tmp_path, [row(["right"]), row(["hang"])])
+    values = {"data": {"path": path}, "custom_reward_function": {"path": grader}}
+    values["trainer"] = {"dry_run": True}
+    main_eval.run(load_config(values, EvaluationConfig))
+    said = capsys.readouterr().out
+    assert f"grade the responses of 2 rows in {path}" in said
+    assert "test_score" not in said
+
+
 def test_each_source_has_its_own_mean(tmp_path, grader):
     rows = [
         row(["right", "wrong"]),

@@ -1,5 +1,7 @@
 """A run that stops, for whatever reason, and continues is the run that did not stop."""
 
+import json
+import logging
 import os
 import random
 import signal
@@ -10,6 +12,7 @@ import torch
 
 from tests.toy import ACTOR, REWARD, make_toy, toy_run, weights
 from verl.protocol import DataProto
+from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.tripwires import TooManyBadSteps
@@ -222,3 +225,21 @@ def test_a_reward_file_or_a_model_that_was_changed_in_place_is_another_run(tmp_p
         toy_run(toy, tmp_path, *changes)
     metrics, _ = toy_run(toy, tmp_path, *changes, f"trainer.resume_may_change=[{changed}]")
     assert [step["step"] for step in metrics] == [2]
+
+
+def test_a_run_that_goes_on_with_other_graders_tells_how_many_scores_are_others(
+    tmp_path, monkeypatch, caplog
+):
+    toy, stored = make_toy(tmp_path), tmp_path / "stored"
+    changes = ["trainer.save_freq=1", f"trainer.rollout_data_dir={stored}"]
+    toy_run(toy, tmp_path, *changes, "trainer.total_training_steps=1")
+    (entry, *_) = map(json.loads, (stored / "1.jsonl").read_text().splitlines())
+    graded = {"data_source": "gsm8k", "gts": "7", "output": "#### 7", "score": 0.0}
+    (stored / "1.jsonl").write_text(json.dumps({**entry, **graded}) + "\n")
+    monkeypatch.setattr(checkpointing, "graders_identity", lambda: {"verl": "another"})
+    changes.append("trainer.total_training_steps=2")
+    with pytest.raises(CheckpointMismatchError, match=r"graders: verl is new"):
+        toy_run(toy, tmp_path, *changes)
+    with caplog.at_level(logging.WARNING):
+        toy_run(toy, tmp_path, *changes, "trainer.resume_may_change=[graders]")
+    assert "of 1 stored responses of gsm8k 1 have another score now" in caplog.text

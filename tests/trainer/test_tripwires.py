@@ -1,3 +1,4 @@
+import json
 import logging
 import math
 
@@ -22,6 +23,10 @@ BROKEN = {
     "reference_differs_at_start": {"actor/ref_distance": 0.3},
     "equal_rewards": {"reward/ratio_groups_without_spread": 1.0},
     "reward_errors": {"reward/num_errors": 1.0},
+    "grader_abstains": {"abstained_ratio": 0.5},
+    "identical_responses": {"identical_ratio": 0.95},
+    "reward_jump": {"score_sigmas": 6.0},
+    "graders_disagree": {"disagreement": 0.02},
     "truncated_responses": {"rollout/truncated_ratio": 0.9},
     "skipped_updates": {"actor/num_skipped_steps": 1},
     "entropy_collapse": {"actor/entropy": 0.001},
@@ -138,3 +143,49 @@ def test_prompts_that_teach_nothing_are_counted():
     assert groups_without_spread(scored("aabbcc", [1, 1, 0, 1, 0, 0])) == pytest.approx(2 / 3)
     assert groups_without_spread(scored("ab", [1, 1])) == 1.0
     assert groups_without_spread(scored("ab", [1, 0])) == 0.0
+
+
+def step_batch(scores, texts=None):
+    texts = range(len(scores)) if texts is None else texts
+    responses = torch.tensor([[text, 7] for text in texts])
+    mask = torch.tensor([[1, 0]]).expand(len(scores), 2)  # the second token is padding
+    levels = torch.zeros(len(scores), 2)
+    levels[:, 0] = torch.tensor(scores)
+    tensors = {"responses": responses, "response_mask": mask, "token_level_scores": levels}
+    return DataProto.from_dict(tensors=tensors)
+
+
+def test_a_mean_score_far_from_that_of_recent_steps_is_a_jump_also_after_a_resume():
+    wires = Tripwires()
+    for step in range(1, 11):
+        assert wires.check({}, step, step_batch([0.0, 1.0] * 8 + [float(step % 2)] * 2)) == {}
+    resumed = Tripwires()
+    resumed.load_state_dict(json.loads(json.dumps(wires.state_dict())))
+    for one in (wires, resumed):
+        assert one.check({}, 11, step_batch([5.0, 6.0] * 9)) == {"tripwire/reward_jump": 1.0}
+
+
+def test_the_first_success_after_nothing_but_failures_is_no_jump():
+    wires = Tripwires()
+    for step in range(1, 20):
+        assert wires.check({}, step, step_batch([0.0] * 16)) == {}
+    assert wires.check({}, 20, step_batch([0.0] * 15 + [1.0])) == {}
+
+
+def test_equal_responses_and_abstentions_are_seen_in_the_batch():
+    wires = Tripwires()
+    assert wires.check({}, 1, step_batch([0.0, 1.0] * 5, texts=[3] * 9 + [4])) == {}
+    found = wires.check({}, 2, step_batch([0.0, 1.0] * 5, texts=[3] * 10))
+    assert found == {"tripwire/identical_responses": 1.0}
+    found = wires.check({"reward/num_abstained": 4.0}, 3, step_batch([0.0, 1.0] * 5))
+    assert found["tripwire/grader_abstains"] == 1.0
+
+
+def test_graders_disagree_when_enough_was_audited():
+    wires = Tripwires()
+    audited = {"reward/num_audited": 30.0, "reward/num_audit_disagreements": 1.0}
+    assert wires.check(audited, 1) == wires.check(audited, 2) == wires.check(audited, 3) == {}
+    assert wires.check(audited, 4) == {"tripwire/graders_disagree": 1.0}
+    rare = Tripwires()
+    rare.check({"reward/num_audited": 1000.0, "reward/num_audit_disagreements": 4.0}, 1)
+    assert not rare.counts

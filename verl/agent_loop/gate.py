@@ -252,9 +252,7 @@ class Gate:
         return {
             "published": schedule.next_update,
             "clock": self._cut,
-            "rows": [
-                [*row.key, row.start, len(row.turns)] for row in rows
-            ],
+            "rows": [[*row.key, row.start, len(row.turns)] for row in rows],
             "turns": [[len(t.token_ids), t.num_preempted, t.stop_reason] for t in turns],
             "token_ids": joined((t.token_ids for t in turns), torch.long),
             "log_probs": joined((t.log_probs for t in turns), torch.double),

@@ -103,7 +103,7 @@ class Schedule:
                 f"{len(self.running)} rows that decide when the update is seen still run, and "
                 f"{num_begun} of {self.num_deciding} groups have begun"
             )
-        return self.horizon
+        return max(self.horizon, self.clock + self.plan.update_tokens)
 
     def publish(self, clock: int) -> None:
         """The next update is seen from `clock` on."""

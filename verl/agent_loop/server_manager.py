@@ -53,6 +53,7 @@ sampled_turns: ContextVar[SampledTurns | None] = ContextVar("sampled_turns")
 """Set by whoever runs an agent loop: what engines sample for it is added, turn by turn."""
 
 MAX_PARAMS = 1000
+MAX_CALLS = 1000
 COLLECT_SECONDS = 0.001
 """Samples that end in one step of an engine come one by one, within less than this."""
 
@@ -121,7 +122,7 @@ class AsyncLLMServerManager:
         self._params: dict[tuple[tuple[str, Any], ...], SamplingParams] = {}
         self._waiting: dict[GroupKey, list[Ticket]] = {}
         self._mailbox: Mailbox | None = None
-        self._calls: set[Call] = set()
+        self._calls: list[Call] = []
 
     @property
     def num_redispatched(self) -> int:
@@ -142,7 +143,7 @@ class AsyncLLMServerManager:
         if image_data or video_data:
             raise ValueError("images and videos need an engine that reads them; this one does not")
         params, seed = self._shared_params(sampling_params)
-        row = gated_row.get()
+        row = gated_row.get(None)
         if row is None:
             output = await self._ask(request_id, tuple(prompt_ids), params, seed)
         else:
@@ -187,8 +188,8 @@ class AsyncLLMServerManager:
     def abort_turns(self) -> None:
         """End all turns in flight with what they have; on the event loop."""
         self._send()  # those that are about to be sent too
-        for call in self._calls:
-            self.fleet.abort(call.tickets[0].request_id)
+        calls = [call for call in self._calls if not call.outputs.done()]
+        self.fleet.abort([call.tickets[0].request_id for call in calls])
 
     async def generate_group(
         self,
@@ -286,6 +287,8 @@ class AsyncLLMServerManager:
     def _send(self) -> None:
         mailbox = self._mailbox_of(asyncio.get_running_loop())
         groups, self._waiting = self._waiting, {}
+        if len(self._calls) > MAX_CALLS:  # most have ended
+            self._calls = [call for call in self._calls if not call.outputs.done()]
         for (_, prompt_ids, params, _, num_sampled), tickets in groups.items():
             # An engine takes a group as a whole, so a group must fit into it.
             for start in range(0, len(tickets), self._max_num_seqs):
@@ -320,10 +323,7 @@ class AsyncLLMServerManager:
         call = Call(tickets, outputs)
         for ticket in tickets:
             ticket.call = call
-        self._calls.add(call)
-        outputs.add_done_callback(
-            lambda outputs: mailbox.loop.call_soon_threadsafe(self._calls.discard, call)
-        )
+        self._calls.append(call)
 
 
 class Mailbox:

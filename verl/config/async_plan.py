@@ -11,16 +11,17 @@ The schedule itself is in `verl.agent_loop.schedule`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+from verl.config.correction import uncorrected_faults
 from verl.config.faults import Fault, nearest_multiples, shown
 from verl.config.roles import async_mode, rollout_traits
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
-BYPASS = "algorithm.rollout_correction.bypass_mode"
+CORRECTION = ("algorithm", "rollout_correction")
 KV_AFTER_UPDATE = ("recompute", "keep")
 IN_PROCESS = (
     "generation on ranks of its own (actor_rollout_ref.hybrid_engine=False with "
@@ -55,6 +56,9 @@ class AsyncPlan:
     reply_tokens: int = 64
     """Tokens that a reply of a tool or an environment counts for."""
 
+    update_tokens: int = 0
+    """Tokens between two updates, at least: what training beside generation counts for."""
+
     def __post_init__(self) -> None:
         rules = (
             ("batch", self.batch >= 1, "at least 1"),
@@ -63,6 +67,7 @@ class AsyncPlan:
             ("lag", self.lag in (0, 1), "0 or 1"),
             ("kv_after_update", self.kv_after_update in KV_AFTER_UPDATE, "recompute or keep"),
             ("reply_tokens", self.reply_tokens >= 0, "at least 0"),
+            ("update_tokens", self.update_tokens >= 0, "at least 0"),
         )
         for name, holds, rule in rules:
             if not holds:
@@ -114,7 +119,12 @@ def plan_of(config: Any) -> AsyncPlan | None:
         reply_tokens=training.reply_tokens,
     )
     if plan.is_on_policy and plan.lag:  # nothing is generated while an update is made
-        plan = AsyncPlan(**{**vars(plan), "lag": 0})
+        plan = replace(plan, lag=0)
+    if plan.lag and plan.is_partial:
+        tokens = training.update_tokens
+        if tokens is None:
+            tokens = rollout.response_length // (plan.max_staleness + 1)
+        plan = replace(plan, update_tokens=tokens)
     return plan
 
 
@@ -126,12 +136,24 @@ def fully_async_batch(config: Any) -> int:
 def async_values(
     config: Any, user_set: set[str]
 ) -> tuple[Mapping[tuple[str, ...], Any], list[str]]:
-    """What a fully asynchronous run's keys come to in the keys that every run has, with notices.
-
-    Its length is counted in prompts, its validations in updates, its batch in mini-batches.
-    """
-    if async_mode(config) != "fully_async":
+    """What the keys of an asynchronous run come to in the keys that every run has, with notices."""
+    mode, training = async_mode(config), config.async_training
+    if mode == "sync":
         return {}, []
+    values, notices = fully_async_values(config, user_set) if mode == "fully_async" else ({}, [])
+    correction = config.algorithm.rollout_correction
+    if training.compute_prox_log_prob:
+        if not correction.rollout_is and not correction.rollout_rs:
+            values[(*CORRECTION, "rollout_is")] = "token"
+    elif training.use_rollout_log_probs and not set_below(CORRECTION, user_set):
+        values[(*CORRECTION, "bypass_mode")] = True
+    return values, notices
+
+
+def fully_async_values(
+    config: Any, user_set: set[str]
+) -> tuple[dict[tuple[str, ...], Any], list[str]]:
+    """Length is counted in prompts, validations in updates, a batch in mini-batches."""
     rollout, batch = config.actor_rollout_ref.rollout, fully_async_batch(config)
     training = config.async_training
     values: dict[tuple[str, ...], Any] = {}
@@ -152,19 +174,17 @@ def async_values(
     elif rollout.total_epochs is not None:
         values["trainer", "total_epochs"] = rollout.total_epochs
     if rollout.test_freq is not None:
-        steps = (
-            rollout.test_freq * training.trigger_parameter_sync_step
-            if rollout.test_freq > 0
-            else -1
-        )
+        every = training.trigger_parameter_sync_step
+        steps = rollout.test_freq * every if rollout.test_freq > 0 else -1
         values["trainer", "test_freq"] = steps
         notices.append(
             f"{ROLLOUT}.test_freq={rollout.test_freq} counts updates: trainer.test_freq={steps}"
         )
-    if BYPASS not in user_set:
-        is_bypass = training.use_rollout_log_probs and not training.compute_prox_log_prob
-        values[tuple(BYPASS.split("."))] = is_bypass
     return values, notices
+
+
+def set_below(section: tuple[str, ...], user_set: set[str]) -> bool:
+    return any(key.startswith(".".join(section) + ".") for key in user_set)
 
 
 def async_faults(config: Any) -> Iterator[Fault]:
@@ -187,6 +207,8 @@ def async_faults(config: Any) -> Iterator[Fault]:
     assert plan is not None
     yield from placing_faults(config, plan)
     yield from algorithm_faults(config, plan)
+    if not plan.is_on_policy:
+        yield from uncorrected_faults(config)
 
 
 def batch_faults(config: Any) -> Iterator[Fault]:

@@ -11,6 +11,7 @@ from typing import Any
 from verl.config.base import Absent, BaseConfig, When, never, option
 from verl.config.roles import FULLY_ASYNC, async_mode
 
+ASYNCHRONOUS = When(lambda here, run: async_mode(run) != "sync", "training is synchronous")
 LENDING = Absent("devices are not lent between training and generation: leave it out")
 SWITCHED = never("devices are not lent between training and generation")
 BY_SCHEDULE = "which prompts a step trains on follows from the schedule (docs/async.md)"
@@ -37,22 +38,27 @@ class AsyncTrainingConfig(BaseConfig):
     partial_rollout: bool = option(True, used_if=FULLY_ASYNC)
     """Responses go on with the new weights across an update; off, those that run end first."""
 
-    use_rollout_log_probs: bool = option(True, used_if=FULLY_ASYNC)
-    """Take ratios against the log-probabilities that tokens were sampled with: sets
-    `algorithm.rollout_correction.bypass_mode` where it is not set."""
+    use_rollout_log_probs: bool = option(False, used_if=ASYNCHRONOUS)
+    """Take ratios against the log-probabilities that tokens were sampled with; sets
+    `algorithm.rollout_correction.bypass_mode` unless that is set."""
 
-    compute_prox_log_prob: bool = option(False, used_if=FULLY_ASYNC)
-    """Compute the log-probabilities of a proximal policy, that of the trainer before its step:
-    leaves `bypass_mode` off."""
+    compute_prox_log_prob: bool = option(False, used_if=ASYNCHRONOUS)
+    """Compute the log-probabilities of a proximal policy, the actor before the step; sets
+    `algorithm.rollout_correction.rollout_is=token` unless that section chooses weights."""
 
-    reply_tokens: int = option(
-        64,
+    reply_tokens: int = option(64, minimum=0, used_if=ASYNCHRONOUS)
+    """What a reply of a tool or an environment counts for in the schedule, in tokens."""
+
+    update_tokens: int | None = option(
+        None,
         minimum=0,
         used_if=When(
-            lambda here, run: async_mode(run) != "sync", "training is synchronous: nothing waits"
+            lambda here, run: async_mode(run) not in ("sync", "colocate_async"),
+            "training is not beside generation: an update takes no time in the schedule",
         ),
     )
-    """What a reply of a tool or an environment counts for in the schedule, in tokens."""
+    """What an update counts for in the schedule where training runs beside generation, in tokens
+    of every row; null divides the longest response by the steps that may be in flight."""
 
     use_trainer_do_validate: bool = option(
         False, used_if=never("the rollout's engines always validate")

@@ -79,13 +79,21 @@ class Override:
         return f"{prefix}{key}" if self.value is None else f"{prefix}{key}={self.value}"
 
 
-def run(task: Callable[[], None], default_config: str, config_dir: Path) -> None:
-    """Run a `@hydra.main` function on the rewritten command line; mistakes end the process."""
+def run(
+    task: Callable[[], None], default_config: str, config_dir: Path, *, option: str | None = None
+) -> None:
+    """Run a `@hydra.main` function on the rewritten command line; mistakes end the process.
+
+    A command with an `option` of its own starts from `default_config`, whatever the task names.
+    """
     rewritten = Rewritten()
     HydraConfig.instance().cfg = None  # forget the job of an earlier run in this process
     set_variable("HYDRA_FULL_ERROR", "1")  # Hydra raises, so that we choose message and exit code
     try:
-        rewritten = rewrite(sys.argv[1:], default_config, config_dir)
+        arguments = sys.argv[1:]
+        if option is not None:
+            arguments = with_option(arguments, option, default_config)
+        rewritten = rewrite(arguments, default_config, config_dir)
         say(f"{old} is now {new}" for old, new in rewritten.renames.items())
         if rewritten.faults:
             raise ConfigError(rewritten.faults)
@@ -120,6 +128,14 @@ def rewrite(arguments: list[str], default_config: str, config_dir: Path) -> Rewr
         quiet = [one for one in LEAVES_NOTHING_BEHIND if Override.parse(one).key not in given]
         result.arguments += quiet
     return result
+
+
+def with_option(arguments: list[str], option: str, default_config: str) -> list[str]:
+    """The arguments with a file and an option before the user's, so that theirs come last."""
+    flags, overrides = split(arguments)
+    first = arguments.index(overrides[0]) if overrides else len(arguments)
+    named = [] if "name" in flags else [f"--config-name={default_config}"]
+    return [*named, *arguments[:first], option, *arguments[first:]]
 
 
 def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:

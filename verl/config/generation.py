@@ -5,7 +5,7 @@ which scores responses that were generated before.
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import BaseConfig, never, option
+from verl.config.base import BaseConfig, When, never, option
 from verl.config.model import MtpConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.reward import CustomRewardFunctionConfig
@@ -30,17 +30,19 @@ class GenerationTrainerConfig(BaseConfig):
     """Where to run."""
 
     nnodes: int = option(1, minimum=1)
-    """Machines; generation runs on one."""
+    """Machines; with more than one their engines are started through Ray."""
 
     n_gpus_per_node: int = option(8, minimum=1)
-    """Devices, on a CPU engine processes. Every `rollout.tensor_model_parallel_size` of them run an
-    engine, and the engines share the batches; there are never more engines than batches."""
+    """Devices of each machine, on a CPU engine processes. Every
+    `rollout.tensor_model_parallel_size` of them run an engine, and the engines share the batches;
+    there are never more engines than batches."""
 
     device: str = option("auto", choices=DEVICES)
     """Device to run on; `auto` takes a GPU or NPU if there is one."""
 
     controller: str = option("auto", choices=("auto", "local", "ray"))
-    """Engines are processes of this machine, which `auto` and `local` mean; `ray` is refused."""
+    """Where engines run: `local` in processes of this machine, `ray` on machines of a Ray cluster;
+    `auto` is local on one machine and Ray on several."""
 
     dry_run: bool = False
     """Check the configuration, print the plan and stop."""
@@ -203,7 +205,11 @@ class GenerationConfig(BaseConfig):
     """Accepted for older scripts; nothing is trained."""
 
     ray_kwargs: RayKwargsConfig = option(
-        default_factory=RayKwargsConfig, used_if=never("engines are processes of this machine")
+        default_factory=RayKwargsConfig,
+        used_if=When(
+            lambda here, run: run.trainer.nnodes > 1 or run.trainer.controller == "ray",
+            "engines are processes of this machine",
+        ),
     )
     """Ray, where it is used."""
 
@@ -251,8 +257,19 @@ class GradingConfig(BaseConfig):
 
 
 @dataclass(kw_only=True)
+class EvaluationTrainerConfig(BaseConfig):
+    """How to run."""
+
+    dry_run: bool = False
+    """Check the configuration and the file, print the plan and stop."""
+
+
+@dataclass(kw_only=True)
 class EvaluationConfig(BaseConfig):
     """Scoring responses that were generated before."""
+
+    trainer: EvaluationTrainerConfig = option(default_factory=EvaluationTrainerConfig)
+    """How to run."""
 
     data: EvaluationDataConfig = option(default_factory=EvaluationDataConfig)
     """Responses to score."""

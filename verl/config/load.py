@@ -25,7 +25,7 @@ from verl.config.base import BaseConfig
 from verl.config.convert import Conversion, to_dict, unknown_text
 from verl.config.faults import ConfigError, Fault, nearest_multiples
 from verl.config.legacy import modernise
-from verl.config.roles import data_parallel_size, sequence_ranks, world_size
+from verl.config.roles import data_parallel_size, is_training, sequence_ranks, world_size
 from verl.config.schema import (
     Keys,
     Values,
@@ -97,7 +97,7 @@ def load_config(
         notices.append("kept, though verl has no such option: " + ", ".join(sorted(unknown)))
     user_set = set_by_user(modern.values, variant, written)
     sizes = sizes_per_gpu(tree.config, user_set, variant.keys)
-    meant, said = async_values(tree.config, user_set)
+    meant, said = async_values(tree.config, user_set) if is_training(tree.config) else ({}, [])
     if sizes.values or meant:
         tree = Tree(variant, modern.values | sizes.values | dict(meant))
     return Loaded(

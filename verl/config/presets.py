@@ -31,6 +31,7 @@ ONE_STEP_OFF = BESIDE | {
 }
 FULLY_ASYNC = BESIDE | {
     "async_training.mode": "fully_async",
+    "async_training.use_rollout_log_probs": True,
     "actor_rollout_ref.rollout.n": 4,
     "actor_rollout_ref.rollout.total_rollout_steps": 100,
     "actor_rollout_ref.rollout.total_epochs": 10,

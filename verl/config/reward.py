@@ -289,6 +289,18 @@ class RewardModelConfig(BaseConfig):
     sandbox_fusion: SandboxFusionConfig = option(default_factory=SandboxFusionConfig)
     """A Sandbox Fusion service that runs code for rewards."""
 
+    audit_ratio: float = option(
+        0.01,
+        minimum=0,
+        maximum=1,
+        used_if=When(
+            lambda here, run: run.custom_reward_function.path is None,
+            "custom_reward_function.path is set: only built-in graders are audited",
+        ),
+    )
+    """Share of the responses that `prime_math` and `geo3k` have scored which math-verify grades
+    too, if it is installed; scores stay as they are, disagreement raises an alarm."""
+
     max_concurrent: int = option(1, minimum=1, used_if=LIMITED)
     """Managers `rate_limited` and `judge`: most requests at the same time."""
 

@@ -8,16 +8,26 @@ conversation. The program may write a reward, or the reward function grades the 
 
 import asyncio
 import functools
+import logging
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.journal import JournalMismatch, current_journal, journalled
 from verl.protocol.trajectory import InfraFault
+from verl.server.errors import ApiError
 from verl.server.gateway import Gateway, gateway_session
-from verl.server.programs import REWARD_FILE, ProgramEnd, ProgramSpec, argv, run_program
+from verl.server.jailed import Jail
+from verl.server.programs import REWARD_FILE, ProgramEnd, ProgramSpec, argv, plain, run_program
+from verl.server.session import Session
 from verl.server.tree import Budget, fork_counts
+from verl.utils.sandbox import SandboxError, SandboxUnavailable
+
+logger = logging.getLogger(__name__)
 
 FUNCTION_RUNNER = Path(__file__).with_name("program_function.py")
 SHOWN_CHARACTERS = 500
@@ -29,7 +39,8 @@ class ProgramAgentLoop(AgentLoopBase):
     Arguments come from the entry of the YAML file at `rollout.agent.agent_loop_config_path`:
     `command` (a list, or a text that is split without a shell) or `function` (`file.py:name`),
     `timeout` in seconds, `env` (variables to set), `cwd`, `max_calls` of one program,
-    `max_programs` that run at once, and `on_failure`: whether a program that fails or is late is
+    `max_programs` that run at once, `sandbox` (`true`, or `files`, `memory_mb`, `max_processes`:
+    no network but the gateway), and `on_failure`: whether a program that fails or is late is
     graded as it is (`grade`) or left out of the training (`infra`).
     """
 
@@ -45,6 +56,7 @@ class ProgramAgentLoop(AgentLoopBase):
         max_programs: int = 64,
         max_output_bytes: int = 16 << 10,
         on_failure: Literal["grade", "infra"] = "grade",
+        sandbox: bool | Mapping[str, Any] = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -61,7 +73,13 @@ class ProgramAgentLoop(AgentLoopBase):
             environment={name: str(value) for name, value in (env or {}).items()},
             cwd=cwd,
             max_output_bytes=max_output_bytes,
+            jail=Jail.of_entry(sandbox),
         )
+        if self.spec.jail is not None and cwd is not None:
+            raise ValueError(
+                f"program_agent has cwd {cwd!r} and a sandbox, in which programs begin in a folder "
+                "of their own; name the folder in sandbox.files instead"
+            )
         self.on_failure = on_failure
         self.max_calls = max_calls
         self.max_programs = max_programs
@@ -69,13 +87,22 @@ class ProgramAgentLoop(AgentLoopBase):
     async def run(
         self, sampling_params: dict[str, Any], **kwargs: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        make, manager = self.make_gateway, self.server_manager
-        async with (
-            slots(self.loop, self.max_programs),
-            gateway_session(make, manager, sampling_params, max_calls=self.max_calls) as session,
-        ):
-            end = await run_program(self.spec, kwargs, session.environment())
-        self.check(end, session.fault, num_calls=session.num_calls)
+        request = {"command": list(self.spec.command), "row": plain(kwargs)}
+        async with slots(self.loop, self.max_programs), self.session(sampling_params) as session:
+            ask = functools.partial(self.run_program, session, kwargs)
+            record = await journalled("program", request, ask)
+            difference = None
+            if record["calls"] and not session.calls:  # it comes from the journal
+                difference = await self.make_again(session, record)
+        if difference is not None:
+            logger.warning("%s; the program is run again", difference)
+            async with (
+                slots(self.loop, self.max_programs),
+                self.session(sampling_params) as session,
+            ):
+                record = await self.run_program(session, kwargs)
+        end = ProgramEnd(**record["end"], seconds=record["seconds"])
+        self.check(end, record["fault"], num_calls=len(record["calls"]))
         outputs = session.tree.outputs()
         fields = {
             "program_outcome": end.outcome,
@@ -89,9 +116,42 @@ class ProgramAgentLoop(AgentLoopBase):
             output.extra_fields |= fields
         last = outputs[-1]
         last.reward_score = end.reward
+        if end.reward_extras:
+            last.extra_fields["reward_extra_info"] = end.reward_extras
         spent = sum(output.metrics.generate_sequences for output in outputs)
         last.metrics.tool_calls = max(0.0, end.seconds - spent)
         return last if len(outputs) == 1 else outputs
+
+    async def run_program(self, session: Session, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Run the program; how it ended and what it asked, as plain data for the journal."""
+        try:
+            end = await run_program(self.spec, row, session.environment())
+        except SandboxUnavailable:
+            raise
+        except SandboxError as error:
+            raise InfraFault(str(error), reason="program") from error
+        told = asdict(end)
+        seconds = told.pop("seconds")
+        await session.close()  # a call that is still under way is no part of the record
+        return {"end": told, "seconds": seconds, "fault": session.fault, **session.recorded()}
+
+    async def make_again(self, session: Session, record: Mapping[str, Any]) -> str | None:
+        """The session as the journal has it, without the program; why it cannot be, or None."""
+        try:
+            difference = await session.ask_again(record)
+        except ApiError as error:
+            difference = f"a call that was answered is now refused: {error.message}"
+        if difference is None:
+            return None
+        journal = current_journal.get(None)
+        message = f"a program cannot be made again from the journal: {difference}"
+        if journal is not None and journal.journal.mode != "resume":
+            raise JournalMismatch(message)
+        return message
+
+    def session(self, sampling_params: dict[str, Any]) -> AbstractAsyncContextManager[Session]:
+        make, manager = self.make_gateway, self.server_manager
+        return gateway_session(make, manager, sampling_params, max_calls=self.max_calls)
 
     def make_gateway(self) -> Gateway:
         rollout = self.config.actor_rollout_ref.rollout

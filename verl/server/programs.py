@@ -16,14 +16,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from verl.server.jailed import REWARD_INSIDE, Jail, sockets
 from verl.utils.environment import all_variables
+from verl.utils.sandbox.sandbox import (
+    START,
+    SandboxError,
+    SandboxUnavailable,
+    check_available,
+    open_pipe,
+    read_now,
+    sealed_file,
+    supervisor_environment,
+)
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 END_SECONDS = 7.0
@@ -33,8 +44,12 @@ MAX_ROW_VARIABLE = 64 << 10
 """Longest row that is in the environment too; Linux allows 128 KiB per variable."""
 
 MAX_REWARD_BYTES = 1 << 20
+MAX_EXTRAS, MAX_EXTRA_CHARACTERS = 32, 1000
 REWARD_FILE = "{VERL_REWARD_FILE}"
 """Stands in a command for the file that the variable of this name has."""
+
+SANDBOX_SECONDS = 30.0
+"""Time to build the sandbox of a program and to take it down."""
 
 DRAIN_SECONDS = 1.0
 """Time to read what is left in the pipes of a program that has ended."""
@@ -57,6 +72,9 @@ class ProgramSpec:
 
     max_output_bytes: int = 16 << 10
     """Of stdout and stderr each, the end is kept."""
+
+    jail: Jail | None = None
+    """The sandbox that it runs in; None is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,42 +119,12 @@ async def _run_in(
 ) -> ProgramEnd:
     reward_file, home = folder / "reward.json", folder / "home"
     home.mkdir()
-    inherited = all_variables()
-    environment = {name: inherited[name] for name in PASSED_ON if name in inherited}
-    environment |= {"HOME": str(home), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
-    environment |= {**spec.environment, **endpoint, "VERL_REWARD_FILE": str(reward_file)}
+    environment = {**spec.environment, **endpoint}
     if len(row_text) <= MAX_ROW_VARIABLE:
         environment["VERL_ROW"] = row_text
     start = time.monotonic()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", str(SUPERVISOR),
-        *(part.replace(REWARD_FILE, str(reward_file)) for part in spec.command),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=spec.cwd or str(home),
-        env=environment,
-        start_new_session=True,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    feeding = asyncio.create_task(feed(process.stdin, row_text.encode()))
-    tails = [Tail(spec.max_output_bytes), Tail(spec.max_output_bytes)]
-    reading = [
-        asyncio.create_task(tails[0].fill(process.stdout)),
-        asyncio.create_task(tails[1].fill(process.stderr)),
-    ]
-    try:
-        has_ended = await ended_within(process, spec.timeout_seconds)
-    finally:
-        await end(process)
-        await asyncio.wait({feeding, *reading}, timeout=DRAIN_SECONDS)
-        for task in (feeding, *reading):
-            task.cancel()
-    code = process.returncode
-    assert code is not None
-    outcome: Outcome = "timeout" if not has_ended else "failed" if code else "finished"
+    run = _with_supervisor if spec.jail is None else _with_sandbox
+    outcome, code, tails = await run(folder, spec, row_text, environment)
     try:
         reward, extras = await asyncio.to_thread(read_reward, reward_file)
     except RewardError:
@@ -152,6 +140,95 @@ async def _run_in(
         reward_extras=extras,
         seconds=time.monotonic() - start,
     )
+
+
+async def _with_supervisor(
+    folder: Path, spec: ProgramSpec, row_text: str, environment: Mapping[str, str]
+) -> tuple[Outcome, int, list["Tail"]]:
+    reward_file, home = folder / "reward.json", folder / "home"
+    inherited = all_variables()
+    passed_on = {name: inherited[name] for name in PASSED_ON if name in inherited}
+    own = {"HOME": str(home), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", str(SUPERVISOR),
+        *(part.replace(REWARD_FILE, str(reward_file)) for part in spec.command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=spec.cwd or str(home),
+        env={**passed_on, **own, **environment, "VERL_REWARD_FILE": str(reward_file)},
+        start_new_session=True,
+    )  # fmt: skip
+    has_ended, tails = await watch(process, spec, spec.timeout_seconds, row_text.encode())
+    code = process.returncode
+    assert code is not None
+    return "timeout" if not has_ended else "failed" if code else "finished", code, tails
+
+
+async def _with_sandbox(
+    folder: Path, spec: ProgramSpec, row_text: str, environment: Mapping[str, str]
+) -> tuple[Outcome, int, list["Tail"]]:
+    """The sandbox keeps the deadline and ends everything; its verdict says how it went."""
+    assert spec.jail is not None
+    await asyncio.to_thread(check_available)
+    with ExitStack() as resources:
+        row_fd = sealed_file(row_text.encode(), resources)
+        verdict_fd, verdict_end = open_pipe(resources)
+        jail = spec.jail.spec(
+            [part.replace(REWARD_FILE, REWARD_INSIDE) for part in spec.command],
+            environment,
+            folder=folder,
+            timeout_seconds=spec.timeout_seconds,
+            fds=(row_fd, verdict_end),
+        )
+        async with sockets(folder, environment["OPENAI_BASE_URL"], folder / "reward.json"):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", "-c", START,
+                stdin=sealed_file(jail.to_json().encode(), resources),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(row_fd, verdict_end),
+                env=supervisor_environment(),
+                start_new_session=True,
+            )  # fmt: skip
+            deadline = spec.timeout_seconds + SANDBOX_SECONDS
+            has_ended, tails = await watch(process, spec, deadline, None)
+        verdict = read_now(verdict_fd)
+    if not has_ended or not verdict:
+        raise SandboxError(f"the sandbox of a program died: {tails[1].text()[-2000:]}")
+    told = json.loads(verdict)
+    if told["cause"] == "setup":
+        raise SandboxUnavailable(told["reason"])
+    code = int(told["exit_code"])
+    outcome: Outcome = "failed" if code else "finished"
+    if told["cause"] == "memory":
+        tails[1].add(f"\nended: more than {spec.jail.memory_mb} MB of memory".encode())
+    return "timeout" if told["cause"] == "timeout" else outcome, code, tails
+
+
+async def watch(
+    process: asyncio.subprocess.Process, spec: ProgramSpec, seconds: float, row: bytes | None
+) -> tuple[bool, list["Tail"]]:
+    """Feed a process and read what it writes, until it ends or the deadline ends it; whether it
+    ended by itself, and the ends of both outputs."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    tails = [Tail(spec.max_output_bytes), Tail(spec.max_output_bytes)]
+    tasks = [
+        asyncio.create_task(tails[0].fill(process.stdout)),
+        asyncio.create_task(tails[1].fill(process.stderr)),
+    ]
+    if row is not None:
+        assert process.stdin is not None
+        tasks.append(asyncio.create_task(feed(process.stdin, row)))
+    try:
+        has_ended = await ended_within(process, seconds)
+    finally:
+        await end(process)
+        await asyncio.wait(tasks, timeout=DRAIN_SECONDS)
+        for task in tasks:
+            task.cancel()
+    return has_ended, tails
 
 
 async def ended_within(process: asyncio.subprocess.Process, seconds: float) -> bool:
@@ -192,9 +269,12 @@ class Tail:
 
     async def fill(self, pipe: asyncio.StreamReader) -> None:
         while part := await pipe.read(1 << 16):
-            self._num_bytes += len(part)
-            self._kept += part
-            del self._kept[: -self._max_bytes or len(self._kept)]
+            self.add(part)
+
+    def add(self, part: bytes) -> None:
+        self._num_bytes += len(part)
+        self._kept += part
+        del self._kept[: -self._max_bytes or len(self._kept)]
 
     def text(self) -> str:
         text = self._kept.decode(errors="replace")
@@ -238,7 +318,20 @@ def read_reward(file: Path) -> tuple[float | None, dict[str, Any]]:
         reward = float(reward)
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise RewardError(f"a program wrote the reward {text[:200]!r}; {REWARD_RULE}")
-    return float(reward), extras
+    if len(extras) > MAX_EXTRAS:
+        raise RewardError(
+            f"a program wrote {len(extras)} values beside its reward; at most {MAX_EXTRAS} are "
+            "reported"
+        )
+    return float(reward), {name: reported(inner) for name, inner in extras.items()}
+
+
+def reported(value: Any) -> Any:
+    """Numbers and truth values as they are, anything else as a short text."""
+    if isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text[:MAX_EXTRA_CHARACTERS]
 
 
 REWARD_RULE = "it must be a finite number, or an object with a finite number as reward or score"

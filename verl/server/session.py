@@ -9,6 +9,7 @@ are the ones that it would have given.
 import asyncio
 import contextvars
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -54,6 +55,16 @@ class TurnJob(Job):
     """What the engine gave for each place."""
 
 
+@dataclass(eq=False, kw_only=True)
+class RecordedCall:
+    """A request and what became of it."""
+
+    request: ChatRequest
+    turns: list[ModelTurn] = field(default_factory=list)
+    ended: int = -1
+    """How many calls had been answered before."""
+
+
 class Session:
     """The calls of one program."""
 
@@ -80,6 +91,9 @@ class Session:
         """What of ours failed; the program cannot be blamed for what followed."""
 
         self.num_calls = 0
+        self.calls: list[RecordedCall] = []
+        """In the order in which they came; those that came to nothing are left out."""
+
         self.tasks: set[asyncio.Task[Any]] = set()
         self.context = contextvars.copy_context()
         self._service = service
@@ -106,6 +120,8 @@ class Session:
         tools = "".join(tool.model_dump_json() for tool in request.offered_tools)
         place = self.tree.place(request.messages, tools)
         places = [place]
+        call = RecordedCall(request=request)
+        self.calls.append(call)
         try:
             job = await self._job(request, places)
             start = time.perf_counter()
@@ -114,18 +130,58 @@ class Session:
         except BaseException as error:
             for one in places:
                 self.tree.release(one)
+            self.calls.remove(call)
             if isinstance(error, ApiError) and error.status >= 500:
                 self.fault = error.message
             raise
         turns: list[ModelTurn] = []
         for one, output, choice in zip(places, job.outputs, completion.choices, strict=True):
             await self._service.read_calls(request, output, choice)
-            for number, call in enumerate(choice.message.tool_calls or ()):
-                call.id = call_id(one.path, number)
+            for number, made in enumerate(choice.message.tool_calls or ()):
+                made.id = call_id(one.path, number)
             turns.append(self.tree.record(one, output, choice.message, seconds))
+        call.turns, call.ended = turns, self.num_calls
         self.num_calls += 1
         self.fault = None
         return completion, turns
+
+    def recorded(self) -> dict[str, Any]:
+        """What was asked, as plain data; a message that many calls repeat is in it once."""
+        messages: dict[str, int] = {}
+        calls = []
+        for call in self.calls:
+            asked = call.request.model_dump(mode="json", exclude_unset=True)
+            texts = [json.dumps(message) for message in asked.pop("messages")]
+            calls.append(
+                {
+                    "request": asked,
+                    "messages": [messages.setdefault(text, len(messages)) for text in texts],
+                    "path": list(call.turns[0].path),
+                    "delivered": [turn.is_delivered for turn in call.turns],
+                    "ended": call.ended,
+                }
+            )
+        return {"messages": [json.loads(text) for text in messages], "calls": calls}
+
+    async def ask_again(self, record: Mapping[str, Any]) -> str | None:
+        """Make the calls of a record, without its program; why they do not become what they were,
+        or None. What the model says follows from the seeds."""
+        messages, calls = record["messages"], record["calls"]
+        for call in calls:
+            asked = {**call["request"], "messages": [messages[n] for n in call["messages"]]}
+            _, turns = await self.answer(ChatRequest.model_validate(asked))
+            if list(turns[0].path) != call["path"]:
+                return f"a call was turn {call['path']} of its session and is now {turns[0].path}"
+            for turn, is_delivered in zip(turns, call["delivered"], strict=True):
+                if not is_delivered:
+                    self.tree.abandon(turn)
+        ended = {
+            id(turn): old["ended"]
+            for call, old in zip(self.calls, calls, strict=True)
+            for turn in call.turns
+        }
+        self.tree.turns.sort(key=lambda turn: ended[id(turn)])
+        return None
 
     async def _job(self, request: ChatRequest, places: list[Place]) -> TurnJob:
         encoder, (place,) = self._service.encoder, places

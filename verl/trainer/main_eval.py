@@ -28,6 +28,7 @@ CONFIG_DIR = Path(__file__).parent / "config"
 # What loads torch is imported when grading starts, not when a mistake is reported.
 _LAZY = {
     "evaluate": "verl.trainer.evaluation.run:evaluate",
+    "plan_lines": "verl.trainer.evaluation.run:plan_lines",
     "report": "verl.trainer.evaluation.run",
 }
 
@@ -61,6 +62,10 @@ def run(loaded: Loaded) -> None:
         raise ConfigError(faults)
     command.say(idle_notices(config, loaded.user_set))
     output = output_file(config.data.output_path)
+    if config.trainer.dry_run:
+        lines = lazy_attribute(__name__, _LAZY, "plan_lines")(config)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        return
     evaluation = lazy_attribute(__name__, _LAZY, "evaluate")(config)
     report = lazy_attribute(__name__, _LAZY, "report")
     if output is not None:

@@ -5,11 +5,12 @@ The command line goes through `verl.config.command` to Hydra, the composed confi
 is printed (`trainer.dry_run=True`) or the run starts.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl.config import command
 from verl.config.convert import to_dictconfig
@@ -27,9 +28,23 @@ CONFIG_NAME = "ppo_trainer"
 CONFIG_DIR = Path(__file__).parent / "config"
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command that is `main_ppo` with a file and an option of its own."""
+
+    config_name: str
+    key: str
+    value: Any
+
+
+ONE_STEP_OFF = Command("one_step_off_ppo_trainer", "async_training.mode", "one_step_off")
+FULLY_ASYNC = Command("fully_async_ppo_trainer", "async_training.mode", "fully_async")
+TRANSFER_QUEUE = Command("transfer_queue_ppo_trainer", "transfer_queue.enable", True)
+
 # What loads torch is imported when a run starts, not when a mistake is reported.
 _LAZY = {
     "TaskRunner": "verl.trainer.task_runner:TaskRunner",
+    "TaskRunnerV1": "verl.trainer.task_runner:TaskRunner",
     "run_on_ray": "verl.trainer.on_ray:run_on_ray",
     "create_rl_dataset": "verl.trainer.ppo.data:create_rl_dataset",
     "create_rl_sampler": "verl.trainer.ppo.data:create_rl_sampler",
@@ -46,6 +61,32 @@ def main(config: DictConfig | None = None) -> None:
         run_ppo(config)
     else:
         command.run(from_hydra, CONFIG_NAME, CONFIG_DIR)
+
+
+def main_with(own: Command, config: DictConfig | None = None) -> None:
+    """A command of its own: its file unless the user names one, its option whatever the file."""
+    if config is None:
+        option = f"{own.key}={own.value}"
+        command.run(from_hydra, own.config_name, CONFIG_DIR, option=option)
+    else:
+        config = config.copy()
+        OmegaConf.update(config, own.key, own.value, force_add=True)
+        run_ppo(config)
+
+
+def one_step_off_main(config: DictConfig | None = None) -> None:
+    """`python -m verl.experimental.one_step_off_policy.main_ppo`."""
+    main_with(ONE_STEP_OFF, config)
+
+
+def fully_async_main(config: DictConfig | None = None) -> None:
+    """`python -m verl.experimental.fully_async_policy.fully_async_main`."""
+    main_with(FULLY_ASYNC, config)
+
+
+def transfer_queue_main(config: DictConfig | None = None) -> None:
+    """`python -m verl.experimental.transfer_queue.main_ppo`."""
+    main_with(TRANSFER_QUEUE, config)
 
 
 @hydra.main(config_path="config", config_name=CONFIG_NAME, version_base=None)

@@ -252,6 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for staleness in options.staleness:
         terms: dict[str, Any] = {**vars(plan), "staleness": staleness / options.sync_every}
         terms |= {"sync_every": options.sync_every, "lag": options.lag if staleness else 0}
+        longest = max(length for step in steps for length in step.lengths)
+        in_flight = math.ceil(staleness + options.sync_every)
+        terms["update_tokens"] = longest // in_flight if terms["lag"] else 0
         found = predict(AsyncPlan(**terms), steps, costs, options.devices)
         first = first or found.seconds_per_step
         write(

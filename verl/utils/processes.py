@@ -251,3 +251,12 @@ def forks_end_here() -> Iterator[None]:
                 with suppress(OSError, ValueError):  # closed
                     stream.flush()
             os._exit(code & 0xFF)
+
+
+def num_oom_kills() -> int:
+    """How many processes of this machine the kernel has killed because memory ran out."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:  # not Linux
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

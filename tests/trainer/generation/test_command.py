@@ -54,8 +54,7 @@ def loaded(model, source, output, **changes):
     [
         ({"rollout_temperature": 0.0}, "data.n_samples is 5, but rollout.temperature is 0"),
         ({"rollout_do_sample": False}, "data.n_samples is 5, but rollout.do_sample is off"),
-        ({"trainer_nnodes": 2}, "generation runs on one machine"),
-        ({"trainer_controller": "ray"}, "the engines are processes of this machine: use local"),
+        ({"trainer_nnodes": 2, "trainer_controller": "local"}, "several machines need Ray"),
         (
             {"rollout_tensor_model_parallel_size": 2},
             "must divide trainer.n_gpus_per_node \\(1\\)",

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -111,9 +112,16 @@ def test_a_disk_that_refuses_the_receipt_too_does_not_keep_the_owner_waiting(tmp
         control.set(is_full=True)
         rank.stdin.write("end\n")
         rank.stdin.flush()
-        with pytest.raises(OSError, match="refused .* its receipt too"):
+        with pytest.raises(OSError, match=r"refused .* its receipt too"):
             collect_receipts([path], 60)
         assert rank.wait(60) == 0
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left on device")])
+def test_a_rank_may_end_after_its_owner_has_dropped_the_step(tmp_path, error):
+    receipt = Receipt(tmp_path / "step" / "receipt")
+    shutil.rmtree(tmp_path / "step")
+    receipt.end(error)
 
 
 def test_any_other_error_of_a_rank_is_told_in_words(tmp_path):

@@ -98,6 +98,17 @@ def evaluate(config: EvaluationConfig) -> Evaluation:
     return tally.evaluation()
 
 
+def plan_lines(config: EvaluationConfig) -> Iterator[str]:
+    """What would be graded, by what and where; the file and the function are looked at."""
+    custom = custom_function(config)
+    file = ResponseFile(config.data, needs_answer=custom is None)
+    graders = "the built-in graders" if custom is None else name_of(custom)
+    place = "a Ray cluster" if config.grading.controller == "ray" else "processes of this machine"
+    yield f"plan: grade the responses of {file.num_rows} rows in {config.data.path}"
+    yield f"  graders  {graders}, in {place}"
+    yield f"  result   {config.data.output_path or 'on the terminal only'}"
+
+
 def custom_function(config: EvaluationConfig) -> RewardFunction | None:
     key = "custom_reward_function.path"
     try:

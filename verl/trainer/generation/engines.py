@@ -2,7 +2,7 @@
 
 One engine that needs only a Hugging Face module runs in this process. Several, and those of other
 packages, run in processes of their own, each with its own devices and its own seeds for requests
-without one. Either all of them start or none is left.
+without one. Either all of them start or none is left. `nodes` has those of several machines.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from verl.config.generation import GenerationConfig
 from verl.config.rollout import RolloutConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
+from verl.trainer.generation.nodes import EngineOnNode, start_on_nodes
 from verl.trainer.generation.plan import num_engines
 from verl.utils.device import get_visible_devices_keyword, resolve_device, torch_module_of
 from verl.utils.environment import WentWrong, variable
@@ -53,6 +54,11 @@ def start_engines(
     `dtype` is `auto` or the number format of the weights.
     """
     try:
+        if config.trainer.nnodes > 1 or config.trainer.controller == "ray":
+            rollouts, end = start_on_nodes(
+                config, model_path, start_processes, num_batches=num_batches, dtype=dtype
+            )
+            return Engines(rollouts, restart=restart_on_node, close=end)
         device = resolve_device(config.trainer.device)
         count = min(num_engines(config), num_batches)
         if count == 1 and not has_own_process(config.rollout.name):
@@ -101,6 +107,11 @@ def engine_here(config: GenerationConfig, model_path: str, device: str, dtype: s
 
 def restart_process(engine: Rollout) -> None:
     assert isinstance(engine, EngineProcess)
+    engine.restart()
+
+
+def restart_on_node(engine: Rollout) -> None:
+    assert isinstance(engine, EngineOnNode)
     engine.restart()
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from verl.config.faults import Fault
 from verl.config.generation import GenerationConfig
+from verl.utils.import_utils import is_ray_available
 
 
 def generation_faults(config: GenerationConfig) -> Iterator[Fault]:
@@ -31,15 +32,15 @@ def generation_faults(config: GenerationConfig) -> Iterator[Fault]:
 
 def device_faults(config: GenerationConfig) -> Iterator[Fault]:
     trainer, tensor_parallel = config.trainer, config.rollout.tensor_model_parallel_size
-    if trainer.nnodes > 1:
+    if trainer.nnodes > 1 and trainer.controller == "local":
         text = (
-            f"trainer.nnodes is {trainer.nnodes}; generation runs on one machine: cut the file and "
-            "run the command on each machine with a part of it"
+            f'trainer.nnodes is {trainer.nnodes}, but trainer.controller is "local"; engines on '
+            "several machines need Ray: leave trainer.controller at auto"
         )
-        yield Fault(text, ("trainer.nnodes",))
-    if trainer.controller == "ray":
-        text = 'trainer.controller is "ray"; the engines are processes of this machine: use local'
-        yield Fault(text, ("trainer.controller",))
+        yield Fault(text, ("trainer.nnodes", "trainer.controller"))
+    elif (trainer.nnodes > 1 or trainer.controller == "ray") and not is_ray_available():
+        text = 'several machines need Ray, which is not installed; pip install "verl[ray]"'
+        yield Fault(text, ("trainer.nnodes", "trainer.controller"), is_about_machine=True)
     if trainer.n_gpus_per_node % tensor_parallel:
         text = (
             f"rollout.tensor_model_parallel_size is {tensor_parallel}; it must divide "
@@ -139,6 +140,8 @@ def plan_lines(config: GenerationConfig) -> Iterator[str]:
     """Everything that is known before the files are opened."""
     data, rollout = config.data, config.rollout
     how = f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k}"
+    nnodes = config.trainer.nnodes
+    machines = f"{nnodes} machines of a Ray cluster with " if nnodes > 1 else ""
     yield f"prompts    {data.path} ({data.prompt_key}), at most {rollout.prompt_length} tokens"
     yield f"model      {config.model.path}"
     yield (
@@ -146,7 +149,7 @@ def plan_lines(config: GenerationConfig) -> Iterator[str]:
         f"{'greedy' if is_greedy(config) else how}"
     )
     yield (
-        f"engines    {rollout.name} on {num_engines(config)} x "
+        f"engines    {rollout.name} on {machines}{num_engines(config)} x "
         f"{rollout.tensor_model_parallel_size} device(s), {data.batch_size} prompts at a time"
     )
     yield f"output     {data.output_path}"

@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from verl.config.async_plan import AsyncPlan, plan_of
 from verl.config.effects import without_effect
 from verl.config.faults import Fault
 from verl.config.load import Loaded, load_config
@@ -32,6 +33,7 @@ class Plan:
 
     changes: list[tuple[str, Any, Any]]
     batches: BatchTable
+    schedule: AsyncPlan | None
     placement: Placement
     memory: MemoryPlan
     idle: list[tuple[str, str]]
@@ -45,6 +47,7 @@ def make_plan(loaded: Loaded, missing: list[Fault]) -> Plan:
     return Plan(
         changes=changes(loaded),
         batches=batch_table(config),
+        schedule=plan_of(config),
         placement=placement(config),
         memory=memory_plan(config),
         idle=without_effect(config, loaded.user_set),
@@ -84,6 +87,9 @@ def rendered(plan: Plan) -> Group:
     parts: list[RenderableType] = []
     parts += titled("Set by you", change_table(plan))
     parts += titled("Batch sizes", batch_sizes_table(plan.batches))
+    if plan.schedule is not None:
+        rows = async_rows(plan.schedule, plan.batches.responses_per_prompt)
+        parts += titled("Asynchronous schedule", pairs(rows))
     parts += titled("Placement", placement_table(plan.placement))
     parts += titled("Memory per device (estimate)", memory_table(plan.memory))
     if plan.idle:
@@ -148,6 +154,36 @@ def schedule_rows(batches: BatchTable) -> list[tuple[str, str]]:
         warmup = f", {plan.warmup_steps:,} of them warm-up" if plan.warmup_steps else ""
         rows.append(("training steps", f"{plan.total_steps:,}{warmup}"))
     return rows
+
+
+def async_rows(plan: AsyncPlan, responses_per_prompt: int) -> list[tuple[str, str]]:
+    """The numbers of an asynchronous run, and what waits for what."""
+    batch, every = plan.batch, plan.sync_every
+    most = plan.capacity(0)
+    at_update = "go on with the new weights, keys and values " + (
+        "are computed again" if plan.kv_after_update == "recompute" else "are kept"
+    )
+    when = (
+        "when the data of the next step is complete; training and generation run side by side"
+        if plan.lag
+        else "when its step is trained; generation pauses meanwhile"
+    )
+    return [
+        ("B, prompts of a training step", f"{batch:,}"),
+        ("M, training steps per update", f"{every:,}"),
+        ("s, share generated ahead", f"{plan.staleness:g}: {most - batch * every:,} prompts"),
+        ("in flight", f"at most {most:,} prompts, {most * responses_per_prompt:,} responses"),
+        (
+            "age of responses",
+            f"at most {counted(plan.max_staleness, 'step', 'steps')}: ceil((1 + s) M) - 1"
+            + (" (on-policy)" if plan.is_on_policy else ""),
+        ),
+        ("a training step waits", f"for its {batch:,} prompts, in the order of the data"),
+        ("prompt i waits", "until i < B x (steps in the rollout's weights + M) + s x M x B"),
+        ("an update takes effect", when),
+        ("rows that run then", at_update if plan.is_partial else "end with the old weights first"),
+        ("a reply counts", f"{counted(plan.reply_tokens, 'token', 'tokens')} in the schedule"),
+    ]
 
 
 def placement_table(plan: Placement) -> RenderableType:

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 
 from verl.config.convert import to_dict
 from verl.config.ppo import PPOConfig
+from verl.trainer.ppo.regrade import regrade
 from verl.utils.checkpoint.background import (
     COMMIT_TIMEOUT_SECONDS,
     Background,
@@ -153,10 +154,22 @@ class RunCheckpoints:
         found = self.store.resume(self.config.resume_from_path if mode == "resume_path" else None)
         if found is None:
             return None
+        self._report_other_graders(found.manifest.fingerprint)
         for name, group in self.roles.items():
             group.load_checkpoint(str(found.path / name))
         logger.warning("continuing after step %d from %s", found.step, found.path)
         return RunState.from_dict(load_state(found.path, RUN_STATE))
+
+    def _report_other_graders(self, saved: Mapping[str, Any]) -> None:
+        """The user has accepted them; the responses that are stored tell what that means."""
+        folder = self.config.rollout_data_dir
+        if folder and saved.get("graders", graders_identity()) != graders_identity():
+            for source, found in regrade(folder).items():
+                logger.warning(
+                    "the graders have changed: of %d stored responses of %s %d have another score "
+                    "now (python -m verl.trainer.ppo.regrade %s)",
+                    *(found.num_graded, source, len(found.flips), folder),
+                )
 
     def _write_roles(self, folder: Path, step: int) -> list[Path]:
         """Have every rank write; their receipts say when they have."""

@@ -287,7 +287,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             self._log_rollout_data(batch, {}, report.timing, trainer.rollout_data_dir)
         is_due = trainer.test_freq > 0 and (is_last or step.step % trainer.test_freq == 0)
         validation = self._validate(report) if is_due else {}
-        warnings = self.tripwires.check(report.metrics, step.step)
+        warnings = self.tripwires.check(report.metrics, step.step, batch)
         if batch is not None:
             self._notify_data(batch)
         self._check_last_save(self.checkpoint_manager.check)

@@ -22,6 +22,7 @@ from verl.algos.rollout_correction.apply import (
 from verl.algos.sessions import one_row_per_session
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group, Score, Trajectory
+from verl.trainer.ppo.audit import audit
 from verl.trainer.ppo.context import StepBatch, StepContext
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.metric_utils import calculate_debug_metrics, groups_without_spread
@@ -155,6 +156,9 @@ class PPOTrainer(TrainingRun):
                 batch, found = self.with_model_scores(batch)
                 step.report.merge(found)
             scored = score_batch(batch, self.reward_fn, step.groups, self.rollouter.grading)
+            if self.config.custom_reward_function.path is None:
+                ratio = self.config.reward_model.audit_ratio
+                scored.metrics |= audit(scored.batch, self.tokenizer, ratio)
         step.report.count(scored.metrics)  # dynamic sampling scores several batches
         step.report.add("reward/ratio_groups_without_spread", groups_without_spread(scored.batch))
         step.report.merge(reported_metrics(scored.batch))

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
 
+from verl.algos.sessions import one_row_per_session
 from verl.protocol import DataProto
 from verl.utils.environment import WentWrong
 
@@ -27,6 +29,16 @@ MAX_LOG_PROB_ERROR = 0.05
 
 MAX_START_DISTANCE = 0.01
 """Nats per token between the policy and its reference before the first update."""
+
+MAX_ABSTAINED_RATIO = 0.2
+MAX_IDENTICAL_RATIO = 0.9
+MAX_SCORE_SIGMAS = 5.0
+NUM_RECENT_SCORES, MIN_RECENT_SCORES = 32, 8
+"""Steps that the mean score of a step is compared with."""
+
+MAX_DISAGREEMENT = 0.005
+MIN_AUDITED, MIN_DISAGREEMENTS = 100, 2
+"""Of the two graders: from when on their disagreement says something."""
 
 MAX_TRUNCATED_RATIO = 0.5
 COLLAPSED_ENTROPY = 0.01
@@ -124,6 +136,29 @@ RULES = (
         "the reward function failed on some responses; their prompts were graded again or dropped",
     ),
     Rule(
+        "grader_abstains",
+        _above("abstained_ratio", MAX_ABSTAINED_RATIO),
+        "the grader has no verdict on many responses, and these take no part in training; look at "
+        "what it can read (docs/graders.md) and at the gold answers",
+    ),
+    Rule(
+        "identical_responses",
+        _above("identical_ratio", MAX_IDENTICAL_RATIO),
+        "nearly all responses are the same text, whatever the prompt says",
+    ),
+    Rule(
+        "reward_jump",
+        _above("score_sigmas", MAX_SCORE_SIGMAS),
+        "the mean score is more than five standard deviations away from that of recent steps; the "
+        "policy may have found a gap in the reward function, or the grader works differently now",
+    ),
+    Rule(
+        "graders_disagree",
+        _above("disagreement", MAX_DISAGREEMENT),
+        "math-verify, which looks at some of the scored responses, comes to another verdict more "
+        "often than it should; the log names the answers (reward_model.audit_ratio)",
+    ),
+    Rule(
         "truncated_responses",
         _above("rollout/truncated_ratio", MAX_TRUNCATED_RATIO),
         "most responses are cut off at data.max_response_length before they end",
@@ -141,6 +176,24 @@ RULES = (
 )
 
 
+def signals_of(batch: DataProto, metrics: Metrics) -> dict[str, float]:
+    """Numbers that only rules need: the level of scores, sameness of responses, abstentions."""
+    ends = one_row_per_session(batch)
+    scores = ends.batch["token_level_scores"].sum(-1).double()
+    mask = ends.batch["response_mask"].bool()
+    texts = Counter(
+        tokens[kept].numpy().tobytes()
+        for tokens, kept in zip(ends.batch["responses"], mask, strict=True)
+    )
+    num_abstained = metrics.get("reward/num_abstained", 0.0)
+    return {
+        "score_mean": scores.mean().item(),
+        "score_error": (scores.var(correction=0) / len(scores)).sqrt().item(),
+        "identical_ratio": texts.most_common(1)[0][1] / len(ends) if len(ends) > 7 else 0.0,
+        "abstained_ratio": num_abstained / (num_abstained + len(ends)),
+    }
+
+
 class Tripwires:
     """Counts of broken rules over a run."""
 
@@ -148,15 +201,36 @@ class Tripwires:
         self.counts: Counter[str] = Counter()
         self.bad_steps_in_a_row = 0
         self._first: Metrics | None = None
+        self._recent_scores: list[float] = []
+        self._num_audited = self._num_disagreements = 0.0
 
-    def check(self, metrics: Metrics, step: int) -> dict[str, float]:
-        """What to add to the metrics of a step."""
+    def check(
+        self, metrics: Metrics, step: int, batch: DataProto | None = None
+    ) -> dict[str, float]:
+        """What to add to the metrics of a step, which trained on `batch`."""
+        signals = {} if batch is None else signals_of(batch, metrics)
+        now = {**self._compared(signals, metrics), **signals, **metrics}
         if self._first is None:
-            self._first = metrics
+            self._first = now
         for rule in RULES:
-            if rule.is_broken(metrics, self._first):
+            if rule.is_broken(now, self._first):
                 self.count(rule.name, f"step {step}: {rule.meaning}")
         return {f"tripwire/{name}": float(count) for name, count in sorted(self.counts.items())}
+
+    def _compared(self, signals: Metrics, metrics: Metrics) -> dict[str, float]:
+        """What can be told from this step together with the earlier ones."""
+        found = {}
+        if signals:
+            recent, score = self._recent_scores, signals["score_mean"]
+            if len(recent) >= MIN_RECENT_SCORES:
+                sigma = math.hypot(pstdev(recent), signals["score_error"])
+                found["score_sigmas"] = abs(score - fmean(recent)) / max(sigma, 1e-6)
+            self._recent_scores = [*recent, score][-NUM_RECENT_SCORES:]
+        self._num_audited += metrics.get("reward/num_audited", 0.0)
+        self._num_disagreements += metrics.get("reward/num_audit_disagreements", 0.0)
+        if self._num_audited >= MIN_AUDITED and self._num_disagreements >= MIN_DISAGREEMENTS:
+            found["disagreement"] = self._num_disagreements / self._num_audited
+        return found
 
     def count(self, name: str, message: str) -> None:
         """Note one more occurrence; only the first one is told."""
@@ -183,12 +257,16 @@ class Tripwires:
             "counts": dict(self.counts),
             "bad_steps_in_a_row": self.bad_steps_in_a_row,
             "first": None if self._first is None else _numbers(self._first),
+            "recent_scores": self._recent_scores,
+            "audited": [self._num_audited, self._num_disagreements],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.counts = Counter(state["counts"])
         self.bad_steps_in_a_row = int(state["bad_steps_in_a_row"])
         self._first = state["first"]
+        self._recent_scores = list(state.get("recent_scores", []))
+        self._num_audited, self._num_disagreements = state.get("audited", (0.0, 0.0))
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:

@@ -138,6 +138,9 @@ def dump_batch(batch: DataProto, folder: str, step: int, tokenizer: Any) -> None
     """Write the responses of a training batch with their scores."""
     inputs, outputs = texts_of(batch, tokenizer)
     extras = batch.meta_info.get("reward_extra_keys", [])
+    columns = {name: list(batch.non_tensor_batch[name]) for name in extras}
+    if "data_source" in batch.non_tensor_batch:  # which grader it was
+        columns = {"data_source": list(batch.non_tensor_batch["data_source"]), **columns}
     dump_generations(
         folder,
         step,
@@ -145,5 +148,5 @@ def dump_batch(batch: DataProto, folder: str, step: int, tokenizer: Any) -> None
         outputs=outputs,
         gts=[entry["ground_truth"] for entry in batch.non_tensor_batch["reward_model"]],
         scores=batch.batch["token_level_scores"].sum(-1).tolist(),
-        reward_extra_infos={name: list(batch.non_tensor_batch[name]) for name in extras},
+        reward_extra_infos=columns,
     )

@@ -7,6 +7,7 @@ they are mapped to (`placing`).
 from typing import Any
 
 from verl.agent_loop.manager import AgentLoopManager
+from verl.config.async_plan import plan_of
 from verl.config.ppo import PPOConfig
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller, controllers
@@ -149,10 +150,7 @@ class RunWorkers:
 
     def _agent_loop_manager(self) -> AgentLoopManager:
         rollout = self.config.actor_rollout_ref.rollout
-        cls = AgentLoopManager
-        if rollout.agent.agent_loop_manager_class is not None:
-            cls = load_class_from_fqn(rollout.agent.agent_loop_manager_class, "agent loop manager")
-        manager = cls(
+        manager = manager_class(self.config)(
             self.config,
             self.rollout_wg,
             tokenizer=self.tokenizer,
@@ -173,10 +171,20 @@ class RunWorkers:
 
 def runs_own_loops(manager: Any) -> bool:
     """Whether generation is our `Rollouter`'s, not that of a user's `generate_sequences`."""
+    return generates_row_by_row(type(manager))
+
+
+def generates_row_by_row(cls: type) -> bool:
     return (
-        isinstance(manager, AgentLoopManager)
-        and type(manager).generate_sequences is AgentLoopManager.generate_sequences
+        issubclass(cls, AgentLoopManager)
+        and cls.generate_sequences is AgentLoopManager.generate_sequences
     )
+
+
+def manager_class(config: PPOConfig) -> type[AgentLoopManager]:
+    """Ours, or the one that `agent_loop_manager_class` names."""
+    name = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+    return AgentLoopManager if name is None else load_class_from_fqn(name, "agent loop manager")
 
 
 def controller_of(resource_pool_manager: Any) -> Controller:
@@ -189,6 +197,14 @@ def refuse_what_is_not_here(config: PPOConfig) -> None:
     """Settings that are valid and that this trainer cannot honour."""
     if need_reward_model(config):
         refuse_unsuited_reward_model(config)
+    if plan_of(config) is not None and not generates_row_by_row(manager_class(config)):
+        name = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+        raise ValueError(
+            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class is {name!r}, which is no "
+            "AgentLoopManager or has a generate_sequences of its own: that makes whole batches, "
+            "and asynchronous training starts prompts one by one. Derive it from AgentLoopManager "
+            "without that method, or train synchronously (verl.trainer.main_ppo)"
+        )
     groups = config.algorithm.filter_groups
     if groups.enable and groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         raise ValueError(

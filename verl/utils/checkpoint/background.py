@@ -112,7 +112,8 @@ class Receipt:
             with naming(self.path), open(self.path, "r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), _padded(content), 0)
         except OSError:
-            self.path.unlink()
+            # It is gone with its folder where another rank has failed before.
+            self.path.unlink(missing_ok=True)
 
 
 def collect_receipts(paths: Sequence[Path], timeout_seconds: float) -> None:

@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_SEED = 1
 UNKNOWN_SOURCE = "unknown"
 GradingFault = Callable[[Any, Any], str | None]
+LOOPS_THAT_GRADE = ("env_agent", "program_agent")
+"""Agent loops whose rows need no answer: what they talk to gives the reward."""
 
 
 def tool_schemas_of(config: DataConfig) -> list[dict[str, Any]]:
@@ -173,7 +175,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def _fault(self, row: Mapping[str, Any]) -> str | None:
         prompt_key, image_key, video_key = self._keys
         fault = fault_of(row, prompt_key)
-        if fault is None and self._grading_fault is not None:
+        grades_itself = row.get("agent_name") in LOOPS_THAT_GRADE
+        if fault is None and self._grading_fault is not None and not grades_itself:
             fault = self._grading_fault(row.get(self.config.reward_fn_key), ground_truth_of(row))
         images, videos = row.get(image_key) or (), row.get(video_key) or ()
         if fault is not None or not (images or videos):

@@ -110,6 +110,13 @@ SECTIONS = (
         *_spread("critic/values", "reward", "value of a response token"),
         ("reward/num_errors", "count", SUM, "Calls of graders that failed."),
         ("reward/num_abstained", "count", SUM, "Responses the grader gave no verdict on."),
+        ("reward/num_audited", "count", SUM, "Scored responses that math-verify graded too."),
+        (
+            "reward/num_audit_disagreements",
+            "count",
+            SUM,
+            "Responses that math-verify and the grader judge differently.",
+        ),
         ("reward/num_groups_set_aside", "count", SUM, "Prompts dropped from the step."),
         (
             "reward/ratio_groups_without_spread",

@@ -39,7 +39,7 @@ DEFAULT_PACKAGES = ("numpy",)
 MAX_PROGRAM_BYTES = 1 << 20
 _OVERHEAD_SECONDS = 30.0  # to build the sandbox and to take it down, on a machine under load
 _FOLDER = str(Path(__file__).parent)
-_START = f"import sys; sys.path.insert(0, {_FOLDER!r}); from jail.supervisor import main; main()"
+START = f"import sys; sys.path.insert(0, {_FOLDER!r}); from jail.supervisor import main; main()"
 Status = Literal["finished", "failed", "timeout", "memory_limit", "output_limit"]
 _CAUSES: dict[str, Status] = {
     "timeout": "timeout",
@@ -192,12 +192,12 @@ class Sandbox:
             status, status_end = open_pipe(resources)
             spec = self._spec(program, limits, stdin_fd=stdin_fd, status_fd=status_end)
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START],
+                [sys.executable, "-I", "-S", "-c", START],
                 stdin=sealed_file(spec.to_json().encode(), resources),
                 stdout=subprocess.PIPE if stdout is None else stdout,
                 stderr=subprocess.PIPE,
                 pass_fds=(stdin_fd, status_end),
-                env=_supervisor_environment(),
+                env=supervisor_environment(),
                 bufsize=0,
             )
             resources.enter_context(process)
@@ -224,6 +224,7 @@ class Sandbox:
             scratch_bytes=limits.scratch_mb * 2**20,
             max_processes=limits.max_processes,
             max_open_files=limits.max_open_files,
+            has_loopback=False,
         )
 
 
@@ -253,7 +254,7 @@ def _view(packages: tuple[str, ...]) -> View:
     return view_of_interpreter(packages)
 
 
-def _supervisor_environment() -> dict[str, str]:
+def supervisor_environment() -> dict[str, str]:
     """Where the interpreter itself is found through this variable, it is needed to start it."""
     library_path = variable("LD_LIBRARY_PATH")
     return {"LD_LIBRARY_PATH": library_path} if library_path else {}

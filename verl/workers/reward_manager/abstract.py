@@ -46,12 +46,16 @@ class AbstractRewardManager(ABC):
 def precomputed_rewards(data: DataProto) -> dict[str, Any] | None:
     """What a manager returns for a batch that carries `rm_scores`; None for any other batch.
 
-    The columns that `meta_info["reward_extra_keys"]` names are reported along.
+    The columns that `meta_info["reward_extra_keys"]` names are reported along, and what loops that
+    graded their own trajectories put into the field `reward_extra_info`.
     """
     if data.batch is None or "rm_scores" not in data.batch.keys():  # noqa: SIM118
         return None
     extra_keys = data.meta_info.get("reward_extra_keys", [])
     extras = {key: list(data.non_tensor_batch[key]) for key in extra_keys}
+    reported = [found or {} for found in data.non_tensor_batch.get("reward_extra_info", ())]
+    for key in dict.fromkeys(key for found in reported for key in found):
+        extras.setdefault(key, [found.get(key) for found in reported])
     return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
 
 

@@ -41,7 +41,7 @@ from verl.utils.forked_workers import (
 )
 from verl.utils.import_utils import require
 from verl.utils.line import BrokenLineError, Line, Octets, call_numbers
-from verl.utils.processes import die_with_parent, forks_end_here
+from verl.utils.processes import die_with_parent, forks_end_here, num_oom_kills
 from verl.workers.reward_manager.grader import as_grade, checked, infra_error_of, is_async
 
 MAX_RETRIES = 3
@@ -78,6 +78,7 @@ class WorkerPool:
         except ValueError as error:
             return InfraError(str(error), is_final=True)
         losses: list[str] = []
+        num_before = num_oom_kills()
         while len(losses) <= MAX_RETRIES:
             try:
                 return self._call_once(content)
@@ -86,9 +87,10 @@ class WorkerPool:
                 return InfraError(text, is_timeout=True)
             except LostWorkerError as loss:
                 losses.append(str(loss))
+        hint = "; the kernel killed processes when memory ran out" * (num_oom_kills() > num_before)
         return InfraError(
             f"{len(losses)} processes died or were stopped, one after another, while they "
-            f"graded this response; the last: {losses[-1]}",
+            f"graded this response; the last: {losses[-1]}{hint}",
             is_final=True,
         )
 

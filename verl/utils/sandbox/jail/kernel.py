@@ -38,6 +38,11 @@ _AT_RECURSIVE = 0x8000
 _MOUNT_ATTR_RDONLY_NOSUID_NODEV = 1 | 2 | 4
 _CAPABILITY_VERSION_3 = 0x20080522
 
+_AF_INET = 2
+_SOCK_DGRAM = 2
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 1
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -116,6 +121,17 @@ def install_filter(instructions: bytes) -> None:
 
 def _prctl(option: int, value: int) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option}, {value})")
+
+
+def raise_loopback() -> None:
+    """A network namespace begins with everything down; afterwards it reaches itself, no more."""
+    control = _libc.socket(_AF_INET, _SOCK_DGRAM, 0)
+    _check(control, "opening a socket")
+    try:
+        request = struct.pack("16sH22x", b"lo", _IFF_UP)
+        _check(_libc.ioctl(control, ctypes.c_ulong(_SIOCSIFFLAGS), request), "raising loopback")
+    finally:
+        os.close(control)
 
 
 def _check(status: int, what: str) -> None:

@@ -43,6 +43,8 @@ class Spec(SimpleNamespace):
     scratch_bytes: int
     max_processes: int
     max_open_files: int
+    has_loopback: bool
+    """Whether programs inside reach each other over 127.0.0.1; nothing outside in any case."""
 
     def to_json(self) -> str:
         return json.dumps(vars(self))

@@ -143,6 +143,8 @@ def run_init(spec: Spec, report: int, supervisor_alive: int) -> int:
     try:
         kernel.unshare(kernel.CLONE_NEWNS)
         namespaces.build_and_enter(spec)
+        if spec.has_loopback:
+            kernel.raise_loopback()
         namespaces.become_program()
         kernel.hide_from_debuggers()
         kernel.die_with_parent(signal.SIGKILL)

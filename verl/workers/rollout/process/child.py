@@ -107,7 +107,8 @@ class Child:
         if code is None:
             how = f"process {self.pid} runs"
         elif code < 0:
-            how = f"process {self.pid} was ended by {signal.Signals(-code).name}"
+            hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+            how = f"process {self.pid} was ended by {signal.Signals(-code).name}{hint}"
         else:
             how = f"process {self.pid} ended with exit code {code}"
         lines = "\n".join(f"    {line}" for line in self._tail)

@@ -1,0 +1,1 @@
+"""Fully asynchronous training: prompts stream through generation while steps are trained."""

@@ -1,0 +1,8 @@
+"""Asynchronous training: `python -m verl.experimental.fully_async_policy.fully_async_main ...`"""
+
+from verl.trainer.main_ppo import fully_async_main as main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    main()

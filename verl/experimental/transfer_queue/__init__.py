@@ -1,0 +1,1 @@
+"""Training with batches in the store of TransferQueue."""
