@@ -94,7 +94,7 @@ def cases():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("place", "number"), cases())
+@pytest.mark.parametrize(("place", "number"), [*cases()])
 def test_a_run_killed_at_any_moment_continues_bit_for_bit(toy, tmp_path, straight, place, number):
     trained, files, seconds = straight(place)
     draw = random.Random(number)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.toy import ROLLOUT, toy_run, weights
-from tests.trainer.test_asynchronous import Fails, Records, recorded, settings
+from tests.trainer.test_asynchronous import STEPS, Fails, Records, recorded, settings
 from tests.trainer.test_engine_processes import engines_of_ranks, total
 from tests.trainer.test_resume import same_weights
 
@@ -126,11 +126,9 @@ def test_two_steps_an_update_repeat_too(toy, tmp_path, straight_by_two, place):
     assert same_weights(trainer, straight_by_two[1])
 
 
-@pytest.mark.parametrize(
-    ("every", "fail_at"),
-    [(1, 3), *(pytest.param(1, at, marks=slow) for at in (2, 4, 5, 6))]
-    + [pytest.param(2, at, marks=slow) for at in (2, 3, 4, 5, 6)],
-)
+@slow
+@pytest.mark.parametrize("fail_at", range(2, STEPS + 1))
+@pytest.mark.parametrize("every", [1, 2])
 def test_a_run_that_is_lost_continues_bit_for_bit(toy, tmp_path, request, every, fail_at):
     seen, whole = request.getfixturevalue("straight" if every == 1 else "straight_by_two")
     args = (toy, tmp_path, *separate(tmp_path, every=every))

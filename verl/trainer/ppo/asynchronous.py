@@ -124,7 +124,7 @@ class AsyncTrainer(PPOTrainer):
             taken = self.buffer.take(step.step)
             require_working_world(taken.groups, rollout.multi_turn.max_infra_ratio)
             step.groups = taken.groups
-            batch = StepBatch(taken.groups, self.padding).data
+            batch = StepBatch(taken.groups, self.padding, not self.plan.is_on_policy).data
             self._report_rollout(taken, step)
         if batch.meta_info.get("policy_version") != self.actor_rollout_wg.trained_version()[0]:
             batch.meta_info.pop("policy_version", None)  # older weights sampled it
