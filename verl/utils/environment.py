@@ -16,6 +16,7 @@ follows from the machine (the CPU quota of a container), never from its load.
 """
 
 import logging
+import math
 import os
 import sys
 import time
@@ -249,12 +250,12 @@ def sagemaker_capacity_expiration() -> int | None:
 
 
 def _timestamp(name: str) -> int | None:
-    text = variable(name)
-    if not text:
+    """None where it is not set, or is no number."""
+    try:
+        seconds = float(variable(name))
+    except ValueError:
         return None
-    if not text.isdigit():
-        raise ValueError(f"{name} is {text!r}; it must be a time in whole seconds since 1970")
-    return int(text) or None
+    return int(seconds) or None if math.isfinite(seconds) else None
 
 
 def variable(name: str, default: str = "") -> str:

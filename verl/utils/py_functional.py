@@ -295,7 +295,7 @@ def _kill_family(child: BaseProcess) -> None:
 
 
 def _expired(name: str, seconds: float) -> str:
-    return f"{name} took longer than {seconds} seconds"
+    return f"{name} took longer than allowed: timed out after {seconds} seconds"
 
 
 # Control, format (direction marks, zero width), surrogate, private use, line and paragraph breaks.

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from verl.utils.tensor_rows import BatchError
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -18,7 +20,7 @@ def parallel_put(data_list: Sequence[Any], max_workers: int | None = None) -> li
     import ray  # noqa: PLC0415
 
     if not data_list:
-        raise ValueError("there is nothing to put: data_list is empty")
+        raise BatchError("there is nothing to put: data_list is empty")
     if len(data_list) == 1:
         return [ray.put(data_list[0])]
     threads = min(len(data_list), max_workers or MAX_PUT_THREADS)

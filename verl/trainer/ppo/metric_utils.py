@@ -262,8 +262,15 @@ def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
     Token-weighted over the trained tokens, from `rollout_log_probs` and `old_log_probs`.
     `rollout_probs_diff_valid` is 1 if there are such tokens; if it is 0 there is nothing else.
     The correlation is left out where it is undefined: one token, or no spread on either side.
+    Without `response_mask` the end of `attention_mask` serves, and without both all tokens count.
     """
-    mask = data.batch["response_mask"].bool()  # (B, T)
+    num_positions = data.batch["responses"].shape[1]
+    if "response_mask" in data.batch.keys():  # noqa: SIM118
+        mask = data.batch["response_mask"].bool()  # (B, T)
+    elif "attention_mask" in data.batch.keys():  # noqa: SIM118
+        mask = data.batch["attention_mask"][:, -num_positions:].bool()
+    else:
+        mask = torch.ones_like(data.batch["responses"], dtype=torch.bool)
     rollout = data.batch["rollout_log_probs"][mask].exp().double()
     actor = data.batch["old_log_probs"][mask].exp().double()
     if rollout.numel() == 0:

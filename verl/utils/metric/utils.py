@@ -61,9 +61,14 @@ class Metric:
         self.values.append(float(value))
         self.weights.append(float(weight))
 
-    def extend(self, values: Iterable[Any]) -> None:
-        for value in values:
+    def extend(self, values: "Iterable[Any] | Metric") -> None:
+        """Add several parts, or all of another `Metric` with the same rule."""
+        for value in [values] if isinstance(values, Metric) else values:
             self.append(value)
+
+    def init_list(self) -> "Metric":
+        """A new one with the same rule and no parts."""
+        return Metric(self.aggregation)
 
     def aggregate(self) -> float:
         if not self.values:
@@ -96,6 +101,11 @@ class Metric:
         merged = cls(parts[0].aggregation)
         merged.extend(parts)
         return merged
+
+    @classmethod
+    def chain(cls, metrics: "Iterable[Metric]") -> "Metric":
+        """`merge`, under the name that code written for this interface calls."""
+        return cls.merge(metrics)
 
     def __repr__(self) -> str:
         return f"Metric({self.aggregation.value}, {self.values})"

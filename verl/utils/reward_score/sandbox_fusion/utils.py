@@ -42,7 +42,15 @@ def check_correctness(
     concurrent_semaphore: Semaphore | None = None,
 ) -> tuple[list[Verdict], list[dict[str, Any]]]:
     """For each case True, False, -1 service error, -2 runtime error, -3 time-out, -4 compile error,
-    and a record of how it went. `timeout` is for all cases together."""
+    and a record of how it went. `timeout` is for all cases together. Data without cases is one
+    service error."""
+    if isinstance(in_outs, Mapping | None):
+        lists = [(in_outs or {}).get(name) for name in ("inputs", "outputs")]
+        has_assertions = bool((in_outs or {}).get("assert_case"))
+        if not has_assertions and any(one is None for one in lists):
+            return [-1], [{"error": "Invalid input/output data"}]
+        if not has_assertions and len(lists[0]) != len(lists[1]):
+            return [-1], [{"error": "Input/output count mismatch"}]
     tests = RemoteTests(
         sandbox_fusion_url,
         generation,
