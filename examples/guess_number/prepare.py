@@ -15,34 +15,29 @@ Halving what is left finds every number within five guesses, 3.38 on average.
 import argparse
 import json
 import random
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 from guess_tool import TOOL
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from verl.models.loading import random_causal_lm
+sys.path.insert(0, str(Path(__file__).parents[1] / "tiny_agent"))
+
+from tiny_game import TURNS_TEMPLATE, build_tokenizer, save_model
 
 LOW, HIGH, MAX_GUESSES = 1, 16, 6
 QUESTION = f"Find the number from {LOW} to {HIGH}."
 FAREWELL = "Done."
 NUM_SHOWN, NUM_TRAIN, NUM_TEST = 6000, 2048, 128
 SHARE_HALVING = 0.35
-PAD, START, END = SPECIAL_TOKENS = ["<pad>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% if tools %}"
     "{{ '<|im_start|>system\\n# Tools\\n' }}"
     "{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}"
-    "{% endif %}"
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% endif %}" + TURNS_TEMPLATE
 )
 
 
@@ -71,56 +66,6 @@ def play(target: int, is_halving: bool, rng: random.Random) -> list[dict[str, st
     return messages
 
 
-def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
-    """Bytes, and the pieces of which conversations consist: a call is three tokens, the number one.
-
-    Roles and numbers are pieces of their own, so that what the template writes before a turn and
-    what the model writes in it never share a token.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"^[a-z]+\n|\d+"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=768,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=256,
-    )
-
-
-def build_config(vocabulary: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        initializer_range=0.12,  # about 1/sqrt(hidden size)
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
-        bos_token_id=None,
-        eos_token_id=SPECIAL_TOKENS.index(END),
-        tie_word_embeddings=True,
-    )
-
-
 def rl_row(target: int, split: str, index: int) -> dict[str, Any]:
     """A row of verl's format; the tool learns the name of the game, the model nothing."""
     game = f"{split}-{index}"
@@ -145,10 +90,10 @@ def prepare(folder: Path, seed: int) -> int:
     ]
     system = f"system\n# Tools\n{json.dumps(TOOL)}\n"
     texts = [system, *(f"{m['role']}\n{m['content']}" for game in shown[:500] for m in game)]
-    tokenizer = build_tokenizer(iter([*texts, *[system] * 50]))
-    model = random_causal_lm(build_config(len(tokenizer)), seed=seed)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    tokenizer = build_tokenizer(
+        iter([*texts, *[system] * 50]), vocabulary=768, chat_template=CHAT_TEMPLATE
+    )
+    size = save_model(folder / "model", tokenizer, seed)
     tools = json.dumps([TOOL])
     rows = {
         "sft": [{"messages": game, "tools": tools} for game in shown],
@@ -164,7 +109,7 @@ def prepare(folder: Path, seed: int) -> int:
         for row in (*rows["train"], *rows["test"])
     }
     (folder / "targets.json").write_text(json.dumps(targets))
-    return sum(parameter.numel() for parameter in model.parameters())
+    return size
 
 
 if __name__ == "__main__":

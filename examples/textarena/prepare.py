@@ -1,6 +1,6 @@
 """A small model that can play textarena's "guess the number", and the games it will play.
 
-    python examples/textarena/prepare.py --out runs/textarena --seed 0
+    python examples/textarena/prepare.py --out runs/textarena --seed 0 [--sham]
 
 The game: a number from 1 to 16, six guesses in brackets, and textarena says "higher" or "lower".
 Halving what is left finds every number within five guesses, 3.38 on average.
@@ -14,18 +14,20 @@ Halving what is left finds every number within five guesses, 3.38 on average.
 import argparse
 import asyncio
 import random
-from collections.abc import Iterator
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from verl.environments.base import Action, make_environment
 from verl.environments.make_data import make_rows
 from verl.environments.pool import EnvironmentSpec
-from verl.models.loading import random_causal_lm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tiny_agent"))
+
+from tiny_game import TURNS_TEMPLATE, build_tokenizer, save_model
 
 LOW, HIGH, MAX_GUESSES = 1, 16, 6
 SPEC = EnvironmentSpec(
@@ -37,13 +39,6 @@ FIRST_TRAIN, FIRST_TEST = 1_000_000, 2_000_000
 """Seeds of the games that are played, apart from those that are shown."""
 
 SHARE_HALVING = 0.35
-PAD, START, END = SPECIAL_TOKENS = ["<pad>", "<|im_start|>", "<|im_end|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def play(seed: int, is_halving: bool, rng: random.Random) -> list[dict[str, str]]:
@@ -63,73 +58,24 @@ def play(seed: int, is_halving: bool, rng: random.Random) -> list[dict[str, str]
         low, high = (guess + 1, high) if "higher" in observation.text else (low, guess - 1)
 
 
-def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
-    """Bytes, and the pieces of which conversations consist; a number is one token.
-
-    Roles and numbers are pieces of their own, so that what the template writes before a turn and
-    what the model writes in it never share a token.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"^[a-z]+\n|\d+"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=256,
-    )
-
-
-def build_config(vocabulary: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        initializer_range=0.12,  # about 1/sqrt(hidden size)
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
-        bos_token_id=None,
-        eos_token_id=SPECIAL_TOKENS.index(END),
-        tie_word_embeddings=True,
-    )
-
-
-def prepare(folder: Path, seed: int) -> str:
+def prepare(folder: Path, seed: int, *, is_sham: bool = False) -> str:
+    """Write everything; in the games of a sham, what the environment says is drawn at random."""
     rng = random.Random(seed)
     games = [play(n, rng.random() < SHARE_HALVING, rng) for n in range(NUM_SHOWN)]
-    tokenizer = build_tokenizer(
+    texts = (
         f"{message['role']}\n{message['content']}" for game in games[:1000] for message in game
     )
-    model = random_causal_lm(build_config(len(tokenizer)), seed=seed)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    tokenizer = build_tokenizer(texts, vocabulary=1024, chat_template=TURNS_TEMPLATE)
+    size = save_model(folder / "model", tokenizer, seed)
+    spec = replace(SPEC, name=f"{Path(__file__).parent.resolve() / 'sham.py'}:Sham")
+    spec = spec if is_sham else SPEC
     rows = [{"messages": game} for game in games]
     parquet.write_table(pa.Table.from_pylist(rows), folder / "sft.parquet")
     for split, first, num in (("train", FIRST_TRAIN, NUM_TRAIN), ("test", FIRST_TEST, NUM_TEST)):
-        rows = asyncio.run(make_rows(SPEC, range(first, first + num)))
+        rows = asyncio.run(make_rows(spec, range(first, first + num)))
         named = [{**row, "data_source": "guess_number"} for row in rows]
         parquet.write_table(pa.Table.from_pylist(named), folder / f"{split}.parquet")
     longest = max(len(tokenizer.apply_chat_template(game)["input_ids"]) for game in games)
-    size = sum(parameter.numel() for parameter in model.parameters())
     return f"{size:,} parameters; the longest game has {longest} tokens"
 
 
@@ -137,6 +83,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Prepare the model and the games.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sham", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    print(f"{arguments.out}: {prepare(arguments.out, arguments.seed)}")
+    print(f"{arguments.out}: {prepare(arguments.out, arguments.seed, is_sham=arguments.sham)}")

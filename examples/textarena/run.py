@@ -1,6 +1,6 @@
 """Watch a language model learn to play a game of textarena, on two CPU cores.
 
-    python examples/textarena/run.py [--seed 0] [--out runs/textarena]
+    python examples/textarena/run.py [--seed 0] [--sham] [--out runs/textarena]
 
 Prepares a small model and its games, fine-tunes it on games of which most are played at random,
 and trains it with GRPO in `verl.trainer.main_ppo`: the loop `env_agent` lets it play against the
@@ -8,130 +8,32 @@ environment. Each command is printed before it runs; what it writes goes to a lo
 shown when it fails.
 """
 
-import argparse
-import json
-import os
-import signal
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
-HERE = Path(os.path.relpath(Path(__file__).parent))
-sys.path.insert(0, str(HERE.parent / "quickstart"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tiny_agent"))
 
-import run as quickstart  # noqa: E402
-from plot import bar, curves  # noqa: E402
+from tiny_game import GameRun, follow, options_of
 
-REWARD = "val-core/guess_number/reward/mean@1"
-WINS = "val-aux/guess_number/win/mean@1"
-GUESSES = "val-aux/guess_number/guesses/mean@1"
-ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-
-
-class Run(quickstart.Run):
-    """The folder of one run."""
-
-    def __init__(self, folder: Path, recipe: argparse.Namespace) -> None:
-        super().__init__(folder, quickstart.Recipe(seed=recipe.seed))
-        self.options = recipe
-
-    def prepare(self) -> None:
-        seed = ["--seed", str(self.options.seed)]
-        self.call("model", [str(HERE / "prepare.py"), "--out", str(self.folder), *seed])
-
-    def fine_tune(self) -> str:
-        name, steps = "sft", self.options.sft_steps
-        options = {
-            "data.train_files": self.path("sft.parquet"),
-            "data.val_files": self.path("sft.parquet"),
-            "data.val_max_samples": 256,
-            "data.multiturn.enable": True,
-            "data.train_batch_size": 64,
-            "data.micro_batch_size_per_gpu": 64,
-            "data.max_length": 128,
-            "model.partial_pretrain": self.path("model"),
-            "model.enable_gradient_checkpointing": False,
-            "optim.lr": 3e-3,
-            "optim.betas": "[0.9,0.98]",
-            "optim.lr_warmup_steps": 20,
-            "optim.min_lr_ratio": 0.1,
-            "trainer.total_training_steps": steps,
-            "trainer.total_epochs": 100,
-            "trainer.seed": self.options.seed,
-            **self.trainer_options(name),
-        }
-        self.train("verl.trainer.fsdp_sft_trainer", name, options, steps)
-        return self.path(f"{name}/global_step_{steps}/huggingface")
-
-    def reinforce(self, model: str) -> str:
-        name, steps, prompts = "grpo", self.options.grpo_steps, self.options.prompts_per_step
-        options = {
-            "algorithm.adv_estimator": "grpo",
-            "data.train_files": self.path("train.parquet"),
-            "data.val_files": self.path("test.parquet"),
-            "data.train_batch_size": prompts,
-            "data.max_prompt_length": 64,
-            "data.max_response_length": 96,
-            "data.seed": self.options.seed,
-            "custom_reward_function.path": str(HERE / "reward.py"),
-            "actor_rollout_ref.model.path": model,
-            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-            f"{ACTOR}.ppo_mini_batch_size": prompts,
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu": 256,
-            f"{ACTOR}.optim.lr": 1e-3,
-            f"{ACTOR}.optim.lr_warmup_steps": 3,
-            f"{ACTOR}.optim.betas": "[0.9,0.99]",
-            f"{ACTOR}.optim.weight_decay": 0.0,
-            f"{ROLLOUT}.n": 8,
-            f"{ROLLOUT}.max_num_seqs": 256,
-            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 256,
-            f"{ROLLOUT}.agent.default_agent_loop": "env_agent",
-            f"{ROLLOUT}.multi_turn.max_assistant_turns": 8,
-            f"{ROLLOUT}.val_kwargs.do_sample": True,
-            f"{ROLLOUT}.val_kwargs.temperature": 1.0,
-            "trainer.total_training_steps": steps,
-            "trainer.test_freq": 5,
-            "trainer.save_freq": steps,
-            **self.trainer_options(name),
-        }
-        self.train("verl.trainer.main_ppo", name, options, steps)
-        return self.path(f"{name}/global_step_{steps}/actor/huggingface")
-
-    def results(self) -> dict[str, Any]:
-        metrics = Path(self.path("metrics/grpo.jsonl"))
-        return {
-            "recipe": vars(self.options),
-            **curves(metrics, REWARD, wins=WINS, guesses=GUESSES),
-            "seconds": self.seconds,
-            "commands": self.commands,
-        }
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/textarena"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-steps", type=int, default=200)
-    parser.add_argument("--grpo-steps", type=int, default=35)
-    parser.add_argument("--prompts-per-step", type=int, default=32)
-    recipe = parser.parse_args()
-    folder = recipe.out
-    del recipe.out
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    quickstart.remove_earlier_run(folder)
-    start = time.monotonic()
-    run = Run(folder, recipe)
-    run.prepare()
-    model = run.reinforce(run.fine_tune())
-    results = run.results()
-    (folder / "results.json").write_text(json.dumps(results, indent=1))
-    print("\nstep  games won")
-    for entry in results["validation"]:
-        wins, guesses = entry["wins"], entry["guesses"]
-        print(f"{entry['step']:4}  {bar(wins, 40)} {wins:4.0%}  in {guesses:.2f} guesses")
-    seconds = time.monotonic() - start
-    print(f"\n{seconds:.0f} s\nnumbers {folder / 'results.json'}\nmodel   {model}")
+    options = options_of(
+        "Learn a game of textarena.", "textarena", "sham", grpo_steps=35, prompts_per_step=32
+    )
+    run = GameRun("textarena", options)
+
+    def train() -> str:
+        run.prepare(run.here / "prepare.py", *(["--sham"] if options.sham else []))
+        settings = {
+            "data.max_prompt_length": 64,
+            f"{ROLLOUT}.agent.default_agent_loop": "env_agent",
+            f"{ROLLOUT}.multi_turn.max_assistant_turns": 8,
+        }
+        return run.reinforce(run.fine_tune(), run.here / "reward.py", **settings)
+
+    follow(run, train)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from verl.algos.policy_losses import prepare_loss
+from verl.algos.policy_losses.reinforce import bypassed_loss
 from verl.algos.registry import get_policy_loss_fn
+from verl.algos.rollout_correction.apply import choose_bypass_loss
 from verl.config.actor import ActorConfig, PolicyLossConfig
 from verl.config.algorithm import RolloutCorrectionConfig
 
@@ -25,23 +27,28 @@ CASES: dict[str, tuple[str, dict[str, float], RolloutCorrectionConfig | None]] =
     "geo_mean": ("geo_mean", {}, None),
     "cispo": ("cispo", {}, None),
     "bypass ppo_clip": (
-        "bypass_mode",
+        "vanilla",
         {},
         RolloutCorrectionConfig.bypass_ppo_clip_k3_rs(0.05),
     ),
+    "bypass gspo": ("gspo", {}, RolloutCorrectionConfig.bypass_ppo_clip()),
+    "bypass geo_mean": ("geo_mean", {}, RolloutCorrectionConfig.bypass_ppo_clip()),
+    "bypass cispo": ("cispo", {}, RolloutCorrectionConfig.bypass_ppo_clip_geo_rs("0.7_1.3")),
+    "bypass clip_cov": ("clip_cov", CLIP_COV, RolloutCorrectionConfig.bypass_ppo_clip()),
     "bypass reinforce, token": (
-        "bypass_mode",
+        "vanilla",
         {},
         RolloutCorrectionConfig.bypass_pg_geo_rs_token_tis(1.2, "0.7_1.3"),
     ),
-    "bypass reinforce, sequence": ("bypass_mode", {}, RolloutCorrectionConfig.bypass_pg_is(1.5)),
+    "bypass reinforce, sequence": ("vanilla", {}, RolloutCorrectionConfig.bypass_pg_is(1.5)),
 }
 
 
 def actor(case: str = "vanilla", **options: Any) -> ActorConfig:
     mode, loss_options, correction = CASES[case]
     policy_loss = PolicyLossConfig(loss_mode=mode, **loss_options)
-    policy_loss.rollout_correction = correction
+    if correction is not None:
+        choose_bypass_loss(correction, policy_loss)
     return ActorConfig(policy_loss=policy_loss, **options)
 
 
@@ -81,7 +88,7 @@ def random_batch(
 def prepared(batch: Batch, config: ActorConfig) -> dict[str, Tensor]:
     """The columns that the loss of `config` needs of the whole batch."""
     return prepare_loss(
-        get_policy_loss_fn(config.policy_loss.loss_mode),
+        bypassed_loss(config),
         old_log_prob=batch.old_log_prob,
         advantages=batch.advantages,
         response_mask=batch.response_mask,

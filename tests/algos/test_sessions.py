@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 from tests.algos.advantage_cases import EVERY_ESTIMATOR
+from tests.algos.loss_cases import actor
 from verl.algos.aggregate import LOSS_AGG_MODES, agg_loss
 from verl.algos.kl import FixedKLController
 from verl.algos.pf_ppo import compute_pf_ppo_reweight_data
-from verl.algos.policy_losses import compute_policy_loss_vanilla
+from verl.algos.policy_losses.whole_sessions import compares_sequences, prepare_sessions
+from verl.algos.registry import get_policy_loss_fn
 from verl.algos.rollout_correction.apply import compute_rollout_correction_and_add_to_batch
-from verl.algos.sessions import refuse_whole_sequence_loss, sequence_tokens, session_sums
-from verl.config.actor import ActorConfig, PolicyLossConfig
+from verl.algos.sessions import SESSION_INDEX, sequence_tokens, session_sums
 from verl.config.algorithm import AlgoConfig, RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
 from verl.workers.mini_batch import global_counts, session_labels
 from verl.workers.roles.dispatch import model_rows
-from verl.workers.schedule import MicroBatching, plan_update
+from verl.workers.schedule import MicroBatching, StepPlan, UpdatePlan, plan_update
 
 NUM_PROMPTS, NUM_SAMPLES, LENGTH = 3, 4, 12
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -111,6 +112,7 @@ def gradient(
     *,
     chooser: random.Random | None,
     sessions_per_step: int = NUM_PROMPTS * NUM_SAMPLES,
+    case: str = "vanilla",
 ) -> list[Tensor]:
     """d loss / d log-probs of each optimizer step, from passes on ranks as the planner cuts them;
     without a chooser, from one pass."""
@@ -137,21 +139,24 @@ def gradient(
     gradients = []
     for step in plan.steps:
         log_probs.grad = torch.zeros_like(log_probs)
+        prepared = whole_sessions(rows, plan, step, log_probs, case)
         for rank, passes in enumerate(step.passes):
             chunk = plan.rows_of(rank)
             for part in passes:
-                micro = {name: column[[chunk[at] for at in part]] for name, column in rows.items()}
-                config = ActorConfig()
+                taken = [chunk[at] for at in part]
+                micro = {name: column[taken] for name, column in rows.items()}
+                config = actor(case)
                 counts = global_counts(step, LENGTH, 9.0)
                 config.global_batch_info = {**counts, **sequence_tokens(micro)}
                 flat = log_probs.flatten()[micro["token"].clamp(min=0)]
-                loss, _ = compute_policy_loss_vanilla(
+                loss, _ = get_policy_loss_fn(config.policy_loss.loss_mode)(
                     micro["old_log_probs"],
                     flat,
                     micro["advantages"],
                     micro["response_mask"],
                     mode,
                     config,
+                    **{name: column[taken] for name, column in prepared.items()},
                 )
                 entropy = agg_loss(
                     flat.exp(), micro["response_mask"], mode, **config.global_batch_info
@@ -159,6 +164,30 @@ def gradient(
                 (loss - 0.1 * entropy).backward()
         gradients.append(log_probs.grad)
     return gradients
+
+
+def whole_sessions(
+    rows: dict[str, Tensor], plan: UpdatePlan, step: StepPlan, log_probs: Tensor, case: str
+) -> dict[str, Tensor]:
+    """What the actor prepares of a step for losses on whole sequences, as columns of all rows."""
+    config = actor(case)
+    if SESSION_INDEX not in rows or not compares_sequences(config):
+        return {}
+    ranks = range(len(step.passes))
+    taken = [plan.rows_of(rank)[at] for rank in ranks for at in step.rows_of(rank)]
+    made = prepare_sessions(
+        log_prob=log_probs.detach().flatten()[rows["token"][taken].clamp(min=0)],
+        old_log_prob=rows["old_log_probs"][taken],
+        advantages=rows["advantages"][taken],
+        response_mask=rows["response_mask"][taken],
+        session_index=rows[SESSION_INDEX][taken],
+        config=config,
+    )
+    columns = {}
+    for name, values in made.items():
+        columns[name] = values.new_zeros(len(rows["token"]), *values.shape[1:])
+        columns[name][taken] = values
+    return columns
 
 
 def with_advantages(batch: DataProto, estimator: str) -> DataProto:
@@ -280,14 +309,43 @@ def test_policy_filtration_draws_sessions_with_all_their_rows():
     assert all(names.count(name) == rows_of[name.partition("#")[0]] for name in names)
 
 
-def test_losses_over_whole_sequences_are_refused():
-    refuse_whole_sequence_loss(PolicyLossConfig(loss_mode="vanilla"))
-    with pytest.raises(ValueError, match=r"gspo.*compares whole sequences.*sessions of several"):
-        refuse_whole_sequence_loss(PolicyLossConfig(loss_mode="gspo"))
-    by_sequence = PolicyLossConfig(loss_mode="bypass_mode")
-    by_sequence.rollout_correction = RolloutCorrectionConfig(rollout_is="sequence")
-    with pytest.raises(ValueError, match="sequence, None"):
-        refuse_whole_sequence_loss(by_sequence)
+WHOLE_SEQUENCE_CASES = [
+    "gspo",
+    "geo_mean",
+    "bypass ppo_clip",
+    "bypass gspo",
+    "bypass geo_mean",
+    "bypass reinforce, token",
+    "bypass reinforce, sequence",
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", WHOLE_SEQUENCE_CASES)
+def test_no_cut_changes_the_gradient_of_losses_on_whole_sequences(case: str, dtype: torch.dtype):
+    for seed in range(3):
+        sessions = sampled(seed, dtype)
+        chooser = random.Random(seed)
+        uncut = with_advantages(sessions.uncut(), "grpo")
+        cut = with_advantages(sessions.cut(chooser), "grpo")
+        per_step = chooser.choice([5, NUM_PROMPTS * NUM_SAMPLES])
+        options = {"sessions_per_step": per_step, "case": case}
+        expected = gradient(sessions, uncut, "seq-mean-token-sum", chooser=None, **options)
+        found = gradient(sessions, cut, "seq-mean-token-sum", chooser=chooser, **options)
+        assert all(part.abs().max() > 0 for part in expected)
+        assert worst(found, expected) < TOLERANCE[dtype], seed
+
+
+@pytest.mark.parametrize("case", WHOLE_SEQUENCE_CASES)
+def test_rows_that_count_as_sequences_would_change_it(case: str):
+    sessions = sampled(0, torch.float64)
+    uncut = with_advantages(sessions.uncut(), "grpo")
+    cut = with_advantages(sessions.cut(random.Random(0)), "grpo")
+    by_row = DataProto(batch=cut.batch.copy())
+    mode = "seq-mean-token-sum-norm"  # which does not count sequences
+    expected = gradient(sessions, uncut, mode, chooser=None, case=case)
+    found = gradient(sessions, by_row, mode, chooser=None, sessions_per_step=len(cut), case=case)
+    assert worst(found, expected) > 0.01
 
 
 def test_a_session_keeps_its_rows_in_one_optimizer_step():

@@ -139,6 +139,7 @@ def test_the_exact_variant_does_not_run_beside_others(run):
         run(grpo_step, "--rounds", "1", "--variants", "approximate,exact")
 
 
+@pytest.mark.slow
 def test_the_command_makes_the_same_step(run):
     found = run(trainer_step, "--steps", "3")
     (name,) = found["variants"]

@@ -202,8 +202,30 @@ TRAINING = {
         compute_reward_async
         compute_reward_async.remote
     """,
+    "verl.experimental.fully_async_policy.fully_async_main": "main(config)",
+    "verl.experimental.one_step_off_policy.async_main_ppo": "main(config)",
+    "verl.experimental.one_step_off_policy.main_ppo": "main(config)",
+    "verl.experimental.transfer_queue.main_ppo": "main(config)",
+    "verl.trainer.ppo.v1": """
+        PPOTrainer
+        PPOTrainer.on_init_end()
+        PPOTrainer.on_train_begin()
+        PPOTrainer.on_train_end()
+        PPOTrainer.on_validate_begin()
+        PPOTrainer.on_validate_end()
+        PPOTrainer.on_step_begin()
+        PPOTrainer.on_step_end()
+        PPOTrainer.on_sample_begin()
+        PPOTrainer.on_sample_end()
+        PPOTrainerSync
+        PPOTrainerColocateAsync
+        PPOTrainerSeparateAsync
+        register_trainer(_)
+        get_trainer_cls(_)
+    """,
     "verl.trainer.main_ppo": """
         main(config)
+        TaskRunnerV1()
         run_ppo(config, task_runner_class=None)
         TaskRunner()
         TaskRunner.role_worker_mapping

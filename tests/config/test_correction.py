@@ -54,6 +54,11 @@ CHOICES = {
     ),
     "decoupled": ({f"{PATH}.rollout_is": "token"}, "proximal", "token"),
     "decoupled, sequence": ({f"{PATH}.rollout_is": "sequence"}, "proximal", "sequence"),
+    "decoupled, which the command's default does not override": (
+        OLDER_SAMPLED | {f"{PATH}.rollout_is": "token"},
+        "proximal",
+        "token",
+    ),
     "decoupled, older key": (PROXIMAL, "proximal", "token"),
     "decoupled, both older keys": (PROXIMAL | OLDER_SAMPLED, "proximal", "token"),
     "decoupled, older key by sequence": (
@@ -103,7 +108,7 @@ CONTRADICTIONS = {
     "two anchors": (PROXIMAL | {f"{PATH}.bypass_mode": True}, "bypass_mode takes the log-probs"),
     "weights that are all 1": (SAMPLED | {f"{PATH}.rollout_is": "token"}, "would all be 1"),
     "rejection of nothing": (
-        OLDER_SAMPLED | {f"{PATH}.rollout_rs": "token_k1", f"{PATH}.rollout_rs_threshold": 2.0},
+        SAMPLED | {f"{PATH}.rollout_rs": "token_k1", f"{PATH}.rollout_rs_threshold": 2.0},
         "would all be 1",
     ),
     "a loss without a ratio": (SAMPLED | {f"{ACTOR}.policy_loss.loss_mode": "gpg"}, "no ratio"),

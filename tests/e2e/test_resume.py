@@ -100,7 +100,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(toy, tmp_path,
     assert_same(outcome(tmp_path), uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_run_asked_to_stop_finishes_its_step_saves_and_ends_well(
     toy, tmp_path, uninterrupted, number
 ):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parents[2] / "examples" / "guess_number"
 
@@ -47,7 +48,7 @@ def test_the_reward_counts_guesses_and_not_words(example, text, score):
 def test_a_turn_of_the_model_and_what_the_template_writes_share_no_token(example, tmp_path):
     prepare = example("prepare")
     prepare.prepare(tmp_path, seed=0)
-    tokenizer = prepare.PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
     game = prepare.play(11, True, prepare.random.Random(0))
     assert game[-2]["content"] == "win"
 

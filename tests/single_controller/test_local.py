@@ -375,6 +375,7 @@ def test_a_driver_that_just_ends_takes_its_workers_along():
     wait_until_gone(pids, seconds=1)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(

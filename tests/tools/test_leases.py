@@ -294,6 +294,37 @@ class Hangs(Counter):
                     raise
 
 
+class SlowToCreate(Counter):
+    """Its `create` blocks for as long as it is told to."""
+
+    def __init__(self):
+        super().__init__("late", timeout=30)
+        self.free, self.is_released = threading.Event(), threading.Event()
+
+    def create(self, instance_id=None, **kwargs):
+        self.free.wait(60)
+        self.held[instance_id] = 0
+        self.diary.append("create")
+        return instance_id, OK
+
+    async def release(self, instance_id, **kwargs):
+        await super().release(instance_id)
+        self.is_released.set()
+
+
+async def test_a_blocking_create_that_ends_too_late_is_released_once(tool_set):
+    tool = SlowToCreate()
+    tool.config["timeout"] = short()
+    lease = tool_set(tool).lease("a")
+    assert (await lease.call(Call("late"))).kind == "timeout"
+    assert await lease.release() == {}
+    assert tool.diary == []  # there is nothing to release yet
+    tool.free.set()
+    assert await asyncio.to_thread(tool.is_released.wait, 60)
+    assert tool.diary == ["create", "release"]
+    assert tool.held == {}
+
+
 @pytest.mark.parametrize("how", ["waits", "swallows", "blocks"])
 async def test_an_awaited_tool_that_never_returns_ends_at_its_deadline(how, tool_set):
     tool = Hangs(how)

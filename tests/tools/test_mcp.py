@@ -253,6 +253,21 @@ async def test_a_remote_server_that_is_killed_comes_back(transport, remotes, tmp
         tool.close()
 
 
+@pytest.mark.parametrize("transport", ["sse", "streamable-http"])
+async def test_a_message_that_is_too_long_is_not_collected(
+    transport, remotes, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("verl.tools.mcp_client.MAX_MESSAGE_BYTES", 100_000)
+    tools = tools_of(tmp_path, {"url": remotes(transport).url}, timeout=30)
+    assert len((await answer(tools["long"], size=40_000)).text) == 40_000
+    with pytest.raises(InfraFault, match="was lost during a call of long"):
+        await answer(tools["long"], size=1_000_000)
+    for _ in range(3):  # messages before this one do not count
+        assert len((await answer(tools["long"], size=60_000)).text) == 60_000
+    for tool in tools.values():
+        tool.close()
+
+
 PARENT = """
 import os, subprocess, sys, time
 from verl.utils.processes import supervised

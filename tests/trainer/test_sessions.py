@@ -1,7 +1,9 @@
 """Training learns the same from a session however many rows it is, and from broken ones nothing."""
 
+import asyncio
 import uuid
 import zlib
+from typing import ClassVar
 
 import pytest
 import torch
@@ -65,6 +67,22 @@ class Breaking(Answering):
         return super().result(prompt, said, seed)
 
 
+class Prepared(Breaking):
+    """Notes where its class is prepared and closed."""
+
+    events: ClassVar[list] = []
+
+    @classmethod
+    def init_class(cls, config, tokenizer, processor, **kwargs):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        cls.events.append("prepared")
+
+    @classmethod
+    def close_class(cls, config):
+        cls.events.append("closed")
+
+
 def run(toy, folder, loop, *changes, **options):
     folder.mkdir()
     lines = [f"- name: tried\n  _target_: tests.trainer.test_sessions.{loop}\n"]
@@ -79,6 +97,15 @@ def run(toy, folder, loop, *changes, **options):
         "trainer.total_training_steps=1",
         *changes,
     )
+
+
+def test_broken_worlds_of_a_validation_are_counted_and_loops_are_closed(toy, tmp_path):
+    Prepared.events = []
+    changes = ["trainer.val_only=true", "trainer.val_before_train=true"]
+    changes += [f"{ROLLOUT}.multi_turn.max_infra_ratio=1.0", f"{ROLLOUT}.val_kwargs.n=8"]
+    (step,), _ = run(toy, tmp_path / "broken", "Prepared", *changes, percent=30)
+    assert 0 < step["val-aux/env_faults"] < 24
+    assert Prepared.events == ["prepared", "closed"]
 
 
 @pytest.mark.parametrize(

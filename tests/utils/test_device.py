@@ -1,7 +1,5 @@
 import ast
 import gc
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +8,11 @@ import pytest
 import torch
 
 import verl
+from tests.tiny_tokenizer import save_tiny_model
+from tests.workers.engine.test_one_device import batch, weighted_sum
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils import device
 from verl.utils.checkpoint.checkpoint_manager import capture_rng, restore_rng
 from verl.utils.device import (
@@ -34,6 +37,7 @@ from verl.utils.device import (
     synchronize,
 )
 from verl.utils.environment import temp_env_var
+from verl.workers.engine import EngineRegistry, EngineSpec
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has CUDA")
 
@@ -219,39 +223,30 @@ def test_nothing_else_names_a_kind_of_device_in_torch():
     assert not found, "ask verl.utils.device instead"
 
 
-PROGRAM = """
-import torch
-from tests.tiny_tokenizer import save_tiny_model
-from tests.workers.engine.test_one_device import batch, weighted_sum
-from verl.config.engine import FSDPEngineConfig
-from verl.config.model import HFModelConfig
-from verl.config.optimizer import FSDPOptimizerConfig
-from verl.workers.engine import EngineRegistry, EngineSpec
-
-engine = EngineRegistry.new(
-    EngineSpec(
-        model=HFModelConfig(path=str(save_tiny_model(FOLDER))),
-        engine=FSDPEngineConfig(full_determinism=True),
-        optimizer=FSDPOptimizerConfig(lr=0.01),
-        device="cpu",
-    )
-)
-engine.train_batch(batch(4), weighted_sum, micro_batching=[[0, 1], [2, 3]])
-print(torch.are_deterministic_algorithms_enabled())
-"""
+@pytest.fixture
+def _deterministic_until_the_end(monkeypatch):
+    """It concerns all of a process."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
+@pytest.mark.usefixtures("_deterministic_until_the_end")
 def test_an_engine_with_full_determinism_trains_with_deterministic_kernels(tmp_path):
-    """In a process of its own, for it concerns all of a process."""
-    program = f"from pathlib import Path\nFOLDER = Path({str(tmp_path)!r})\n{PROGRAM}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
+    assert not torch.are_deterministic_algorithms_enabled()
+    engine = EngineRegistry.new(
+        EngineSpec(
+            model=HFModelConfig(path=str(save_tiny_model(tmp_path))),
+            engine=FSDPEngineConfig(full_determinism=True),
+            optimizer=FSDPOptimizerConfig(lr=0.01),
+            device="cpu",
+        )
     )
-    assert done.stdout.split()[-1] == "True"
+    engine.train_batch(batch(4), weighted_sum, micro_batching=[[0, 1], [2, 3]])
+    assert torch.are_deterministic_algorithms_enabled()
 
 
 class Node:

@@ -169,6 +169,10 @@ class AgentLoopBase(ABC):
         self.loop = asyncio.get_running_loop()
 
     @classmethod  # noqa: B027
+    def close_class(cls, config: Any) -> None:
+        """Called once when the run ends, not on the event loop: end what `init_class` began."""
+
+    @classmethod  # noqa: B027
     def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
         """Called once per class before its first loop is made: for tools, clients and the like."""
 

@@ -17,6 +17,7 @@ continue from there (`recorded`): loops are run again and get recorded turns bac
 
 import asyncio
 import heapq
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,10 @@ class Gate:
         self.num_cut = 0
         """Tokens that were sampled in vain, because their row had run ahead of an update."""
 
+        self.seconds_closed = 0.0
+        """In which no row could sample: from when all had settled until the update was visible."""
+
+        self._closed_at = 0.0
         self._loop = loop
         self._abort = abort
         self._cut: int | None = None
@@ -218,6 +223,7 @@ class Gate:
         self._unsettled = {row for row in self.rows.values() if not self._is_settled(row)}
         self._abort()
         await self._until(lambda: not self._unsettled)
+        self._closed_at = time.perf_counter()
 
     def publish(self) -> None:
         """The engines have the new weights: rows go on with them."""
@@ -225,6 +231,7 @@ class Gate:
 
     async def _publish(self) -> None:
         assert self._cut is not None, "settle comes first"
+        self.seconds_closed += time.perf_counter() - self._closed_at
         self.schedule.publish(self._cut)
         self._cut = None
         first = self.schedule.published * self.schedule.plan.batch

@@ -145,6 +145,9 @@ class GroupSource(ABC):
         """Metrics and seconds to report of groups that have ended, and of engines since the last
         time."""
 
+    def close_loops(self) -> None:  # noqa: B027
+        """End what loops keep for the run, such as tools; whoever generates again begins anew."""
+
     def end_grading(self) -> None:
         """End the threads that grade; whoever generates again starts new ones."""
         for service in (self.grading, self.val_grading):
@@ -183,6 +186,7 @@ class Rollouter(GroupSource):
         self._default_loop = default_loop(rollout)
         self._listed_loops = listed_loops(rollout.agent.agent_loop_config_path)
         self._loop_classes: dict[str, LoopClass] = {}
+        self._preparing = threading.Lock()
         self._dataset_cls = get_dataset_class(config.data)
         self._seconds: dict[str, float] = {}
         self._num_restarts = self._num_redispatched = 0
@@ -206,6 +210,12 @@ class Rollouter(GroupSource):
         return asyncio.run_coroutine_threadsafe(
             self._generate(groups, options, put), rollout_loop(os.getpid())
         )
+
+    def close_loops(self) -> None:
+        with self._preparing:
+            classes, self._loop_classes = self._loop_classes, {}
+        for cls in {chosen.cls for chosen in classes.values()}:
+            cls.close_class(self.config)
 
     def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
         trajectories = [t for group in groups for t in group.trajectories]
@@ -232,6 +242,9 @@ class Rollouter(GroupSource):
         grading = None if service is None else GradedGeneration(service)
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
         traces = trace_infos(groups, options)
+        rows = [trajectory.row for group in groups for trajectory in group.trajectories]
+        for name in dict.fromkeys(row.get("agent_name") or self._default_loop for row in rows):
+            await asyncio.to_thread(self._loop_class, name)  # it may connect to servers
         await self._encode_ahead(groups)
         if self.journal is not None:
             await self.journal.begin(options.step)
@@ -347,13 +360,15 @@ class Rollouter(GroupSource):
 
     def _loop_class(self, name: str) -> LoopClass:
         """The class of that name, prepared on first use."""
-        if name not in self._loop_classes:
-            chosen = self._listed_loops.get(name) or LoopClass(agent_loops[name])
-            is_prepared = any(known.cls is chosen.cls for known in self._loop_classes.values())
-            if not is_prepared:
-                chosen.cls.init_class(self.config, self.tokenizer, self.processor, **chosen.kwargs)
-            self._loop_classes[name] = chosen
-        return self._loop_classes[name]
+        with self._preparing:
+            if name not in self._loop_classes:
+                chosen = self._listed_loops.get(name) or LoopClass(agent_loops[name])
+                known = {other.cls for other in self._loop_classes.values()}
+                if chosen.cls not in known:
+                    prepare = chosen.cls.init_class
+                    prepare(self.config, self.tokenizer, self.processor, **chosen.kwargs)
+                self._loop_classes[name] = chosen
+            return self._loop_classes[name]
 
     def _make_loop(self, chosen: LoopClass) -> AgentLoopBase:
         return chosen.cls(

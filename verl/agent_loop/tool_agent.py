@@ -135,6 +135,13 @@ class AgentWorld:
             turns.interaction_config_path, default_timeout=turns.tool_timeout_seconds
         )
         parser = ToolParser.get_tool_parser(turns.format, tokenizer) if tools.tools else None
+        if turns.tool_server is not None and config.data.filter_overlong_prompts:
+            logger.warning(
+                "data.filter_overlong_prompts measures prompts without the tools of %s "
+                "(rollout.multi_turn.tool_server), which are longer; leave them room below "
+                "data.max_prompt_length",
+                turns.tool_server,
+            )
         world = cls(tools, interactions, parser)
         schemas = tools.lease("check").schemas
         follows = world.continuation(tokenizer, config.data.apply_chat_template_kwargs, schemas)
@@ -198,6 +205,15 @@ class ToolAgentLoop(AgentLoopBase):
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
         cls.world_of(config, tokenizer)
+
+    @classmethod
+    def close_class(cls, config: Any) -> None:
+        for entry in list(ToolAgentLoop._worlds):
+            known, world = entry
+            if known is config:
+                ToolAgentLoop._worlds.remove(entry)
+                world.tools.close()
+                world.interactions.close()
 
     @classmethod
     def world_of(cls, config: Any, tokenizer: Any) -> AgentWorld:

@@ -15,7 +15,7 @@ token is credited with what later rows of its session earn. The estimator cannot
 was cut, so what it says does not depend on it; that holds for users' own estimators too. Losses
 take tokens as they are; where one divides by the length or the number of sequences, a sequence is a
 session: `session_columns` gives each row the tokens of its session, `verl.workers.schedule` counts
-sessions.
+sessions, `verl.algos.policy_losses.whole_sessions` is for losses that compare whole sequences.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,14 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.config.actor import PolicyLossConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import SESSION_UID
 
 SESSION_INDEX, SESSION_TOKENS = "session_index", "session_tokens"
 """Columns of an update, (B,): the number of a row's session, and the trained tokens it has."""
-
-WHOLE_SEQUENCE_LOSSES = ("gspo", "geo_mean")
 
 
 def session_numbers(batch: DataProto) -> Tensor | None:
@@ -153,21 +150,3 @@ def sequence_tokens(rows: Any) -> dict[str, Tensor]:
     """What `agg_loss` must know beside the counts of the step, for some rows of an update."""
     has_sessions = SESSION_TOKENS in rows.keys()  # noqa: SIM118 (a TensorDict)
     return {"sequence_tokens": rows[SESSION_TOKENS]} if has_sessions else {}
-
-
-def refuse_whole_sequence_loss(loss: PolicyLossConfig) -> None:
-    """A loss that needs all tokens of a sequence at once cannot be given those of a session, whose
-    rows may be in different passes."""
-    option, value = "actor.policy_loss.loss_mode", loss.loss_mode
-    is_refused = loss.loss_mode in WHOLE_SEQUENCE_LOSSES
-    correction = loss.rollout_correction
-    if loss.loss_mode == "bypass_mode" and correction is not None:
-        option = "algorithm.rollout_correction (bypass_mode) with rollout_is and rollout_rs"
-        value = f"{correction.rollout_is}, {correction.rollout_rs}"
-        is_refused = correction.rollout_is == "sequence" or "seq_" in (correction.rollout_rs or "")
-    if is_refused:
-        raise ValueError(
-            f"{option} is {value!r}, which compares whole sequences, and an agent loop returned "
-            "sessions of several rows, which need not be computed together; choose one that "
-            "compares tokens (vanilla, cispo, sapo, gpg; rollout_is=token), or bypass_mode=False"
-        )

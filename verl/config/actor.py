@@ -31,7 +31,7 @@ LOSS_AGG_MODES = (
 class PolicyLossConfig(BaseConfig):
     """Which policy loss, and the settings of those that have their own."""
 
-    _mutable_fields: ClassVar[set[str]] = {"loss_mode", "rollout_correction"}
+    _mutable_fields: ClassVar[set[str]] = {"loss_mode", "rollout_correction", "bypassed_loss_mode"}
 
     _target_: str = "verl.workers.config.PolicyLossConfig"
 
@@ -82,6 +82,10 @@ class PolicyLossConfig(BaseConfig):
 
     rollout_correction: RolloutCorrectionConfig | None = runtime_value(None)
     """Handed over by the trainer when rollout correction bypasses the old policy."""
+
+    bypassed_loss_mode: str = runtime_value("vanilla")
+    """The loss that `loss_mode` named before bypass mode took its place; `loss_type=ppo_clip` uses
+    it, on the ratio to the policy that sampled."""
 
 
 @dataclass(kw_only=True)

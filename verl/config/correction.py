@@ -58,17 +58,13 @@ def correction_of(config: Any) -> Correction | None:
         if not has_weights:
             settings = RolloutCorrectionConfig.decoupled_token_is(settings.rollout_is_threshold)
         return Correction("proximal", settings)
-    if uses_sampled(config):
+    if config.actor_rollout_ref.actor.use_rollout_log_probs:
         return Correction("behaviour", settings)
-    return Correction("proximal", settings) if has_weights else None
-
-
-def uses_sampled(config: Any) -> bool:
-    """Whether the log-probs of sampling are the old ones by the key for that, in either place."""
-    section = config.async_training
-    return bool(
-        config.actor_rollout_ref.actor.use_rollout_log_probs or section.get("use_rollout_log_probs")
-    )
+    if has_weights:
+        return Correction("proximal", settings)
+    if config.async_training.get("use_rollout_log_probs"):
+        return Correction("behaviour", settings)
+    return None
 
 
 def uncorrected_faults(config: Any) -> Iterator[Fault]:
@@ -93,7 +89,8 @@ def uncorrected_faults(config: Any) -> Iterator[Fault]:
             "instead of computing those of the actor; set one of them to False"
         )
         yield Fault(text, (COMPUTE_PROXIMAL, f"{PATH}.bypass_mode"))
-    if not settings.bypass_mode and not is_proximal and uses_sampled(config) and has_weights:
+    does_use_sampled = config.actor_rollout_ref.actor.use_rollout_log_probs and not is_proximal
+    if not settings.bypass_mode and does_use_sampled and has_weights:
         text = (
             f"{USE_SAMPLED} is True, so the old log-probs are those of sampling, and the weights "
             f"of {PATH}.rollout_is and rollout_rs, which compare the two, would all be 1; set "

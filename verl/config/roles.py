@@ -343,7 +343,7 @@ PROFILED = (
 ON_RAY = When(
     lambda here, run: (
         run.trainer.controller == "ray"
-        or (run.trainer.controller == "auto" and world_size(run) > 1)
+        or (run.trainer.controller == "auto" and world_size(run) + ranks_beside(run) > 1)
     ),
     "the run does not use Ray",
 )

@@ -21,6 +21,7 @@ from verl.config.roles import (
     ON_RAY,
     TRACKERS,
     needs_critic,
+    ranks_beside,
     world_size,
 )
 from verl.config.sft import SFTConfig, SFTEngineConfig
@@ -159,14 +160,13 @@ def looks_local(name: str) -> bool:
 
 
 def controller_faults(config: PPOConfig) -> Iterator[Fault]:
-    controller = config.trainer.controller
-    needs_ray = controller == "ray" or (controller == "auto" and world_size(config) > 1)
-    if needs_ray and find_spec("ray") is None:
+    controller, devices = config.trainer.controller, world_size(config) + ranks_beside(config)
+    if ON_RAY.holds(config, config) and find_spec("ray") is None:
         way_out = 'pip install "verl[ray]"'
         if config.trainer.nnodes == 1:
             way_out += ", or trainer.controller=local"
         text = (
-            f'trainer.controller is "{controller}", which for {world_size(config)} devices means '
+            f'trainer.controller is "{controller}", which for {devices} devices means '
             f"Ray, but Ray is not installed; {way_out}"
         )
         yield Fault(text, ("trainer.controller",), is_about_machine=True)

@@ -138,6 +138,11 @@ class InteractionSet:
         users = {} if path is None else initialize_interactions_from_config(path)
         return cls(users, default_timeout=default_timeout)
 
+    def close(self) -> None:
+        """End the threads; users that are still talked to are not finalized."""
+        self.keeper.close()
+        self._loop.close()
+
     async def start(self, interaction_kwargs: Mapping[str, Any]) -> "UserLease":
         """The user of one trajectory, which the row's `interaction_kwargs` name."""
         kwargs = dict(interaction_kwargs)

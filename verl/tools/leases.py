@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +70,8 @@ class Instance:
     is_stuck: bool = False
     """A call was abandoned and may still be running."""
     is_released: bool = False
+    is_creating: bool = False
+    """A blocking `create` runs, perhaps beyond its deadline."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -302,11 +304,27 @@ class ToolLease:
             instance.is_entered = True
             return await tool.create(**kwargs)
 
+        def create_blocking() -> Any:
+            with self._set.lock:
+                if instance.is_released:
+                    return None
+                instance.is_creating = True
+            try:
+                made = tool.create(**kwargs)
+            except BaseException:
+                instance.is_creating = False
+                raise
+            with self._set.lock:
+                instance.is_creating, is_late = False, instance.is_released
+            if is_late:
+                self._release_late(instance, made)
+            return made
+
         is_awaited = inspect.iscoroutinefunction(tool.create)
         instance.is_entered = not is_awaited
         try:
             made = await self._set.run(
-                tool.name, create if is_awaited else partial(tool.create, **kwargs), seconds
+                tool.name, create if is_awaited else create_blocking, seconds
             )
         except DeadlineExceeded:
             raise
@@ -369,7 +387,10 @@ class ToolLease:
     async def _give_back(self, instance: Instance) -> None:
         if instance.is_released or not instance.is_begun:
             return
-        instance.is_released = True
+        with self._set.lock:
+            instance.is_released = True
+            if instance.is_creating:
+                return  # the thread that creates it releases it
         tool = instance.tool
         if type(tool).calc_reward is not BaseTool.calc_reward:
             num_faults = len(self.faults)
@@ -385,6 +406,22 @@ class ToolLease:
         if len(self.faults) > num_faults:
             self._set.counts[f"{tool.name}/release_fault"] += 1
         elif self._set.record is not None and type(tool).reap is not BaseTool.reap:
+            self._set.record.released(tool.name, instance.id)
+
+    def _release_late(self, instance: Instance, made: Any) -> None:
+        """On the thread of a `create` that ended when nobody waited for it any more."""
+        tool = instance.tool
+        made_id = made[0] if isinstance(made, tuple) and made else made
+        kwargs = dict(instance.kwargs.get("release_kwargs") or {})
+        try:
+            ended = tool.release(made_id if isinstance(made_id, str) else instance.id, **kwargs)
+            if inspect.isawaitable(ended):
+                asyncio.run(awaited(ended))
+        except Exception as error:
+            self._set.told(tool.name, error)
+            self._set.counts[f"{tool.name}/release_fault"] += 1
+            return
+        if self._set.record is not None and type(tool).reap is not BaseTool.reap:
             self._set.record.released(tool.name, instance.id)
 
     async def _finish(self, instance: Instance, method: Callable[..., Any], name: str) -> Any:
@@ -414,6 +451,10 @@ class ToolLease:
 
 class Refused(ValueError):
     """A call that reaches no tool; the text is for the model."""
+
+
+async def awaited(work: Awaitable[Any]) -> Any:
+    return await work
 
 
 def check_options(tool: Tool) -> None:

@@ -12,6 +12,7 @@ names differ: what they have in common are the names on the wire.
 """
 
 import asyncio
+import importlib
 import logging
 import os
 import tempfile
@@ -38,7 +39,7 @@ from verl.utils.processes import supervised
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Longest message that a stdio server may send."""
+"""Longest message that a server may send."""
 MAX_TOOLS = 1000
 MAX_STDERR_BYTES = 1 << 20
 STDERR_TAIL_BYTES = 2000
@@ -295,15 +296,63 @@ class Connection:
         assert spec.url is not None
         if spec.transport == "sse":
             async with sse_client(
-                spec.url, headers=dict(spec.headers), sse_read_timeout=IDLE_SECONDS
+                spec.url,
+                headers=dict(spec.headers),
+                sse_read_timeout=IDLE_SECONDS,
+                httpx_client_factory=self._limited_client,
             ) as streams:
                 yield streams
             return
         async with (
-            create_mcp_http_client(headers=dict(spec.headers)) as client,
+            self._limited_client(headers=dict(spec.headers)) as client,
             streamable_http.streamable_http_client(spec.url, http_client=client) as streams,
         ):
             yield streams
+
+    def _limited_client(self, headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
+        """A client whose messages are counted before anybody collects or parses them."""
+        client = create_mcp_http_client(headers=headers, timeout=timeout, auth=auth)
+        client.headers["accept-encoding"] = "identity"  # what is counted is what is parsed
+        package = importlib.import_module(type(client).__module__.partition(".")[0])
+
+        def too_long() -> OSError:
+            logger.warning(
+                "MCP server %r sends a message of more than %d bytes, or a compressed one",
+                self._name,
+                MAX_MESSAGE_BYTES,
+            )
+            self.retire()
+            return OSError(f"a message has more than {MAX_MESSAGE_BYTES} bytes, or is compressed")
+
+        class Counted(package.AsyncByteStream):
+            """Raises when a body, or an event of a stream, is longer than a message may be."""
+
+            def __init__(self, source: Any, is_stream: bool) -> None:
+                self.source, self.is_stream = source, is_stream
+
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                num_bytes, tail = 0, b""
+                async for part in self.source:
+                    whole = tail + part
+                    end = max(whole.rfind(b"\n\n"), whole.rfind(b"\r\n\r\n"))
+                    is_new = self.is_stream and end >= 0
+                    num_bytes = len(whole) - end if is_new else num_bytes + len(part)
+                    tail = whole[-3:]
+                    if num_bytes > MAX_MESSAGE_BYTES:
+                        raise too_long()
+                    yield part
+
+            async def aclose(self) -> None:
+                await self.source.aclose()
+
+        async def count(response: Any) -> None:
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise too_long()
+            kind = response.headers.get("content-type", "")
+            response.stream = Counted(response.stream, kind.startswith("text/event-stream"))
+
+        client.event_hooks["response"].append(count)
+        return client
 
     def retire(self) -> None:
         """Take no more calls; the owner leaves the session."""

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from verl.config.async_plan import plan_of
 from verl.config.ppo import PPOConfig
+from verl.config.roles import async_mode
 from verl.models.loading import read_config
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
@@ -25,6 +26,7 @@ from verl.trainer.ppo.scoring import asks_over_http
 from verl.trainer.ppo.session import as_ppo_config, run_locks
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.v1.trainers import trainer_of_mode
 from verl.utils.checkpoint.layout import holding
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
@@ -59,13 +61,14 @@ class TaskRunner:
         self.trainer: PPOTrainer | None = None
 
     def trainer_for(self, config: PPOConfig) -> type[PPOTrainer]:
-        """`trainer_class`; where steps overlap, the asynchronous trainer or a recipe's own."""
-        if plan_of(config) is None or issubclass(self.trainer_class, AsyncTrainer):
-            return self.trainer_class
-        if self.trainer_class is PPOTrainer:
-            return AsyncTrainer
+        """A recipe's `trainer_class`, else the trainer of the mode: built in, or registered."""
+        cls = self.trainer_class
+        if cls is PPOTrainer:
+            cls = trainer_of_mode(async_mode(config))
+        if plan_of(config) is None or issubclass(cls, AsyncTrainer):
+            return cls
         raise ValueError(
-            f"{self.trainer_class.__name__} cannot train asynchronously; a recipe for that derives "
+            f"{cls.__name__} cannot train asynchronously; a recipe for that derives "
             "its trainer from verl.trainer.ppo.asynchronous.AsyncTrainer"
         )
 

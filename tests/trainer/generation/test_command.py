@@ -143,6 +143,7 @@ def command(model, source, output, *more):
     return [sys.executable, "-m", "verl.trainer.main_generation", *settings, *more]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_file_of_an_undisturbed_one(
     model, source, tmp_path, capsys
 ):

@@ -19,6 +19,7 @@ from verl.utils.checkpoint.layout import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointSaveError,
+    CheckpointUploadError,
     FolderInUse,
     NoIntactCheckpointError,
     Skipped,
@@ -298,6 +299,7 @@ def test_a_step_that_a_killed_save_moved_aside_gets_its_name_back(tmp_path):
         CheckpointCorruptError(Path("/r"), ["a is missing"]),
         NoIntactCheckpointError(Path("/r"), [Skipped(1, "a is missing")]),
         CheckpointMismatchError(Path("/r"), ["x was 1 and is 2"]),
+        CheckpointUploadError(Path("/r"), "hdfs://there", "no route"),
     ],
 )
 def test_errors_survive_the_way_to_another_process(error):

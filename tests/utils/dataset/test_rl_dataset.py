@@ -53,6 +53,21 @@ def test_every_file_format_gives_the_same_rows(tmp_path, form):
     assert [entry["reward_model"]["ground_truth"] for entry in made] == ["2", "4"]
 
 
+@pytest.mark.parametrize("agent_name", ["env_agent", "tool_agent"])
+def test_rows_whose_world_gives_the_reward_need_no_scorer(tmp_path, agent_name):
+    path = json_lines(tmp_path / "data.jsonl", [row("2+2=", agent_name=agent_name)])
+
+    def load():
+        config = DataConfig(max_prompt_length=8, cache_dir=str(tmp_path))
+        return RLHFDataset(path, tiny_tokenizer(), config, grading_fault=lambda *_: "no scorer")
+
+    if agent_name == "env_agent":
+        assert len(load()) == 1
+    else:
+        with pytest.raises(DataError, match="no scorer"):
+            load()
+
+
 def test_several_files_are_one_dataset(tmp_path):
     files = [
         parquet(tmp_path / "a.parquet", [row("a=")] * 2),

@@ -5,7 +5,9 @@ import torch
 from tensordict import TensorDict
 
 from tests.tiny_models import VOCABULARY, plain_twin, tiny_model
+from verl.algos.sessions import SESSION_INDEX, SESSION_TOKENS
 from verl.config.actor import FSDPActorConfig, PolicyLossConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.critic import FSDPCriticConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.workers.actor.dp_actor import DataParallelPPOActor
@@ -81,6 +83,31 @@ def test_the_update_does_not_depend_on_micro_batches(loss_mode):
         assert other_metrics == pytest.approx(metrics, rel=2e-3, abs=2e-5)
         for a, b in zip(weights, other_weights, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("loss_mode", ["gspo", "geo_mean", "bypass_mode"])
+def test_ratios_of_sessions_do_not_depend_on_where_their_rows_are_computed(loss_mode):
+    """Rows of a session in one pass or in several, after the policy has moved."""
+
+    def updated(rows_per_pass, *, has_sessions=True):
+        loss = PolicyLossConfig(loss_mode=loss_mode)
+        loss.rollout_correction = RolloutCorrectionConfig.bypass_pg_is(1.5)
+        built = actor(optimizer="SGD", policy_loss=loss, ppo_micro_batch_size_per_gpu=rows_per_pass)
+        data = with_old_log_probs(built, batch())
+        noise = torch.randn(ROWS, RESPONSE, generator=torch.Generator().manual_seed(1))
+        data["old_log_probs"] += 0.2 * noise
+        if has_sessions:
+            data[SESSION_INDEX] = torch.arange(ROWS) // 2
+            tokens = data["response_mask"].sum(-1).view(-1, 2).sum(-1)
+            data[SESSION_TOKENS] = tokens.repeat_interleave(2)
+        built.update_policy(data, rows_per_step=ROWS, temperature=1.0)
+        return torch.cat([weight.flatten() for weight in built.engine.module.parameters()])
+
+    whole, before = updated(8), torch.cat([w.flatten() for w in tiny_model("llama").parameters()])
+    moved = (whole - before).abs().max()
+    for rows_per_pass in (3, 1):
+        assert (updated(rows_per_pass) - whole).abs().max() < 1e-4 * moved
+    assert (updated(8, has_sessions=False) - whole).abs().max() > 1e-2 * moved
 
 
 def test_cutting_by_tokens_gives_the_same_update_as_cutting_by_rows():

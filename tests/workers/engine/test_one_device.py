@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from tests.tiny_models import VOCABULARY, plain_twin, tiny_model
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.base import BaseEngine, MicroBatching
 from verl.workers.engine.one_device import OneDeviceEngine
 
 
@@ -175,4 +175,8 @@ def test_one_device_is_the_only_rank_of_its_data():
     engine = OneDeviceEngine(lambda: tiny_model("llama"))
     assert (engine.get_data_parallel_rank(), engine.get_data_parallel_size()) == (0, 1)
     assert engine.get_data_parallel_group() is None
+    # An engine of one's own that says nothing about ranks is alone too.
+    assert BaseEngine.get_data_parallel_rank(engine) == 0
+    assert BaseEngine.get_data_parallel_size(engine) == 1
+    assert BaseEngine.get_data_parallel_group(engine) is None
     assert engine.is_mp_src_rank_with_outputs()

@@ -182,6 +182,7 @@ def compute_policy_loss_gspo(
     loss_agg_mode: str = "seq-mean-token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    session_log_ratio: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Group sequence policy optimization (arXiv:2507.18071).
 
@@ -190,12 +191,14 @@ def compute_policy_loss_gspo(
         s_it = sg(s_i) pi_it / sg(pi_it)         the value of s_i, the gradient of token t
 
     sg stops the gradient; log s is at most 10. Sequences count alike whatever their length, so the
-    aggregation is seq-mean-token-mean whatever `loss_agg_mode` says.
+    aggregation is seq-mean-token-mean whatever `loss_agg_mode` says. `session_log_ratio` (B,) is
+    log s_i where a sequence has more rows than these (`policy_losses.whole_sessions`).
     """
     config = options(config)
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
-    lengths = response_mask.sum(-1).clamp(min=1)
-    log_s = (masked_sum(log_r, response_mask, -1) / lengths).detach()  # (B,)
+    log_s = sequence_mean(log_r, response_mask).detach()  # (B,)
+    if session_log_ratio is not None:
+        log_s = session_log_ratio
     kept_log_prob = torch.where(response_mask.bool(), log_prob, 0)
     log_s_token = kept_log_prob - kept_log_prob.detach() + log_s[:, None]  # (B, T)
     log_s_token = log_s_token.clamp(max=LOG_SEQUENCE_RATIO_LIMIT)
@@ -219,6 +222,7 @@ def compute_policy_loss_geo_mean(
     loss_agg_mode: str = "token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    session_factor: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Geometric-mean policy optimization (arXiv:2507.20673).
 
@@ -227,32 +231,45 @@ def compute_policy_loss_geo_mean(
 
     The bounds are on the logarithm of the ratio. The loss is the mean of L_i over the sequences of
     the whole mini-batch, whatever `loss_agg_mode` says. Of `rollout_is_weights` the geometric mean
-    over the sequence is taken, which for sequence weights is the weight itself.
+    over the sequence is taken, which for sequence weights is the weight itself. `session_factor`
+    (B,) has L_i / n_i, weights included, where a sequence has more rows than these
+    (`policy_losses.whole_sessions`).
     """
     config = options(config)
-    low, high = clip_range(config)
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
-    is_clipped_above = (advantages > 0) & (log_r > high)
-    is_clipped_below = (advantages < 0) & (log_r < -low)
-    clipped = torch.where(is_clipped_above, high, torch.where(is_clipped_below, -low, log_r))
-    loss = -_sequence_mean(advantages, response_mask) * _sequence_mean(clipped, response_mask).exp()
-    if rollout_is_weights is not None:
-        loss = loss * _geometric_mean(rollout_is_weights.detach(), response_mask)
+    clipped, is_clipped_above, is_clipped_below = clipped_log_ratio(
+        log_r, advantages, *clip_range(config)
+    )
     metrics = token_means(
         response_mask,
         pg_clipfrac=is_clipped_above,
         ppo_kl=-log_r,
         pg_clipfrac_lower=is_clipped_below,
     )
+    if session_factor is not None:
+        loss = session_factor[:, None] * (1 + clipped - clipped.detach())
+        return aggregate(loss, response_mask, "seq-mean-token-sum", config), metrics
+    loss = -sequence_mean(advantages, response_mask) * sequence_mean(clipped, response_mask).exp()
+    if rollout_is_weights is not None:
+        loss = loss * geometric_mean(rollout_is_weights.detach(), response_mask)
     has_tokens = response_mask.any(-1, keepdim=True).to(loss.dtype)
     return aggregate(loss[:, None], has_tokens, "seq-mean-token-sum", config), metrics
 
 
-def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+def clipped_log_ratio(
+    log_r: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """GMPO's c_it, and where it is the upper and where the lower bound."""
+    is_above = (advantages > 0) & (log_r > high)
+    is_below = (advantages < 0) & (log_r < -low)
+    return torch.where(is_above, high, torch.where(is_below, -low, log_r)), is_above, is_below
+
+
+def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     """(B, T) to (B,); 0 for a sequence without a token."""
     return masked_sum(values, mask, -1) / mask.sum(-1).clamp(min=1)
 
 
-def _geometric_mean(weights: Tensor, mask: Tensor) -> Tensor:
+def geometric_mean(weights: Tensor, mask: Tensor) -> Tensor:
     smallest = torch.finfo(weights.dtype).tiny
-    return _sequence_mean(weights.clamp(min=smallest).log(), mask).exp()
+    return sequence_mean(weights.clamp(min=smallest).log(), mask).exp()

@@ -13,9 +13,13 @@ update, the rejected tokens leave the mask and the denominators follow it.)
 import torch
 from torch import Tensor
 
-from verl.algos.policy_losses.ppo import compute_policy_loss_vanilla
 from verl.algos.policy_losses.terms import aggregate, log_ratio, options, token_means
-from verl.algos.registry import register_policy_loss
+from verl.algos.registry import (
+    PolicyLossFn,
+    get_policy_loss_fn,
+    loss_and_metrics,
+    register_policy_loss,
+)
 from verl.algos.rollout_correction.correction import correct_rollout
 from verl.config.actor import ActorConfig
 from verl.config.algorithm import RolloutCorrectionConfig
@@ -64,14 +68,19 @@ def compute_policy_loss_bypass_mode(
     loss_agg_mode: str = "token-mean",
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    session_weights: Tensor | None = None,
+    **prepared: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor | float]]:
     """The loss named by `rollout_correction.loss_type`; `old_log_prob` is the rollout's.
 
-        ppo_clip    vanilla PPO, r = pi / pi_rollout: the ratio is the importance weight, and
-                    those of `rollout_is` are only reported
+        ppo_clip    the loss that `loss_mode` chose (vanilla PPO, GSPO, CISPO, ...) with
+                    r = pi / pi_rollout: the ratio is the importance weight, and those of
+                    `rollout_is` are only reported
         reinforce   -w A log pi, w = the truncated importance weight (1 without `rollout_is`)
 
-    The metrics of the correction describe the given rows.
+    The metrics of the correction describe the given rows. `session_weights` (B, T) are weights and
+    rejection together where a sequence has more rows than these; `prepared` are columns of the loss
+    that is made use of.
     """
     config = options(config)
     correction = _correction(config)
@@ -92,17 +101,31 @@ def compute_policy_loss_bypass_mode(
         rollout_rs=correction.rollout_rs,
         rollout_rs_threshold=correction.rollout_rs_threshold,
     )
-    loss_fn = compute_policy_loss_reinforce if is_reinforce else compute_policy_loss_vanilla
-    loss, loss_metrics = loss_fn(
+    kept = kept.to(log_prob.dtype)
+    applied = kept * weights if is_reinforce and weights is not None else kept
+    returned = bypassed_loss(config)(
         old_log_prob,
         log_prob,
         advantages,
         response_mask,
         loss_agg_mode,
         config,
-        rollout_is_weights=kept * weights if is_reinforce and weights is not None else kept,
+        rollout_is_weights=applied if session_weights is None else session_weights,
+        **prepared,
     )
+    loss, loss_metrics = loss_and_metrics(returned)
     return loss, {**loss_metrics, **metrics}
+
+
+def bypassed_loss(config: ActorConfig) -> PolicyLossFn:
+    """The loss on the ratio to the policy that sampled: in bypass mode the one it is made of, else
+    the one that is chosen."""
+    loss = config.policy_loss
+    if loss.loss_mode != "bypass_mode":
+        return get_policy_loss_fn(loss.loss_mode)
+    if _correction(config).loss_type == "reinforce":
+        return compute_policy_loss_reinforce
+    return get_policy_loss_fn(loss.bypassed_loss_mode)
 
 
 def _correction(config: ActorConfig) -> RolloutCorrectionConfig:

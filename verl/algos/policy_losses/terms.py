@@ -102,6 +102,21 @@ def token_means(response_mask: Tensor, **values: Tensor) -> dict[str, Tensor]:
     }
 
 
+def behaviour_metrics(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: ActorConfig
+) -> dict[str, Tensor]:
+    """How far the trained policy is from the one that sampled each token, whatever policy the loss
+    compares it with: the share of ratios outside the clip range, and the KL by k3."""
+    low, high = clip_range(config)
+    log_r = log_ratio(log_prob, rollout_log_prob, response_mask)
+    ratio = log_r.exp()
+    return token_means(
+        response_mask,
+        behaviour_clipfrac=(ratio < 1 - low) | (ratio > 1 + high),
+        behaviour_kl=log_r.expm1() - log_r,  # ratio - 1 would round a small one away
+    )
+
+
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 
 Preparation = Callable[..., dict[str, Tensor]]

@@ -7,6 +7,8 @@
 The functions see the whole batch, so its means are means of the batch; no other process is asked.
 """
 
+from contextlib import nullcontext
+
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
@@ -86,13 +88,19 @@ def apply_bypass_mode(
 ) -> None:
     """Bypass mode: take the rollout's log-probs for the old ones and choose the loss that knows."""
     batch.batch["old_log_probs"] = _column(batch, "rollout_log_probs")
-    if isinstance(policy_loss_config, DictConfig):
-        with open_dict(policy_loss_config):
-            policy_loss_config.rollout_correction = rollout_corr_config
-            policy_loss_config.loss_mode = "bypass_mode"
-    else:
-        policy_loss_config.rollout_correction = rollout_corr_config
-        policy_loss_config.loss_mode = "bypass_mode"
+    choose_bypass_loss(rollout_corr_config, policy_loss_config)
+
+
+def choose_bypass_loss(
+    correction: RolloutCorrectionConfig, policy_loss: PolicyLossConfig | DictConfig
+) -> None:
+    """The loss `bypass_mode` takes the place of the one that was chosen, and remembers its name."""
+    is_untyped = isinstance(policy_loss, DictConfig)
+    with open_dict(policy_loss) if is_untyped else nullcontext():
+        policy_loss.rollout_correction = correction
+        if policy_loss.loss_mode != "bypass_mode":
+            policy_loss.bypassed_loss_mode = policy_loss.loss_mode
+        policy_loss.loss_mode = "bypass_mode"
 
 
 def _column(batch: DataProto, name: str) -> Tensor:

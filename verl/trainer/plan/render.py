@@ -168,7 +168,7 @@ def async_rows(plan: AsyncPlan, responses_per_prompt: int) -> list[tuple[str, st
         if plan.lag
         else "when its step is trained; generation pauses meanwhile"
     )
-    return [
+    rows = [
         ("B, prompts of a training step", f"{batch:,}"),
         ("M, training steps per update", f"{every:,}"),
         ("s, share generated ahead", f"{plan.staleness:g}: {most - batch * every:,} prompts"),
@@ -184,6 +184,9 @@ def async_rows(plan: AsyncPlan, responses_per_prompt: int) -> list[tuple[str, st
         ("rows that run then", at_update if plan.is_partial else "end with the old weights first"),
         ("a reply counts", f"{counted(plan.reply_tokens, 'token', 'tokens')} in the schedule"),
     ]
+    if plan.update_tokens:
+        rows.append(("a training step counts", f"at least {plan.update_tokens:,} tokens in it"))
+    return rows
 
 
 def placement_table(plan: Placement) -> RenderableType:

@@ -11,12 +11,14 @@ Which groups a step trains on, and which weights sampled which token, follow fro
 (`verl.agent_loop.schedule`), not from what happened to be ready.
 """
 
+import json
 import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,15 +27,21 @@ from verl.agent_loop.buffer import Buffer, OnPolicy
 from verl.agent_loop.gate import Gate
 from verl.agent_loop.rollouter import Rollouter, RolloutOptions, new_groups, rollout_loop
 from verl.agent_loop.sessions import require_working_world
+from verl.algos.policy_losses.terms import clip_range
+from verl.algos.rollout_correction.off_policy import off_policy_metrics, reject_stale
 from verl.config.async_plan import AsyncPlan, plan_of
+from verl.config.correction import correction_of
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group
 from verl.trainer.ppo.context import StepBatch, StepContext
 from verl.trainer.ppo.session import as_prompts
 from verl.trainer.ppo.trainer import PPOTrainer
+from verl.utils.checkpoint.layout import make_folders
 from verl.utils.scramble import keyed_seed
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.publish import Publisher
+
+TIMELINE = "timeline.jsonl"
 
 
 class AsyncBuffer(Buffer):
@@ -46,16 +54,30 @@ class AsyncBuffer(Buffer):
         self.rows: dict[str, Any] = {}
         """Where rows stood when the last update became visible."""
 
+        self.step_versions: list[int] = []
+        """The policy's version at the start of every step so far."""
+
+    @property
+    def num_ended(self) -> int:
+        """Groups that were generated since the run began."""
+        return self._state.num_drawn - len(self._state.running)
+
     def fail(self, error: BaseException) -> None:
         self.gate.fail(error)
         super().fail(error)
 
     def state_dict(self) -> dict[str, Any]:
         first = self.rows["published"] * self.gate.schedule.plan.batch
-        return {"num_drawn": first, "version": self._state.version, "rows": self.rows}
+        return {
+            "num_drawn": first,
+            "version": self._state.version,
+            "rows": self.rows,
+            "step_versions": self.step_versions,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = dict(state)
+        self.step_versions = list(state.pop("step_versions"))
         self.gate.load_state_dict(state.pop("rows"))
         super().load_state_dict(state)
 
@@ -77,6 +99,7 @@ class AsyncTrainer(PPOTrainer):
     """Trains on what older policies may have sampled, within the bound of its plan."""
 
     plan: AsyncPlan
+    buffer: AsyncBuffer
 
     def init_workers(self) -> None:
         super().init_workers()
@@ -95,7 +118,8 @@ class AsyncTrainer(PPOTrainer):
             rollout_loop(os.getpid()),
             lambda: rollouter.servers.abort_turns(),
         )
-        self._num_started = 0
+        self._num_started = self._num_cut = 0
+        self._closed = 0.0
         self._drawn: dict[int, list[Group]] = {}
         self._loader_before: dict[int, dict[str, Any]] = {}
         self._works: set[Future[None]] = set()
@@ -124,9 +148,10 @@ class AsyncTrainer(PPOTrainer):
             taken = self.buffer.take(step.step)
             require_working_world(taken.groups, rollout.multi_turn.max_infra_ratio)
             step.groups = taken.groups
-            batch = StepBatch(taken.groups, self.padding, not self.plan.is_on_policy).data
+            batch = StepBatch(taken.groups, self.padding, with_versions=True).data
             self._report_rollout(taken, step)
-        if batch.meta_info.get("policy_version") != self.actor_rollout_wg.trained_version()[0]:
+        self.buffer.step_versions.append(self.actor_rollout_wg.trained_version()[0])
+        if batch.meta_info.get("policy_version") != self.buffer.step_versions[-1]:
             batch.meta_info.pop("policy_version", None)  # older weights sampled it
         if self.plan.lag == 0:
             with step.report.timed("settle"):
@@ -134,6 +159,20 @@ class AsyncTrainer(PPOTrainer):
             if rollout.free_cache_engine:
                 with step.report.timed("sleep"):
                     self.async_rollout_manager.sleep()
+        return batch
+
+    def annotate(self, batch: DataProto, step: StepContext) -> DataProto:
+        batch = super().annotate(batch, step)
+        versions, choice = self.buffer.step_versions, correction_of(self.config)
+        _, evicted = reject_stale(batch, versions[-1], step_versions=versions, max_age=None)
+        found = off_policy_metrics(
+            batch,
+            versions[-1],
+            step_versions=versions,
+            is_proximal=choice is None or choice.anchor == "proximal",
+            clip_range=clip_range(self.config.actor_rollout_ref.actor),
+        )
+        step.report.merge({**evicted, **found})
         return batch
 
     def _admit(self) -> None:
@@ -172,6 +211,9 @@ class AsyncTrainer(PPOTrainer):
             before = time.perf_counter()
             step.report.merge(self._make_visible(step))
             step.report.timing["step"] += time.perf_counter() - before
+        if not self.has_data_ended:
+            self._report_waiting(step)
+            self._write_timeline(step)
         super().finish_step(batch, step)
 
     def _make_visible(self, step: StepContext) -> dict[str, float]:
@@ -188,6 +230,40 @@ class AsyncTrainer(PPOTrainer):
     def _settle(self) -> None:
         self.gate.settle()
         self.buffer.rows = self.gate.state_dict()
+
+    def _report_waiting(self, step: StepContext) -> None:
+        """Who waited for whom, and for how long."""
+        timing, gate, report = step.report.timing, self.gate, step.report
+        waited = timing["gen"] + timing.get("settle", 0.0)
+        closed, num_cut = gate.seconds_closed, gate.num_cut
+        report.add("fully_async/total_wait_time", waited)
+        report.add("trainer/idle_ratio", waited / timing["step"])
+        report.add("rollouter/idle_ratio", min(1.0, (closed - self._closed) / timing["step"]))
+        report.add("rollouter/active_time", timing["step"] - (closed - self._closed))
+        report.add("fully_async/count/cut_tokens", num_cut - self._num_cut)
+        report.add("fully_async/count/total_generated_samples", self.buffer.num_ended)
+        self._closed, self._num_cut = closed, num_cut
+
+    def _write_timeline(self, step: StepContext) -> None:
+        """Lengths and seconds, for `verl.trainer.plan_async`."""
+        rows = [t for group in step.groups for t in group.trajectories]
+        if not rows:
+            return
+        timing = step.report.timing
+        line: dict[str, Any] = {
+            "step": step.step,
+            "lengths": [sum(t.response_mask) for t in rows],
+            "replies": [sum(s.author != "model" for s in t.response) for t in rows],
+            "prompts": sum(len(t.prompt_ids) for t in rows) // len(rows),
+            "generating": timing["gen"] + timing.get("settle", 0.0),
+            "training": timing["step"] - timing["gen"] - timing.get("settle", 0.0),
+        }
+        folder = Path(self.config.trainer.default_local_dir).expanduser()
+        make_folders(folder)
+        with open(folder / TIMELINE, "a") as file:
+            if step.step == 1:
+                file.write(json.dumps({"plan": vars(self.plan)}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

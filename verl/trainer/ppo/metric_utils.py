@@ -26,6 +26,7 @@ from torch import Tensor
 
 from verl.algos.sessions import one_row_per_session, session_sums
 from verl.protocol import DataProto
+from verl.protocol.padded import POLICY_VERSIONS
 from verl.trainer.ppo.validation_metrics import (
     bootstrap_metric,
     calc_maj_val,
@@ -256,10 +257,12 @@ def groups_without_spread(batch: DataProto) -> float:
     return sum(len(distinct) == 1 for distinct in values.values()) / len(values)
 
 
-def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
+def calculate_debug_metrics(data: DataProto, version: int | None = None) -> dict[str, float]:
     """Compare the probabilities that rollout and training give to the sampled tokens.
 
-    Token-weighted over the trained tokens, from `rollout_log_probs` and `old_log_probs`.
+    Token-weighted over the trained tokens, from `rollout_log_probs` and `old_log_probs`. Where
+    tokens have policy versions, over those of `version`: two engines are compared here, not two
+    policies.
     `rollout_probs_diff_valid` is 1 if there are such tokens; if it is 0 there is nothing else.
     The correlation is left out where it is undefined: one token, or no spread on either side.
     Without `response_mask` the end of `attention_mask` serves, and without both all tokens count.
@@ -271,6 +274,8 @@ def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
         mask = data.batch["attention_mask"][:, -num_positions:].bool()
     else:
         mask = torch.ones_like(data.batch["responses"], dtype=torch.bool)
+    if POLICY_VERSIONS in data.batch.keys() and version is not None:  # noqa: SIM118
+        mask = mask & (data.batch[POLICY_VERSIONS] == version)
     rollout = data.batch["rollout_log_probs"][mask].exp().double()
     actor = data.batch["old_log_probs"][mask].exp().double()
     if rollout.numel() == 0:

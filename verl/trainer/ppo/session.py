@@ -206,6 +206,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 yield
             finally:
                 self.rollouter.end_grading()
+                self.rollouter.close_loops()
                 if self.rollouter.journal is not None:
                     self.rollouter.journal.files.close()
 

@@ -20,7 +20,10 @@ from verl.algos.rollout_correction.apply import (
     compute_rollout_correction_and_add_to_batch,
 )
 from verl.algos.sessions import one_row_per_session
+from verl.config.algorithm import RolloutCorrectionConfig
+from verl.config.correction import correction_of, require_correction
 from verl.protocol import DataProto
+from verl.protocol.padded import POLICY_VERSIONS
 from verl.protocol.trajectory import Group, Score, Trajectory
 from verl.trainer.ppo.audit import audit
 from verl.trainer.ppo.context import StepBatch, StepContext
@@ -186,7 +189,7 @@ class PPOTrainer(TrainingRun):
         return batch
 
     def _with_old_log_probs(self, batch: DataProto, step: StepContext) -> DataProto:
-        correction = self.config.algorithm.rollout_correction
+        correction = self._correction(batch)
         if correction.bypass_mode:
             loss = self.config.actor_rollout_ref.actor.policy_loss
             apply_bypass_mode(batch, correction, loss)
@@ -201,8 +204,24 @@ class PPOTrainer(TrainingRun):
         step.report.add("actor/entropy", entropy.item())
         batch = batch.union(found)
         if "rollout_log_probs" in batch.batch.keys():  # noqa: SIM118
-            step.report.merge(calculate_debug_metrics(batch))
+            version = batch.meta_info.get("old_policy_version")
+            step.report.merge(calculate_debug_metrics(batch, version))
         return batch
+
+    def _correction(self, batch: DataProto) -> RolloutCorrectionConfig:
+        """Weights and rejection of this batch.
+
+        Where tokens have versions, some may be of older policies, and log-probs that the actor
+        computes are not those of the policy that sampled: then a correction must be chosen.
+        """
+        if POLICY_VERSIONS not in batch.batch.keys():  # noqa: SIM118
+            return self.config.algorithm.rollout_correction
+        if correction_of(self.config) is None:
+            mask = batch.batch["response_mask"].bool()
+            current = self.actor_rollout_wg.trained_version()[0]
+            if (batch.batch[POLICY_VERSIONS][mask] == current).all():
+                return self.config.algorithm.rollout_correction
+        return require_correction(self.config).settings
 
     def _sampled_log_probs_will_do(self, batch: DataProto, step: StepContext) -> bool:
         """Whether a pass for `old_log_probs` is left out; counted, so that a curve shows it.
@@ -212,10 +231,16 @@ class PPOTrainer(TrainingRun):
         """
         section = self.config.actor_rollout_ref
         is_exact = section.rollout.exact and "policy_version" in batch.meta_info
+        does_ask = section.actor.use_rollout_log_probs
+        if POLICY_VERSIONS in batch.batch.keys():  # noqa: SIM118
+            choice = correction_of(self.config)
+            does_ask = choice is not None and choice.anchor == "behaviour"
+            current = self.actor_rollout_wg.trained_version()[0]
+            is_exact = is_exact and batch.meta_info["policy_version"] == current
         does_skip = is_exact and not section.actor.calculate_sum_pi_squared
         if does_skip:
             batch.meta_info["old_policy_version"] = batch.meta_info["policy_version"]
-        does_skip = does_skip or section.actor.use_rollout_log_probs
+        does_skip = does_skip or does_ask
         step.report.add("training/old_log_prob_pass_skipped", float(does_skip))
         return does_skip
 
@@ -224,7 +249,7 @@ class PPOTrainer(TrainingRun):
     def assign_credit(self, batch: DataProto, step: StepContext) -> DataProto:
         """`token_level_rewards`, `advantages`, `returns`; corrects for a rollout that drifted."""
         algorithm = self.config.algorithm
-        correction = algorithm.rollout_correction
+        correction = self._correction(batch)
         with step.report.timed("adv"):
             if algorithm.use_kl_in_reward:
                 batch, found = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)

@@ -11,7 +11,7 @@ import numpy as np
 
 from verl.algos.sessions import one_row_per_session
 from verl.protocol import DataProto
-from verl.protocol.trajectory import Group, Score
+from verl.protocol.trajectory import Group, InfraError, Score
 from verl.trainer.ppo.rollout_dump import dump_generations
 from verl.trainer.ppo.scoring import graded
 from verl.trainer.ppo.validation_metrics import (
@@ -37,6 +37,8 @@ class ValidationSamples:
     uids: list[str] = field(default_factory=list)
     data_sources: list[str] = field(default_factory=list)
     num_turns: list[int] = field(default_factory=list)
+    num_faults: int = 0
+    """Samples that ended because their tools or environments are broken."""
 
     def add(
         self, batch: DataProto, results: list[tuple[float | None, Extras]], tokenizer: Any
@@ -56,6 +58,7 @@ class ValidationSamples:
     def add_lost(self, groups: Sequence[Group]) -> None:
         """Add the samples that ended with nothing to grade: they are missing, not wrong."""
         for trajectory in (t for group in groups for t in group.lost):
+            self.num_faults += isinstance(trajectory.grade, InfraError)
             truth = trajectory.row.get("reward_model") or {}
             self.inputs.append("")
             self.outputs.append("")
@@ -91,6 +94,7 @@ class ValidationSamples:
             "val-aux/num_turns/min": float(turns.min()),
             "val-aux/num_turns/max": float(turns.max()),
             "val-aux/num_turns/mean": float(turns.mean()),
+            "val-aux/env_faults": float(self.num_faults),
         }
 
 

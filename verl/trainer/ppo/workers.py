@@ -7,6 +7,7 @@ they are mapped to (`placing`).
 from typing import Any
 
 from verl.agent_loop.manager import AgentLoopManager
+from verl.algos.rollout_correction.apply import choose_bypass_loss
 from verl.config.async_plan import plan_of
 from verl.config.ppo import PPOConfig
 from verl.single_controller.base.colocation import ClassWithInitArgs
@@ -64,8 +65,7 @@ class RunWorkers:
         section = self.config.actor_rollout_ref
         correction = self.config.algorithm.rollout_correction
         if correction.bypass_mode:  # the actor chooses its loss when it is built
-            section.actor.policy_loss.rollout_correction = correction
-            section.actor.policy_loss.loss_mode = "bypass_mode"
+            choose_bypass_loss(correction, section.actor.policy_loss)
         self.resource_pool_manager.create_resource_pool()
         groups = self.placer.start(self._roles_by_pool())
         for group in groups.values():

@@ -8,11 +8,14 @@ from torch import Tensor
 
 from verl.algos.aggregate import agg_loss
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_losses.terms import is_prepared, prepare_loss
+from verl.algos.policy_losses.reinforce import bypassed_loss
+from verl.algos.policy_losses.terms import behaviour_metrics, is_prepared, prepare_loss
+from verl.algos.policy_losses.whole_sessions import compares_sequences, prepare_sessions
 from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
-from verl.algos.sessions import SESSION_INDEX, refuse_whole_sequence_loss, sequence_tokens
+from verl.algos.sessions import SESSION_INDEX, sequence_tokens
 from verl.config.actor import FSDPActorConfig
 from verl.models.lora import as_started
+from verl.protocol.padded import POLICY_VERSIONS
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
 from verl.workers.mini_batch import (
@@ -75,20 +78,19 @@ class Policy:
             micro_batching=self.micro_batching(),
         )
         num_columns = data["response_mask"].shape[-1]
-        if SESSION_INDEX in data.keys():  # noqa: SIM118 (a TensorDict)
-            refuse_whole_sequence_loss(config.policy_loss)
         results: list[tuple[TrainResult, dict[str, Metric]]] = []
         for step in plan.steps:
             counts = global_counts(step, num_columns, config.loss_scale_factor)
             config.global_batch_info = dict(counts)
+            is_on_policy = old_policy_version == engine.policy_version
             prepared = self._prepared(data, step)
+            if SESSION_INDEX in data.keys() and compares_sequences(config):  # noqa: SIM118
+                prepared |= self._prepared_sessions(
+                    data, step, temperature=temperature, is_on_policy=is_on_policy
+                )
             result = engine.train_batch(
                 data.copy().update(prepared),
-                partial(
-                    self.loss,
-                    prepared=tuple(prepared),
-                    is_on_policy=old_policy_version == engine.policy_version,
-                ),
+                partial(self.loss, prepared=tuple(prepared), is_on_policy=is_on_policy),
                 micro_batching=step.passes[engine.get_data_parallel_rank()],
                 temperature=temperature,
             )
@@ -99,17 +101,51 @@ class Policy:
 
     def _prepared(self, data: TensorDict, step: StepPlan) -> dict[str, Tensor]:
         """Columns that the loss wants made from all rows of the step, those of all ranks."""
-        if not is_prepared(self.policy_loss):
+        loss_fn = bypassed_loss(self.config)
+        if not is_prepared(loss_fn):
             return {}
         names = ("old_log_probs", "advantages", "response_mask")
         old_log_prob, advantages, mask = whole_step_columns(data, names, step, self.engine).values()
         made = prepare_loss(
-            self.policy_loss,
+            loss_fn,
             old_log_prob=old_log_prob,
             advantages=advantages,
             response_mask=mask,
             config=self.config,
         )
+        return self._own_rows(data, step, made)
+
+    def _prepared_sessions(
+        self, data: TensorDict, step: StepPlan, *, temperature: float, is_on_policy: bool
+    ) -> dict[str, Tensor]:
+        """Columns of a loss on whole sequences, from all rows of the sessions of the step.
+
+        Costs a forward pass over the step's rows, except on-policy, where all ratios are 1.
+        """
+        log_probs = data["old_log_probs"]
+        if not is_on_policy:
+            passes = step.passes[self.engine.get_data_parallel_rank()]
+            found = self.engine.infer_batch(data, micro_batching=passes, temperature=temperature)
+            log_probs = found["log_probs"].to(log_probs.device)
+        names = ["old_log_probs", "advantages", "response_mask", SESSION_INDEX]
+        names += [name for name in ("rollout_is_weights",) if name in data.keys()]  # noqa: SIM118
+        rows = data.select(*names).update({"log_probs": log_probs})
+        columns = whole_step_columns(rows, [*names, "log_probs"], step, self.engine)
+        made = prepare_sessions(
+            log_prob=columns["log_probs"],
+            old_log_prob=columns["old_log_probs"],
+            advantages=columns["advantages"],
+            response_mask=columns["response_mask"],
+            session_index=columns[SESSION_INDEX],
+            config=self.config,
+            rollout_is_weights=columns.get("rollout_is_weights"),
+        )
+        return self._own_rows(data, step, made)
+
+    def _own_rows(
+        self, data: TensorDict, step: StepPlan, made: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Of columns over all rows of a step, this rank's, in their places; 0 for other rows."""
         rows = step.rows_of(self.engine.get_data_parallel_rank())
         columns = {}
         for name, values in made.items():
@@ -143,6 +179,9 @@ class Policy:
         drift = ((log_prob.detach() - stored).abs() * mask).sum() / mask.sum().clamp_min(1)
         if is_on_policy:
             report["actor/old_log_prob_error"] = drift
+        if POLICY_VERSIONS in rows.keys():  # noqa: SIM118 (a TensorDict)
+            sampled = rows["rollout_log_probs"]
+            report |= behaviour_metrics(log_prob.detach(), sampled, mask, config)
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * self._aggregate(entropy, mask)
         mean_entropy = (entropy.detach() * mask).sum() / mask.sum().clamp_min(1)
