@@ -31,6 +31,7 @@ def separate(folder, place="process", *, every=1, staleness=2, **options):
         *settings(folder, **options),
         *PLACES[place],
         "async_training.reply_tokens=2",
+        "algorithm.rollout_correction.bypass_mode=true",
         f"{ROLLOUT}.free_cache_engine=false",
         "trainer.use_v1=true",
         "trainer.v1.trainer_mode=separate_async",
