@@ -52,7 +52,7 @@ test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: a
 
 test-kernels: $(STAMP)  ## Compare the GPU kernels with plain torch, through Triton's interpreter
 	$(BIN)/pip install --quiet --no-deps triton==3.6.0
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py tests/workers/rollout/test_prefill_buckets.py tests/workers/rollout/test_paged_batch.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/models/kernels tests/workers/rollout/test_kernel_batch.py tests/workers/rollout/test_prefill_buckets.py tests/workers/rollout/test_paged_batch.py tests/workers/rollout/test_kernel_sessions.py
 
 test-gpu: $(STAMP)  ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu -W default -n 8 --dist loadfile $(GPU_TESTS)

@@ -19,6 +19,8 @@ from typing import Any
 from benchmarks.gpu import trainer_step
 from benchmarks.gpu.measuring import environment, write
 from benchmarks.gpu.workload import Workload, hf_tokenizer, vocabulary_of, workload_parser
+from verl.trainer import plan_async
+from verl.trainer.ppo.asynchronous import TIMELINE
 
 KEPT = (
     "timing_s/step",
@@ -46,6 +48,18 @@ def mode_settings(staleness: int, kv: str) -> dict[str, Any]:
     }
 
 
+def predictions(timeline: Path, ahead: Sequence[int]) -> dict[str, float]:
+    """Seconds per step that one run foretells for the others."""
+    plan, steps = plan_async.read_timeline(timeline)
+    costs = plan_async.fitted(plan, steps)
+    return {
+        f"ahead_{number}": plan_async.predict(
+            dataclasses.replace(plan, staleness=float(number)), steps, costs
+        ).seconds_per_step
+        for number in ahead
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = workload_parser(__doc__.partition("\n")[0])
     parser.add_argument("--micro-tokens", type=int, default=43008)
@@ -59,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     work = Workload.of(options)
     plain_settings = trainer_step.settings
-    modes = [("sync", -1, "recompute")]
+    modes = [("warm_up", -1, "recompute"), ("sync", -1, "recompute")]
     modes += [(f"ahead_{s}", s, "recompute") for s in options.staleness]
     modes += [(f"ahead_{s}_keep", s, "keep") for s in options.staleness if options.keep]
     found: dict[str, Any] = {}
@@ -75,12 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         all_steps = options.steps
         for label, staleness, kv in modes:
             options.steps = options.sync_steps if staleness < 0 else all_steps
+            if label == "warm_up":  # kernels are compiled once per machine
+                options.steps = 4
             rollout = "actor_rollout_ref.rollout"
             changes = {
                 f"{rollout}.agent.agent_loop_config_path": loops,
                 f"{rollout}.agent.default_agent_loop": "long_tail",
                 f"{rollout}.max_num_seqs": work.sequences * (max(staleness, 0) + 1),
                 "trainer.experiment_name": label,
+                "trainer.default_local_dir": folder / label,
                 **mode_settings(staleness, kv),
             }
             trainer_step.settings = lambda *args, changes=changes: {
@@ -96,7 +113,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "run_seconds": time.perf_counter() - start,
                 "steps": [{key: step[key] for key in KEPT if key in step} for step in steps],
             }
-            ratio = found[label]["seconds_per_step"] / found["sync"]["seconds_per_step"]
+            timeline = folder / label / TIMELINE
+            if timeline.exists():
+                found[label]["predicts"] = predictions(timeline, [0, *options.staleness])
+            base = found.get("sync", found[label])
+            ratio = found[label]["seconds_per_step"] / base["seconds_per_step"]
             found[label]["ratio_to_sync"] = ratio
             print(label, f"{found[label]['seconds_per_step']:.2f} s a step, {ratio:.2f} of sync",
                   flush=True)  # fmt: skip

@@ -180,6 +180,8 @@ class Service:
     def close(self) -> None:
         self.process.kill()
         self.process.wait(timeout=10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tests.chaos.strikes import Strike, Strikes
+from tests.pace import pace
 
 TITLES = ("where", "who", "fault", "phase", "detected after", "recovered after", "verdict")
 
@@ -35,7 +36,11 @@ class Row:
 
 def rows_of(strikes: Strikes, where: str, limits: dict[str, float]) -> list[Row]:
     """A row for each strike that was planned, in the order of steps; `limits` are by fault."""
-    rows = [_row(strikes, strike, where, limits[strike.fault]) for strike in strikes.planned()]
+    slowness = pace()
+    rows = [
+        _row(strikes, strike, where, slowness * limits[strike.fault])
+        for strike in strikes.planned()
+    ]
     shown.extend(rows)
     return rows
 

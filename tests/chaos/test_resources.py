@@ -102,7 +102,7 @@ def can_mount():
 )
 def test_a_run_without_resources_ends_with_an_exit_code_and_the_cause(own_toy, tmp_path, lacks):
     if lacks == "memory":
-        options = limited(resource.RLIMIT_AS, 1_200_000_000)
+        options = limited(resource.RLIMIT_AS, 800_000_000)
         code, said = command(own_toy, tmp_path / "run", **options)
         causes = ("MemoryError", "Cannot allocate memory", "failed to map", "not enough memory")
     elif lacks == "descriptors":

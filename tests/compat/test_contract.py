@@ -31,7 +31,7 @@ EXPIRATION = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
     ],
 )
 def test_the_end_of_an_instance_may_have_a_fraction(monkeypatch, ends_in, step, options, expected):
-    text = "soon" if ends_in is None else f"{time.time() + ends_in:.2f}"
+    text = "soon" if ends_in is None else f"{int(time.time()) + ends_in}.04"
     monkeypatch.setenv(EXPIRATION, text)
     assert should_save_ckpt_esi(step, **options) is expected
 

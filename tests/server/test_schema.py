@@ -86,9 +86,11 @@ def test_a_few_hundred_requests_find_no_violation(talking):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_thousands_of_requests_find_no_violation(talking):
-    """Five minutes of a core make 20,000: SCHEMA_REQUESTS=20000."""
-    num_requests = int(os.environ.get("SCHEMA_REQUESTS", "4000"))
-    faults, num_cases = faults_and_cases(talking, max_examples=round(0.55 * num_requests))
+    """Those at the boundaries are among the few hundred. SCHEMA_REQUESTS=20000 takes long."""
+    num_requests = int(os.environ.get("SCHEMA_REQUESTS", "2000"))
+    faults, num_cases = faults_and_cases(
+        talking, max_examples=round(0.55 * num_requests), with_boundary_cases=False
+    )
     assert not faults, "\n\n".join(faults[:20])
     assert num_cases >= num_requests
 

@@ -77,11 +77,6 @@ def test_of_several_meshes_the_one_of_that_name_is_taken_not_the_last():
         outer.set_dispatch_collect("critic", **inner.get_dispatch_collect())
 
 
-def test_transfer_queue_is_refused_with_a_way_out():
-    with pytest.raises(ValueError, match=r"leave transfer_queue\.enable false"):
-        Worker().create_transferqueue_client({})
-
-
 def test_rank_descriptions_have_the_documented_fields():
     assert DistRankInfo(tp_rank=0, dp_rank=1, pp_rank=2, cp_rank=3).cp_rank == 3
     assert DistGlobalInfo(tp_size=1, dp_size=2, pp_size=3, cp_size=4).dp_size == 2

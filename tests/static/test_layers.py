@@ -119,7 +119,7 @@ def test_facades_only_re_export_and_stay_short():
 
 
 ENGINES = {
-    "ray": "verl.single_controller.ray",
+    "ray": ("verl.single_controller.ray", "verl.data_plane.on_ray"),
     "vllm": "verl.workers.rollout.vllm_rollout",
     "sglang": "verl.workers.rollout.sglang_rollout",
     "megatron": "verl.workers.engine.megatron",

@@ -30,7 +30,7 @@ from verl.utils.fsdp_utils import (
 from verl.utils.net_utils import get_free_port, is_valid_ipv6_address
 from verl.utils.profiler.performance import reduce_timing, topk_reduce_ratio_min_max
 from verl.utils.recipe_helpers import create_device_mesh, get_sharding_strategy
-from verl.utils.transferqueue_utils import create_transferqueue_client, tqbridge
+from verl.utils.transferqueue_utils import tqbridge
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 MASK = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
@@ -156,6 +156,4 @@ def test_ports_addresses_and_queues():
         assert holder.getsockname() == ("127.0.0.1", port)
     assert is_valid_ipv6_address("::1")
     assert not is_valid_ipv6_address("127.0.0.1")
-    assert tqbridge()(max) is max
-    with pytest.raises(NotImplementedError, match="TransferQueue"):
-        create_transferqueue_client()
+    assert tqbridge(put_data=False)(max)(1, 2) == 2  # nothing is stored: it is the function

@@ -1,6 +1,7 @@
 """The run: how long, on what, how often it saves, what a checkpoint holds, where it reports."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from verl.config.async_training import V1Config
@@ -181,7 +182,14 @@ class RayKwargsConfig(BaseConfig):
     """File for Ray's timeline of the run; null writes none."""
 
 
-NO_QUEUE = never("transfer_queue.enable is refused")
+WITH_QUEUE = When(
+    lambda here, run: run.transfer_queue.enable, "only transfer_queue.enable=True uses it"
+)
+IN_PACKAGE = When(
+    lambda here, run: run.transfer_queue.enable and find_spec("transfer_queue") is not None,
+    "only the package TransferQueue uses it, with transfer_queue.enable=True; without the package "
+    "rows travel as objects of Ray, or stay in the process",
+)
 
 
 def _mooncake() -> dict[str, Any]:
@@ -201,10 +209,10 @@ def _mooncake() -> dict[str, Any]:
 class SimpleStorageConfig(BaseConfig):
     """The store of the package itself."""
 
-    total_storage_size: int = option(100000, minimum=1, used_if=NO_QUEUE)
-    """Rows the store has room for."""
+    total_storage_size: int = option(100000, minimum=1, used_if=WITH_QUEUE)
+    """Entries the data plane has room for, whatever holds them; one more is refused."""
 
-    num_data_storage_units: int = option(8, minimum=1, used_if=NO_QUEUE)
+    num_data_storage_units: int = option(8, minimum=1, used_if=IN_PACKAGE)
     """Processes that hold the data."""
 
 
@@ -212,13 +220,13 @@ class SimpleStorageConfig(BaseConfig):
 class QueueBackendConfig(BaseConfig):
     """Where the rows are."""
 
-    storage_backend: str = option("SimpleStorage", used_if=NO_QUEUE)
+    storage_backend: str = option("SimpleStorage", used_if=IN_PACKAGE)
     """The kind of store."""
 
     SimpleStorage: SimpleStorageConfig = option(default_factory=SimpleStorageConfig)
     """The store of the package itself."""
 
-    MooncakeStore: dict[str, Any] = option(default_factory=_mooncake, used_if=NO_QUEUE)
+    MooncakeStore: dict[str, Any] = option(default_factory=_mooncake, used_if=IN_PACKAGE)
     """Settings of the store Mooncake."""
 
 
@@ -226,10 +234,10 @@ class QueueBackendConfig(BaseConfig):
 class QueueMetricsConfig(BaseConfig):
     """What the store says about itself."""
 
-    enabled: bool = option(False, used_if=NO_QUEUE)
+    enabled: bool = option(False, used_if=IN_PACKAGE)
     """Serve its metrics."""
 
-    port: int = option(0, minimum=0, used_if=NO_QUEUE)
+    port: int = option(0, minimum=0, used_if=IN_PACKAGE)
     """Port for them; 0 takes a free one."""
 
 
@@ -237,13 +245,10 @@ class QueueMetricsConfig(BaseConfig):
 class TransferQueueConfig(BaseConfig):
     """Batches kept in a distributed store instead of passing through the controller."""
 
-    enable: bool = option(
-        False,
-        absent=Absent(
-            "batches travel through the controller, there is no TransferQueue yet: leave it out"
-        ),
-    )
-    """Use the store. Needs the TransferQueue package."""
+    enable: bool = False
+    """Keep the columns of a step in a data plane: ranks fetch their rows, the controller has
+    lengths and scalars. In one process rows are passed as they are; on Ray the package
+    TransferQueue holds them where it is installed, else Ray's object store."""
 
     metrics: QueueMetricsConfig = option(default_factory=QueueMetricsConfig)
     """What the store says about itself."""
@@ -251,16 +256,20 @@ class TransferQueueConfig(BaseConfig):
     backend: QueueBackendConfig = option(default_factory=QueueBackendConfig)
     """Where the rows are."""
 
-    num_global_batch: int = option(1, minimum=1, used_if=NO_QUEUE)
+    num_global_batch: int = option(
+        1, minimum=1, used_if=never("backend.SimpleStorage.total_storage_size bounds the store")
+    )
     """Batches the store has room for."""
 
     storage_backend: str = option(
         "AsyncSimpleStorageManager",
-        used_if=NO_QUEUE,
+        used_if=never("backend.storage_backend decides"),
     )
     """Class that manages the store."""
 
-    num_data_storage_units: int = option(8, minimum=1, used_if=NO_QUEUE)
+    num_data_storage_units: int = option(
+        8, minimum=1, used_if=never("backend.SimpleStorage.num_data_storage_units decides")
+    )
     """Processes that hold the data."""
 
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from verl.config.async_plan import plan_of
 from verl.config.ppo import PPOConfig
 from verl.config.roles import async_mode
+from verl.data_plane import PlaneLost
 from verl.models.loading import read_config
 from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
@@ -24,6 +25,7 @@ from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.scoring import asks_over_http
 from verl.trainer.ppo.session import as_ppo_config, run_locks
+from verl.trainer.ppo.stored import with_stored_batches
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.v1.trainers import trainer_of_mode
@@ -138,7 +140,7 @@ class TaskRunner:
             try:
                 self._train(trainer)
                 return
-            except (WorkerDied, WorkerTimeout) as error:
+            except (WorkerDied, WorkerTimeout, PlaneLost) as error:
                 trainer.stop_workers()
                 if restarts_left == 0:
                     raise
@@ -174,7 +176,10 @@ class TaskRunner:
             path = copy_to_local(model.path)
             read_config(path, dict(model.override_config), model.trust_remote_code)
         kwargs = {**config.reward_model.reward_kwargs, **self.served_reward_model(config)}
-        return self.trainer_for(config)(
+        trainer_class = self.trainer_for(config)
+        if config.transfer_queue.enable:
+            trainer_class = with_stored_batches(trainer_class)
+        return trainer_class(
             config=config,
             tokenizer=tokenizer,
             processor=processor,

@@ -88,7 +88,10 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.utils.trainer": {},
     "verl.utils.trainer.core_algos": "verl.trainer.ppo.core_algos",
     "verl.utils.transferqueue_utils": names(
-        _HELPERS, "create_transferqueue_client", "get_transferqueue_client", "tqbridge"
+        "verl.data_plane.batch",
+        "create_transferqueue_client",
+        "get_transferqueue_client",
+        "tqbridge",
     ),
     "verl.workers.rollout.async_server": names(
         "verl.workers.rollout.replica",

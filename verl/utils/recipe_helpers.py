@@ -55,21 +55,6 @@ def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> Non
     free_cached_memory()
 
 
-def tqbridge(*args: Any, **kwargs: Any) -> Callable[[Function], Function]:
-    """A decorator that leaves a method as it is: batches travel through the controller."""
-    return lambda method: method
-
-
-def create_transferqueue_client(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(
-        "there is no TransferQueue here: batches travel through the controller, and "
-        "transfer_queue.enable stays False"
-    )
-
-
-get_transferqueue_client = create_transferqueue_client
-
-
 # ---- metrics -------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ FOREVER = threading.Event()
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_hangs_afterwards():
+    FOREVER.clear()  # the module may be left and entered again
     yield
     FOREVER.set()
 

@@ -21,7 +21,8 @@ def runner():
 
 
 def limits(max_cache_bytes, **changes):
-    sizes = {"max_num_seqs": 4, "max_prompt_tokens": 50, "max_response_tokens": 100, **changes}
+    sizes = {"max_num_seqs": 4, "max_prompt_tokens": 50, "max_response_tokens": 100}
+    sizes |= {"max_session_bytes": 0, **changes}
     return EngineLimits(max_cache_bytes=max_cache_bytes, **sizes)
 
 
@@ -31,8 +32,20 @@ def fit(layout, runner, limits):
 
 def test_slots_are_used_if_as_many_fit_as_are_asked_for(runner):
     size = fit(slots_or_pages, runner, limits(4 * 150 * TOKEN_BYTES))
-    assert (size.is_paged, size.num_slots, size.num_rows) == (False, 4, 4)
+    assert (size.is_paged, size.num_slots, size.num_rows) == (False, 1 + 4, 4)
     assert (size.shape.max_prompt_tokens, size.shape.max_response_tokens) == (50, 100)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_slots", "num_pages"), [(0, 0, 0), (450, 2, 7), (10**9, 16, 36)]
+)
+def test_sessions_get_slots_or_pages_of_their_own(runner, num_tokens, num_slots, num_pages):
+    """One of the slots is nobody's, and there are at most four times those of running sequences."""
+    for num_bytes, num_kept in ((0, num_slots), (-1, num_pages)):
+        found = limits(
+            4 * 150 * TOKEN_BYTES + num_bytes, max_session_bytes=num_tokens * TOKEN_BYTES
+        )
+        assert fit(slots_or_pages, runner, found).num_kept == num_kept
 
 
 def test_with_a_byte_less_the_memory_is_cut_into_pages_and_that_is_said(runner, caplog):
@@ -91,3 +104,29 @@ def test_weights_that_leave_nothing_are_refused_when_the_cache_is_built():
     limits = cache.beside_weights(EngineLimits(max_cache_bytes=100), module)
     with pytest.raises(ValueError, match=r"gpu_memory_utilization"):
         limits.num_slots(1024)
+
+
+class HostBytes:
+    """What `SteadyMemory` gives, without a GPU."""
+
+    def __init__(self, num_bytes, device):
+        self.octets = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def as_bytes(self):
+        return self.octets
+
+    def unmap(self):
+        pass
+
+
+def test_layers_of_a_steady_cache_share_all_of_its_memory_and_none_with_another(
+    runner, monkeypatch
+):
+    monkeypatch.setattr(cache, "SteadyMemory", HostBytes)
+    shape = fit(slots_or_pages, runner, limits(4 * 150 * TOKEN_BYTES)).shape
+    steady = cache.SteadyKVCache(shape, 4)
+    parts = [part for pair in (*steady.prompt, *steady.response) for part in pair]
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    assert [set(part.unique().tolist()) for part in parts] == [{n} for n in range(len(parts))]
+    assert sum(part.nbytes for part in parts) == len(steady._memory.octets)

@@ -14,7 +14,11 @@ from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 from verl.workers.rollout.native.pages import PAGE
 
 LIMITS = EngineLimits(
-    max_num_seqs=6, max_prompt_tokens=70, max_response_tokens=80, tokens_per_step=3
+    max_num_seqs=6,
+    max_prompt_tokens=70,
+    max_response_tokens=80,
+    max_session_bytes=0,
+    tokens_per_step=3,
 )
 SETTINGS = {"sampling": {}, "greedy": {"temperature": 0.0}, "penalty": {"repetition_penalty": 1.4}}
 
@@ -204,7 +208,11 @@ def test_a_third_of_the_memory_gives_the_tokens_of_all_of_it():
     """64 prompts x 4 of mixed lengths; a third of 256 slots of 768 tokens is 1,024 pages."""
     model = tiny_model("qwen2", max_position_embeddings=1024).cuda()
     limits = EngineLimits(
-        max_num_seqs=256, max_prompt_tokens=256, max_response_tokens=512, tokens_per_step=8
+        max_num_seqs=256,
+        max_prompt_tokens=256,
+        max_response_tokens=512,
+        max_session_bytes=0,
+        tokens_per_step=8,
     )
     generator = torch.Generator().manual_seed(4)
     asked = [

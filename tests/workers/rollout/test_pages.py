@@ -14,13 +14,21 @@ from verl.workers.rollout.native.pages import (
     PageBudget,
     PagePool,
     PageTable,
+    SlotPoolBudget,
     pages_for,
 )
 from verl.workers.rollout.native.scheduler import Scheduler
+from verl.workers.rollout.native.sessions import KnownTokens, SessionStore
 
 
-def build_budget(num_pages, *, num_rows=8, max_tokens=8 * PAGE, lookahead=8):
-    return PageBudget(num_pages, num_rows=num_rows, max_tokens=max_tokens, lookahead=lookahead)
+def build_budget(num_pages, *, num_rows=8, max_tokens=8 * PAGE, lookahead=8, num_kept=0):
+    return PageBudget(
+        num_pages,
+        num_rows=num_rows,
+        max_tokens=max_tokens,
+        lookahead=lookahead,
+        num_kept=num_kept,
+    )
 
 
 def paged_group(budget, name, num_samples, prompt_length, num_tokens):
@@ -182,6 +190,129 @@ def test_every_group_finishes_however_few_pages_there_are():
         assert all(s.num_tokens == simulation.lengths[s] for g in groups for s in g.samples)
         num_gave_way += simulation.num_gave_way
     assert num_gave_way > 50
+
+
+class Talks:
+    """Conversations whose turns come in any order, on slots or on pages; some turn back, some are
+    closed, samples of a group go on alone."""
+
+    def __init__(self, seed):
+        rng = self.rng = random.Random(seed)
+        self.num_rows, num_kept = rng.randint(1, 5), rng.choice([0, 1, 4, 30])
+        self.max_prompt, self.max_response = rng.randint(1, 150), rng.randint(20, 300)
+        max_tokens = self.max_prompt + self.max_response
+        if rng.random() < 0.5:
+            self.budget = SlotPoolBudget(
+                self.num_rows,
+                num_kept,
+                prompt_tokens=self.max_prompt,
+                response_tokens=self.max_response,
+            )
+        else:
+            num_pages = pages_for(max_tokens) + 1 + rng.choice([0, 3, 30]) + num_kept
+            self.budget = build_budget(
+                num_pages, num_rows=self.num_rows, max_tokens=max_tokens, num_kept=num_kept
+            )
+        self.sessions = SessionStore(0, self.budget.release)
+        self.budget.evict = self.sessions.evict
+        self.scheduler = Scheduler(self.num_rows, 10_000, self.budget)
+        self.histories = {f"s{number}": [number] for number in range(8)}
+        self.num_known = 0
+
+    def submit(self):
+        rng, names = self.rng, self.rng.sample(sorted(self.histories), 3)
+        history = self.histories[names[0]]
+        history = history[: rng.choice([len(history), rng.randint(1, len(history))])]
+        history = (history + [rng.randint(0, 1) for _ in range(rng.randint(1, 40))])[
+            : self.max_prompt + self.max_response - 1
+        ]
+        room = self.max_response - max(0, len(history) - self.max_prompt)
+        limit = min(rng.choice([1, 10, 1000]), room)
+        most = self.budget.most_samples(len(history), limit)
+        count = min(rng.choice([1, 1, 3]), most)
+        group = build_group(names[0], count, num_tokens=limit)
+        group.prompt_ids = history
+        for sample, name in zip(group.samples, names, strict=False):
+            sample.session_id = name
+        self.scheduler.add(group)
+
+    def step(self):
+        for group in self.scheduler.admit(self.sessions):
+            self.num_known += len(group.known.token_ids)
+            group.known = KnownTokens()
+            self.check()
+            self.give(group.unfinished, 1)
+        rows = self.scheduler.rows
+        while isinstance(self.budget, PageBudget) and not self.budget.grow(
+            rows, [row.num_tokens + 4 for row in rows]
+        ):
+            youngest = self.scheduler.youngest
+            self.take_out(youngest.unfinished, [youngest])
+            self.scheduler.requeue(youngest)
+        self.check()
+        self.give(list(rows), 4)
+        if self.rng.random() < 0.1:
+            self.sessions.close(self.rng.choice(sorted(self.histories)))
+
+    def give(self, samples, number):
+        for sample in samples:
+            left = sample.group.token_limit - sample.num_tokens
+            sample.output.token_ids += [self.rng.randint(0, 1) for _ in range(min(number, left))]
+            if number >= left or self.rng.random() < 0.1:
+                sample.output.stop_reason = "stop"
+                self.histories[sample.session_id] = sample.token_ids
+                kept = self.budget.keep(sample)
+                self.sessions.put(sample.session_id, KnownTokens(sample.token_ids[:-1], kept=kept))
+        ended = [row for row in self.scheduler.rows if row.is_finished]
+        self.take_out(ended, [g for g in self.scheduler.groups if not g.unfinished])
+
+    def take_out(self, rows, groups):
+        for sample in rows:
+            self.scheduler.leave(sample)
+        for group in groups:
+            self.scheduler.leave_group(group)
+
+    def check(self):
+        """What a row or a session writes to is nobody else's."""
+        budget, rows = self.budget, self.scheduler.rows
+        idle = [known.kept for known in self.sessions._sessions.values()]
+        own = [budget.pool.held(row) for row in rows] + [budget.pool.held(k.own) for k in idle]
+        written = [page for pages in own for page in pages]
+        assert len(set(written)) == len(written)
+        shared = {p for g in self.scheduler.groups for p in budget.prompts.held(g)}
+        shared |= {page for kept in idle for page in budget.prompts.held(kept.shared)}
+        assert SCRATCH not in {*written, *shared}
+        assert len({budget.slot_of(row) for row in rows}) == len(rows)
+        if isinstance(budget, PageBudget):
+            assert not shared & set(written)
+            assert budget.pool.num_free == budget.pool.capacity - len({*written, *shared})
+            assert budget.pool.num_busy <= budget.capacity
+        else:
+            assert budget.pool.num_free == budget.pool.capacity - len(written)
+            assert budget.prompts.num_free == budget.pool.capacity - len(shared)
+            for row in rows:
+                most = len(row.group.prompt_ids) + row.group.token_limit - row.group.num_shared
+                assert most <= self.max_response
+
+
+def test_sessions_keep_nobody_out_write_to_nobody_elses_memory_and_leak_none():
+    num_known = 0
+    for seed in range(150):
+        talks = Talks(seed)
+        for _ in range(40):
+            talks.submit()
+            for _ in range(talks.rng.randint(0, 3)):
+                talks.step()
+        for _ in range(5000):
+            if not talks.scheduler.unfinished:
+                break
+            talks.step()
+        assert not talks.scheduler.unfinished, f"schedule {seed} does not come to an end"
+        talks.sessions.clear()
+        for pool in (talks.budget.prompts, talks.budget.pool):
+            assert (pool.num_free, pool.num_busy) == (pool.capacity, 0)
+        num_known += talks.num_known
+    assert num_known > 10_000, "turns went on from what was kept"
 
 
 HOLDERS = ["a", "b", "c", "d"]

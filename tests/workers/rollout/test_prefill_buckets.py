@@ -20,11 +20,11 @@ from verl.workers.rollout.native.sessions import KnownTokens
 NUM_SLOTS, MAX_TOKENS = 9, 128
 
 
-def sequence(num_tokens, num_shared, prompt_slot, slots):
+def sequence(num_tokens, num_shared, prompt_slot, slots, **options):
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(3, 90, (num_tokens,), generator=generator).tolist()
     return PrefillSequence(
-        token_ids=ids, num_shared=num_shared, prompt_slot=prompt_slot, slots=slots
+        token_ids=ids, num_shared=num_shared, prompt_slot=prompt_slot, slots=slots, **options
     )
 
 
@@ -35,10 +35,15 @@ BATCHES = {
     "longer than a prompt slot": [sequence(5, 5, 2, [3]), sequence(77, 70, 5, [8, 1, 4])],
     "samples that ran before": [
         sequence(12, 9, 6, [0]),
-        sequence(15, 9, None, [2]),
+        sequence(15, 9, 6, [2], fills_prompt=False),
         sequence(3, 3, 1, [7]),
     ],
-    "a prompt that is there already": [sequence(15, 9, None, [3])],
+    "a prompt that is there already": [sequence(15, 9, 6, [3], fills_prompt=False)],
+    "a turn that goes on in its slots, beside one that begins": [
+        sequence(40, 30, 2, [4], known=KnownTokens([0] * 33)),
+        sequence(45, 40, 5, [0], known=KnownTokens([0] * 35)),
+        sequence(20, 14, 1, [3, 6]),
+    ],
 }
 
 
@@ -115,8 +120,6 @@ def test_the_first_prefill_takes_the_largest_size_and_later_ones_the_next_larger
     # 29 new tokens, but 5 * 26 copies into rows' own slots.
     assert buckets.last_hidden([sequence(29, 3, 0, [0, 1, 2, 3, 4])]) is None
     assert buckets.last_hidden([sequence(129, 129, 0, [0])]) is None
-    known = dataclasses.replace(BATCHES["exactly a size"][0], known=KnownTokens([1, 2]))
-    assert buckets.last_hidden([known]) is None
     assert len(kinds) == 4
 
 

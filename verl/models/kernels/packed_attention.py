@@ -74,18 +74,24 @@ class Tiles:
         table = np.array(
             [(s.start, s.length, s.shared_start, s.num_shared) for s in sequences], dtype=np.int32
         ).reshape(-1, 4)
-        counts = -(-table[:, 1] // num_tokens)
-        sequence = np.arange(len(table)).repeat(counts)
-        # A sequence's last piece sees most keys; it comes first, so that none waits for it at last.
-        piece = counts.cumsum()[sequence] - 1 - np.arange(len(sequence))
-        columns = np.stack([(piece * num_tokens).astype(np.int32), *table[sequence].T])
+        columns = tile_columns(table, num_tokens)
         self.columns = without_waiting(torch.from_numpy(columns), device)  # (5, pieces)
         self.num_tokens = int(table[:, 1].sum())
 
 
+def tile_columns(table: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Pieces of `num_tokens` tokens of the sequences that are lines of `table` int32, whose lengths
+    are its second column: the first token of each, and the columns of its sequence."""
+    counts = -(-table[:, 1] // num_tokens)
+    sequence = np.arange(len(table)).repeat(counts)
+    # A sequence's last piece sees most keys; it comes first, so that none waits for it at last.
+    piece = counts.cumsum()[sequence] - 1 - np.arange(len(sequence))
+    return np.stack([(piece * num_tokens).astype(np.int32), *table[sequence].T])
+
+
 def tokens_per_tile(query: Tensor, key: Tensor) -> int:
-    """Tokens of one program, for queries (N, heads, D) and keys (N, KV heads, D)."""
-    return max(1, _num_rows(query) // (query.shape[1] // key.shape[1]))
+    """Tokens of one program, for queries (N, heads, D) and keys (any number, KV heads, ...)."""
+    return max(1, num_queries(query) // (query.shape[1] // key.shape[1]))
 
 
 def launch_options(query: Tensor, num_rows: int) -> dict[str, int]:
@@ -101,7 +107,8 @@ def launch_options(query: Tensor, num_rows: int) -> dict[str, int]:
     return options | {"maxnreg": REGISTERS_OF_NARROW_HEADS} if width <= NARROW else options
 
 
-def _num_rows(query: Tensor) -> int:
+def num_queries(query: Tensor) -> int:
+    """Of a program: tokens times query heads of a KV head."""
     fits = _width(query) <= WIDE and not _is_crowded(query)
     num_rows = ROWS if fits else ROWS_OF_WIDE_HEADS
     return rows_that_fit(num_rows, query, num_keys=BLOCK)
@@ -140,7 +147,7 @@ def packed_attention(
         output.zero_()
     log_sum = torch.zeros(num_heads, num_tokens, dtype=torch.float32, device=query.device)
     heads = num_heads // num_kv_heads
-    num_rows = max(_num_rows(query), triton.next_power_of_2(heads))
+    num_rows = max(num_queries(query), triton.next_power_of_2(heads))
     _packed_attention[(tiles.columns.shape[1], num_kv_heads)](
         query, key, value, shared_key, shared_value, output, log_sum,
         *tiles.columns, query if sinks is None else sinks, scaling, softcap or 0.0, num_tokens,

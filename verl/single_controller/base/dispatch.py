@@ -6,7 +6,7 @@ where `output` is a list with one result (or reference to one) per rank. `Dispat
 name the modes, to which users may add; which functions belong to which mode is in
 `decorator.DISPATCH_MODE_FN_REGISTRY`. Batches are split and joined by `split` and `join`, which
 know `DataProto`, `DataProtoFuture` and `TensorDict`; another kind of batch is added with
-`split.register(...)` and `join.register(...)`.
+`split.register(...)`, `narrow.register(...)` and `join.register(...)`.
 
 In a mesh the ranks of one data-parallel group share a part of the batch. A worker registers for
 each mesh its data-parallel rank and whether its result counts
@@ -20,7 +20,7 @@ from functools import partial, singledispatch
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 
 from verl.protocol import BatchError, DataProto, DataProtoFuture, pad_dataproto_to_divisor
 from verl.protocol.ops import concat_meta_info
@@ -115,6 +115,25 @@ def shallow_copy(batch: DataProto) -> DataProto:
         non_tensor_batch=dict(batch.non_tensor_batch),
         meta_info=dict(batch.meta_info),
     )
+
+
+@singledispatch
+def narrow(arg: Any, columns: Sequence[str]) -> Any:
+    """Of a batch only these columns, those that it has; anything else as it is."""
+    return arg
+
+
+@narrow.register
+def _(arg: DataProto, columns: Sequence[str]) -> Any:
+    tensors = [] if arg.batch is None else [key for key in columns if key in arg.batch]
+    arrays = [key for key in columns if key in arg.non_tensor_batch]
+    return arg.select(batch_keys=tensors, non_tensor_batch_keys=arrays)
+
+
+@narrow.register
+def _(arg: TensorDictBase, columns: Sequence[str]) -> Any:
+    whole_batch = [key for key, value in arg.items() if isinstance(value, NonTensorData)]
+    return arg.select(*columns, *whole_batch, strict=False)
 
 
 @singledispatch

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 
 from verl.protocol import DataProto, DataProtoFuture
 from verl.protocol.transport import concat_parts
@@ -53,6 +53,7 @@ from verl.single_controller.base.dispatch import (
     collect_dp_compute,
     dispatch_all_to_all,
     map_arguments,
+    narrow,
 )
 from verl.single_controller.base.futures import GroupFuture, expand_futures
 from verl.single_controller.base.resource_pool import ResourcePool
@@ -412,18 +413,8 @@ def _for_rank_zero(dispatch_fn: Function) -> Function:
 def _narrowed(dispatch_fn: Function, columns: Sequence[str]) -> Function:
     """Only the columns that the method reads travel."""
 
-    def narrow(arg: Any) -> Any:
-        if isinstance(arg, DataProto):
-            tensors = [] if arg.batch is None else [key for key in columns if key in arg.batch]
-            arrays = [key for key in columns if key in arg.non_tensor_batch]
-            return arg.select(batch_keys=tensors, non_tensor_batch_keys=arrays)
-        if isinstance(arg, TensorDictBase):
-            whole_batch = [key for key, value in arg.items() if isinstance(value, NonTensorData)]
-            return arg.select(*columns, *whole_batch, strict=False)
-        return arg
-
     def dispatch(group: "WorkerGroup", *args: Any, **kwargs: Any) -> Arguments:
-        args, kwargs = map_arguments(narrow, args, kwargs)
+        args, kwargs = map_arguments(partial(narrow, columns=columns), args, kwargs)
         return dispatch_fn(group, *args, **kwargs)
 
     return dispatch

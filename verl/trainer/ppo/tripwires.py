@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from verl.algos.sessions import one_row_per_session
+from verl.data_plane.batch import StoredBatch
 from verl.protocol import DataProto
 from verl.utils.environment import WentWrong
 
@@ -60,18 +61,24 @@ class TooManyBadSteps(WentWrong, RuntimeError):
 
 def require_finite(batch: DataProto, *names: str) -> None:
     """Raise `NonFiniteValues` if one of these columns holds NaN or infinity on a response token."""
-    mask = batch.batch["response_mask"].bool()
-    broken = [
-        name
-        for name in names
-        if name in batch.batch.keys() and not torch.isfinite(batch.batch[name][mask]).all()  # noqa: SIM118
-    ]
+    broken = not_finite(batch, *names)
     if broken:
         raise NonFiniteValues(batch, broken)
 
 
-def keep_for_replay(batch: DataProto, folder: Path, step: int) -> Path:
+def not_finite(batch: DataProto, *names: str) -> list[str]:
+    """Those of the columns that hold NaN or infinity on a response token."""
+    mask = batch.batch["response_mask"].bool()
+    return [
+        name
+        for name in names
+        if name in batch.batch.keys() and not torch.isfinite(batch.batch[name][mask]).all()  # noqa: SIM118
+    ]
+
+
+def keep_for_replay(batch: DataProto | StoredBatch, folder: Path, step: int) -> Path:
     """Write the tensors of a batch to disk; `DataProto.load_from_disk` gives it back."""
+    batch = batch.fetch() if isinstance(batch, StoredBatch) else batch
     folder = folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     kept = batch.select(

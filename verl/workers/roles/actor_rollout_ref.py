@@ -19,6 +19,7 @@ from verl.config.actor import FSDPActorConfig
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
+from verl.data_plane.batch import tqbridge
 from verl.models.lora import has_lora
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import (
@@ -256,6 +257,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
 
     @register(dispatch_mode=dispatch_inference(MESH, "actor"), columns=INFERENCE_COLUMNS)
     @DistProfiler.annotate(role="actor_compute_log_prob")
+    @tqbridge()
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` of the responses under the current policy.
 
@@ -281,6 +283,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
 
     @register(dispatch_mode=dispatch_inference(MESH, "ref"), columns=INFERENCE_COLUMNS)
     @DistProfiler.annotate(role="ref_compute_log_prob")
+    @tqbridge()
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` of the responses under the reference, at the rollout temperature."""
         log_probs = self.reference.compute_log_prob(
@@ -291,6 +294,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         return DataProto.from_dict(tensors={"ref_log_prob": log_probs.cpu(), **row_column(data)})
 
     @register(dispatch_mode=dispatch_update(MESH))
+    @tqbridge()
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`.
 

@@ -6,6 +6,7 @@ from omegaconf import DictConfig
 
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.critic import FSDPCriticConfig
+from verl.data_plane.batch import tqbridge
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
@@ -106,12 +107,14 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         )
 
     @register(dispatch_mode=dispatch_inference(MESH, "critic"), columns=INFERENCE_COLUMNS)
+    @tqbridge()
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` of the response tokens."""
         values = self.critic.compute_values(model_rows(data), passes=planned_passes(data))
         return DataProto.from_dict(tensors={"values": values.cpu(), **row_column(data)})
 
     @register(dispatch_mode=dispatch_update(MESH))
+    @tqbridge()
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`."""
         start = time.perf_counter()

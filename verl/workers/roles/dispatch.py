@@ -21,6 +21,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.sessions import SESSION_INDEX, session_columns
+from verl.data_plane.batch import ROW_COLUMN, StoredBatch, store_batch
+from verl.data_plane.plane import DataPlane
 from verl.protocol import DataProto, DataProtoFuture
 from verl.protocol.transport import DEFAULT_TIMEOUT_SECONDS
 from verl.single_controller.base.dispatch import (
@@ -41,8 +43,8 @@ from verl.workers.schedule import (
     plan_update,
 )
 
-ROW_COLUMN = "row_of_batch"
-"""Which row of the caller's batch an entry is; -1 for one that only fills a chunk up."""
+NUM_TOKENS, NUM_TRAINED = "num_tokens", "num_trained_tokens"
+"""Columns of a stored batch that stand for its masks."""
 
 PASSES, UPDATE_PLAN = "passes", "update_plan"
 INFERENCE_COLUMNS = (
@@ -82,7 +84,10 @@ def dispatch_update(mesh_name: str) -> ModeFunctions:
 
 
 def split_for_inference(
-    mesh_name: str, model: str, worker_group: WorkerGroup, data: DataProto | DataProtoFuture
+    mesh_name: str,
+    model: str,
+    worker_group: WorkerGroup,
+    data: DataProto | DataProtoFuture | StoredBatch,
 ) -> Arguments:
     dp_ranks, batch = worker_group.mesh_dp_ranks(mesh_name), as_batch(data)
     num_ranks = max(dp_ranks) + 1
@@ -102,7 +107,7 @@ def split_for_inference(
 
 
 def split_for_update(
-    mesh_name: str, worker_group: WorkerGroup, data: DataProto | DataProtoFuture
+    mesh_name: str, worker_group: WorkerGroup, data: DataProto | DataProtoFuture | StoredBatch
 ) -> Arguments:
     dp_ranks, batch = worker_group.mesh_dp_ranks(mesh_name), as_batch(data)
     num_ranks = max(dp_ranks) + 1
@@ -127,9 +132,11 @@ def split_for_update(
     return dispatch_nd_compute(dp_ranks, num_ranks, worker_group, parts)
 
 
-def with_prompt_index(batch: DataProto) -> DataProto:
+def with_prompt_index(batch: DataProto | StoredBatch) -> Any:
     """The tensors of a batch, with the number of each row's prompt: by `uid` where there is one,
     else by its tokens."""
+    if isinstance(batch, StoredBatch):
+        return batch.without_labels()
     rows = model_rows(batch).copy()
     rows[PROMPT_INDEX] = torch.tensor(prompt_groups(rows))
     return DataProto(batch=rows, meta_info=batch.meta_info)
@@ -159,7 +166,7 @@ def media_digest(inputs: Mapping[str, Tensor] | None) -> str:
     return digest.hexdigest()
 
 
-def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) -> DataProto:
+def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) -> Any:
     """The results in the order of the caller's rows, without those of padding."""
     batch = collect_lazy_compute_data_proto(mesh_name, worker_group, output)
     if ROW_COLUMN not in batch.batch.keys():  # noqa: SIM118 (a TensorDict)
@@ -186,8 +193,8 @@ def update_plan(data: DataProto) -> UpdatePlan | None:
     return UpdatePlan.from_dict(data.meta_info[UPDATE_PLAN]) if is_planned else None
 
 
-def planned_chunks(batch: DataProto, plan: Placement) -> list[DataProto]:
-    """The chunk of each rank, its rows marked."""
+def planned_chunks(batch: Any, plan: Placement) -> list[Any]:
+    """The chunk of each rank, its rows marked; -1 marks one that only fills a chunk up."""
     rows = torch.tensor(plan.order)
     chosen = batch.select_idxs(rows)
     rows[plan.padding] = -1
@@ -198,12 +205,12 @@ def planned_chunks(batch: DataProto, plan: Placement) -> list[DataProto]:
     return parts
 
 
-def as_batch(data: DataProto | DataProtoFuture) -> DataProto:
+def as_batch(data: DataProto | DataProtoFuture | StoredBatch) -> Any:
     return data.get(DEFAULT_TIMEOUT_SECONDS) if isinstance(data, DataProtoFuture) else data
 
 
 def prompts_to_keep_together(
-    batch: DataProto, rows_per_step: int, num_ranks: int
+    batch: DataProto | StoredBatch, rows_per_step: int, num_ranks: int
 ) -> list[int] | None:
     """A label for the prompt of each row: a rank that has all of its responses runs it once.
 
@@ -215,5 +222,23 @@ def prompts_to_keep_together(
     return labels if len(set(labels)) >= num_ranks * num_steps else None
 
 
-def token_counts(batch: DataProto, mask: str) -> list[int]:
+def token_counts(batch: DataProto | StoredBatch, mask: str) -> list[int]:
+    if isinstance(batch, StoredBatch):
+        return batch.batch[NUM_TOKENS if mask == "attention_mask" else NUM_TRAINED].tolist()
     return batch.batch[mask].sum(-1).tolist()
+
+
+def stored(plane: DataPlane, partition: str, batch: DataProto, num_parts: int) -> StoredBatch:
+    """Put a batch into a plane. What dispatch reads of it stays here: a few numbers per row."""
+    rows = model_rows(batch)
+    numbers = {name: rows[name] for name in rows.keys() if name not in batch.batch.keys()}  # noqa: SIM118
+    if PROMPT_INDEX not in numbers:
+        numbers[PROMPT_INDEX] = torch.tensor(prompt_groups(rows))
+    numbers[NUM_TOKENS] = batch.batch["attention_mask"].sum(-1)
+    numbers[NUM_TRAINED] = batch.batch["response_mask"].sum(-1)
+    known = DataProto(
+        batch=TensorDict(numbers, batch_size=[len(batch)]),
+        non_tensor_batch=dict(batch.non_tensor_batch),
+        meta_info=batch.meta_info,
+    )
+    return store_batch(plane, partition, batch, known, num_parts)

@@ -21,7 +21,7 @@ from verl.models.exact import exact_attention, exact_sequence_attention
 from verl.models.packed import block_attention, explicit_attention
 from verl.workers.rollout.native.cache import KVCache
 from verl.workers.rollout.native.rows import RowTable
-from verl.workers.rollout.native.sessions import KnownTokens
+from verl.workers.rollout.native.sequence import KnownTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +34,18 @@ class PrefillSequence:
     num_shared: int
     """How many of its tokens belong in the prompt slot; the rest in response slots."""
 
-    prompt_slot: int | None
-    """None where another sequence of the same prompt has filled it."""
-
+    prompt_slot: int
     slots: list[int]
+    fills_prompt: bool = True
+    """False where another sequence of the same prompt fills its slot."""
+
     pages: list[list[int]] = field(default_factory=list)
     """Where slots are cut into pages: for each of them those of all its tokens, the shared ones
     included."""
 
     known: KnownTokens = field(default_factory=KnownTokens)
-    """The first of its tokens whose keys and values need not be computed."""
+    """The first of its tokens whose keys and values need not be computed: kernels find them in the
+    slots, plain torch gets copies."""
 
     @property
     def num_known(self) -> int:
@@ -106,7 +108,7 @@ class PrefillLayout(AttentionLayout):
         prompt, response = self.cache.prompt[layer], self.cache.response[layer]
         for shared_store, own_store, new in zip(prompt, response, (keys, values), strict=True):
             by_head = new.transpose(0, 1)  # (KV heads, tokens, head dim)
-            if sequence.prompt_slot is not None:
+            if sequence.fills_prompt:
                 shared_store[sequence.prompt_slot, :, :num_shared] = by_head[:, :num_shared]
             if num_own:
                 own_store[sequence.slots, :, :num_own] = by_head[:, num_shared:]

@@ -9,7 +9,7 @@ together. A step touches nothing but tensors; then the tokens of several steps a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from verl.utils.device import without_waiting
 from verl.workers.rollout.native.attention import PrefillLayout, PrefillSequence
-from verl.workers.rollout.native.cache import CacheSize, KeysAndValues, KVCache, slots_that_fit
+from verl.workers.rollout.native.cache import CacheSize, KVCache, slots_that_fit
 from verl.workers.rollout.native.model_runner import ModelRunner
 from verl.workers.rollout.native.pages import MemoryBudget, SlotBudget
 from verl.workers.rollout.native.rows import RowTable
 from verl.workers.rollout.native.sampler import Needs, SeenTokens, as_on_first_rank, next_tokens
 from verl.workers.rollout.native.scheduler import Move
-from verl.workers.rollout.native.sequence import EngineLimits, Group, Sample
+from verl.workers.rollout.native.sequence import EngineLimits, Group, KnownTokens, Sample
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,20 @@ class Batch(ABC):
         """Move the prompt of `group` to another slot."""
 
     @abstractmethod
-    def read(self, sample: Sample, num_own: int) -> list[KeysAndValues]:
-        """Keys and values of a sample's shared prompt and of the first tokens of its own slot."""
+    def keep(self, sample: Sample) -> KnownTokens:
+        """Keep keys and values of a sample that ends, for its session.
+
+        Without those of its last token, which may not have been computed.
+        """
+
+    def let_evict(self, evict: Callable[[], bool]) -> None:
+        """Tell what frees memory of the cache that sessions hold, one at a time; False if none
+        does. Copies need none."""
+        return
+
+    def relocate(self, groups: Sequence[Group]) -> None:
+        """Copy what is known of admitted groups to where they expect it; it is usually there."""
+        return
 
     def reserve(self, samples: Sequence[Sample]) -> bool:
         """Give the next steps of these memory to write to; False if there is too little.
@@ -138,9 +150,10 @@ class RunningBatch(Batch):
     def move_group(self, move: Move, group: Group) -> None:
         self.cache.move_prompt(move, group.num_shared)
 
-    def read(self, sample: Sample, num_own: int) -> list[KeysAndValues]:
-        group = sample.group
-        return self.cache.read(group.slot, group.num_shared, sample.slot, num_own)
+    def keep(self, sample: Sample) -> KnownTokens:
+        group, num_own = sample.group, sample.num_own - 1
+        layers = self.cache.read(group.slot, group.num_shared, sample.slot, num_own)
+        return KnownTokens(sample.token_ids[:-1], layers)
 
     def reset(self) -> None:
         """Rows are filled whole when samples are admitted."""

@@ -10,7 +10,6 @@ Slots are used wherever as many as `limits` ask for fit. Where they do not, kern
 torch reads slices of the cache, and then runs fewer sequences.
 """
 
-import dataclasses
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -190,7 +189,14 @@ class CacheSize:
     num_rows: int
     """Sequences that run at once at most."""
 
+    num_kept: int = 0
+    """How many of the slots or pages are there for sessions that wait for their next turn."""
+
     is_paged: bool = False
+
+
+MOST_KEPT = 4
+"""Slots or pages for sessions are at most so many times those of running sequences."""
 
 
 def slots_that_fit(
@@ -217,11 +223,13 @@ def slots_that_fit(
 def slots_or_pages(
     shape: CacheShape, limits: EngineLimits, group: dist.ProcessGroup | None = None
 ) -> CacheSize:
-    """Slots if all fit, else pages."""
+    """Slots if all fit, else pages; and those of sessions, and one that is nobody's."""
     slots = _slots(shape, limits, group)
     if slots.num_slots == limits.max_num_seqs:
-        return slots
-    page = dataclasses.replace(slots.shape, max_prompt_tokens=0, max_response_tokens=PAGE)
+        num_kept = limits.max_session_bytes // shape.bytes_per_sequence - 1
+        num_kept = _smallest_of_all(max(0, min(num_kept, MOST_KEPT * slots.num_rows)), group)
+        return replace(slots, num_slots=1 + slots.num_rows + num_kept, num_kept=num_kept)
+    page = replace(slots.shape, max_prompt_tokens=0, max_response_tokens=PAGE)
     num_pages = limits.max_cache_bytes // page.bytes_per_sequence
     num_pages = _smallest_of_all(num_pages, group)
     _refuse_too_few_pages(num_pages, limits)
@@ -233,7 +241,15 @@ def slots_or_pages(
         PAGE,
         slots.num_slots,
     )
-    return CacheSize(shape=page, num_slots=num_pages, num_rows=limits.max_num_seqs, is_paged=True)
+    num_kept = min(limits.max_session_bytes // page.bytes_per_sequence, MOST_KEPT * num_pages)
+    num_kept = _smallest_of_all(num_kept, group)
+    return CacheSize(
+        shape=page,
+        num_slots=num_pages + num_kept,
+        num_rows=limits.max_num_seqs,
+        num_kept=num_kept,
+        is_paged=True,
+    )
 
 
 def _slots(

@@ -30,12 +30,13 @@ from verl.workers.rollout.native.scheduler import Scheduler
 from verl.workers.rollout.native.sequence import (
     EngineLimits,
     Group,
+    KnownTokens,
     RunningRequest,
     Sample,
     build_groups,
     tokens_until_stop,
 )
-from verl.workers.rollout.native.sessions import KnownTokens, SessionStore
+from verl.workers.rollout.native.sessions import SessionStore
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.batch.num_rows, limits.max_prefill_tokens, self.batch.budget
         )
-        self.sessions = SessionStore(limits.max_session_bytes)
+        self.sessions = SessionStore(limits.max_session_bytes, self.batch.budget.release)
+        self.batch.let_evict(self.sessions.evict)
         self.num_prefilled_tokens = 0  # all that were admitted, except those known from sessions
         self.num_preempted = 0  # samples that had to free their memory for older ones
         self._version = version
@@ -100,6 +102,8 @@ class EngineCore:
         )
         for group in running.groups:
             self.scheduler.add(group)
+            if group.session_id is not None:
+                self.sessions.touch(group.session_id)
         return running
 
     def step(self) -> None:
@@ -110,7 +114,8 @@ class EngineCore:
         try:
             self.wake_up()
             self._follow_weights()
-            admitted = self.scheduler.admit()
+            admitted = self.scheduler.admit(self.sessions)
+            self.batch.relocate(admitted)
             samples = iter([sample for group in admitted for sample in group.unfinished])
             sequences = [sequence for group in admitted for sequence in self._sequences(group)]
             outputs: list[StepOutput] = []
@@ -155,8 +160,8 @@ class EngineCore:
                 f"{num_unfinished} requests are not finished; await or abort them before sleep()"
             )
         self.batch.flush()  # nobody waits for it, but it writes into the cache
-        self.cache.free()
         self.sessions.clear()
+        self.cache.free()
 
     def wake_up(self) -> None:
         if self.runner.device.type != "cpu":  # there, slots are made as sequences come
@@ -215,14 +220,13 @@ class EngineCore:
                 PrefillSequence(
                     token_ids=sample.token_ids,
                     num_shared=group.num_shared,
-                    prompt_slot=group.slot if sample is samples[0] else None,
+                    prompt_slot=group.slot,
                     slots=[sample.slot],
+                    fills_prompt=sample is samples[0],
                 )
                 for sample in samples
             ]
-        known = KnownTokens()
-        if len(samples) == 1 and samples[0].session_id is not None:
-            known = self.sessions.take(samples[0].session_id, group.prompt_ids)
+        known, group.known = group.known, KnownTokens()
         return [
             PrefillSequence(
                 token_ids=group.prompt_ids,
@@ -312,9 +316,7 @@ class EngineCore:
     def _keep_for_session(self, row: Sample) -> None:
         if row.session_id is None or not row.num_tokens:
             return
-        # Without the last token, whose keys and values may not have been computed.
-        layers = self.batch.read(row, row.num_own - 1)
-        self.sessions.put(row.session_id, KnownTokens(row.token_ids[:-1], layers))
+        self.sessions.put(row.session_id, self.batch.keep(row))
 
     def _drop_all(self, error: BaseException) -> None:
         """Forget all requests; they have the error."""
@@ -323,8 +325,8 @@ class EngineCore:
             for sample in group.unfinished:
                 sample.output.stop_reason = "abort"
             group.num_ended = len(group.samples)
-        self.scheduler.clear()
         self.sessions.clear()
+        self.scheduler.clear()
         self.batch.flush()
         self.batch.reset()
         self.cache.free()  # what is in it may be half-written, or not finite

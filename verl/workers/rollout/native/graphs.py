@@ -20,6 +20,7 @@ from torch import Tensor
 
 from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.kernels.packed_attention import Tiles, tokens_per_tile
+from verl.models.kernels.slot_prefill_attention import SlotTiles
 from verl.workers.rollout.native.attention import PrefillSequence
 from verl.workers.rollout.native.cache import KVCache
 from verl.workers.rollout.native.model_runner import (
@@ -30,12 +31,13 @@ from verl.workers.rollout.native.model_runner import (
 from verl.workers.rollout.native.rows import Record
 from verl.workers.rollout.native.slot_layouts import (
     SlotCopies,
+    attention_in_slots,
     attention_of_tiles,
     continuations,
     copied_tokens,
     own_spans,
     shared_spans,
-    token_spans,
+    slot_continuations,
 )
 
 HIGH_PRIORITY = -1
@@ -109,6 +111,9 @@ class PrefillKind:
     has_own: bool
     """Whether some belong in the rows' own slots."""
 
+    has_known: bool
+    """Whether earlier turns have left tokens in the slots."""
+
 
 Replay = Callable[[PrefillKind, Callable[[], None]], None]
 """Does the work, now or as it was captured under this key."""
@@ -121,9 +126,16 @@ class PrefillBuckets:
     """
 
     def __init__(
-        self, runner: ModelRunner, cache: KVCache, max_tokens: int, num_rows: int, replay: Replay
+        self,
+        runner: ModelRunner,
+        cache: KVCache,
+        max_tokens: int,
+        num_rows: int,
+        replay: Replay,
+        pages: Tensor | None = None,
     ) -> None:
         self.runner = runner
+        self.pages = pages
         self.cache = cache
         self.sizes = prefill_sizes(min(max_tokens, MOST_TOKENS))
         self._replay = replay
@@ -136,29 +148,30 @@ class PrefillBuckets:
     def last_hidden(self, sequences: Sequence[PrefillSequence]) -> Tensor | None:
         """The hidden state of each last token, which stays there until the next call.
 
-        None where tokens are known, or where new tokens or copies are more than the largest size.
+        None where new tokens or copies are more than the largest size.
         """
-        if any(sequence.num_known for sequence in sequences):
-            return None
-        where = token_spans(sequences)
-        copies = [copied_tokens(find(sequences, where)) for find in (shared_spans, own_spans)]
+        has_known = any(sequence.num_known for sequence in sequences)
+        copies = [copied_tokens(find(sequences)) for find in (shared_spans, own_spans)]
         tokens = packed_tokens(sequences)
         num_tokens = max(len(tokens[0]), *(copy.shape[1] for copy in copies))
         if num_tokens > self.sizes[-1]:
             return None
         bucket = self._bucket(num_tokens)
-        tiles = [
-            Tiles(continuations(where), size, torch.device("cpu")).columns.numpy()
-            for size in bucket.tile_sizes
-        ]
+        host, tiles = torch.device("cpu"), []
+        for size in bucket.tile_sizes:
+            if has_known:
+                pieces = SlotTiles(slot_continuations(sequences), size, host)
+            else:
+                pieces = Tiles(continuations(sequences), size, host)
+            tiles.append(pieces.columns.numpy())
         bucket.fill(tokens, copies, tiles)
-        kind = PrefillKind(bucket.num_tokens, *(copy.size > 0 for copy in copies))
+        kind = PrefillKind(bucket.num_tokens, *(copy.size > 0 for copy in copies), has_known)
         self._replay(kind, lambda: self._run(bucket, kind))
         return self._hidden[: len(sequences)]
 
     def _run(self, bucket: "_Bucket", kind: PrefillKind) -> None:
         """Only tensors at fixed addresses decide what happens here."""
-        layout = _BucketLayout(self.cache, bucket, kind)
+        layout = _BucketLayout(self.cache, bucket, kind, self.pages)
         hidden = self.runner.last_hidden(layout, bucket.ids, bucket.positions, bucket.last)
         self._hidden[: len(hidden)] = hidden
 
@@ -183,20 +196,20 @@ class _Bucket:
         # A sequence has at most one tile that is not full.
         num_tiles = [-(-num_tokens // size) + num_sequences for size in tile_sizes]
         unused = [Tiles([], size, device) for size in tile_sizes]
+        unused_in_slots = [SlotTiles([], size, device) for size in tile_sizes]
         shapes = [(num_tokens,), (num_tokens,), (num_sequences,), (3, num_tokens), (3, num_tokens)]
         fields = [(torch.long, torch.Size(shape)) for shape in shapes]
-        fields += [
-            (torch.int32, torch.Size((len(empty.columns), count)))
-            for empty, count in zip(unused, num_tiles, strict=True)
-        ]
+        fields += [(torch.int32, torch.Size((SlotTiles.NUM_COLUMNS, count))) for count in num_tiles]
         self._record = Record(fields)
         self._buffer = torch.zeros(self._record.num_bytes, dtype=torch.uint8, device=device)
         views = self._record.views(self._buffer)
         self.ids, self.positions, self.last = views[:3]
         self.shared, self.own = SlotCopies(views[3]), SlotCopies(views[4])
         self.tiles = dict(zip(tile_sizes, unused, strict=True))
-        for tiles, columns in zip(unused, views[5:], strict=True):
-            tiles.columns = columns
+        self.slot_tiles = dict(zip(tile_sizes, unused_in_slots, strict=True))
+        for tiles, in_slots, columns in zip(unused, unused_in_slots, views[5:], strict=True):
+            tiles.columns = columns[: len(tiles.columns)]
+            in_slots.columns = columns
 
     def fill(
         self,
@@ -204,7 +217,8 @@ class _Bucket:
         copies: Sequence[np.ndarray],
         tiles: Sequence[np.ndarray],
     ) -> None:
-        """Ids, positions and indices of last tokens; shared and own copies; tiles of each size."""
+        """Ids, positions and indices of last tokens; shared and own copies; tiles of each size,
+        which take as many columns as they have."""
         buffer = self._record.on_host(self._buffer.device)
         views = [view.numpy() for view in self._record.views(buffer)]
         for view, column in zip(views[:3], tokens, strict=True):
@@ -212,7 +226,7 @@ class _Bucket:
         for view, column in zip(views[3:5], copies, strict=True):
             _put(view, column, column[:, -1:] if column.size else 0)
         for view, column in zip(views[5:], tiles, strict=True):
-            _put(view, column, 0)
+            _put(view[: len(column)], column, 0)
         self._buffer.copy_(buffer, non_blocking=True)
 
 
@@ -225,8 +239,11 @@ def _put(view: np.ndarray, column: np.ndarray, rest: np.ndarray | int) -> None:
 class _BucketLayout(AttentionLayout):
     """What is in a bucket, end to end; keys and values go to their slots."""
 
-    def __init__(self, cache: KVCache, bucket: _Bucket, kind: PrefillKind) -> None:
+    def __init__(
+        self, cache: KVCache, bucket: _Bucket, kind: PrefillKind, pages: Tensor | None
+    ) -> None:
         self.cache = cache
+        self.pages = pages
         self.bucket = bucket
         self.kind = kind
 
@@ -237,8 +254,11 @@ class _BucketLayout(AttentionLayout):
             self.bucket.shared.write(self.cache.prompt[layer], key, value)
         if self.kind.has_own:
             self.bucket.own.write(self.cache.response[layer], key, value)
-        tiles = self.bucket.tiles[tokens_per_tile(query, key)]
-        return attention_of_tiles(query, key, value, tiles, options)
+        size = tokens_per_tile(query, key)
+        if self.kind.has_known:
+            tiles = self.bucket.slot_tiles[size]
+            return attention_in_slots(self.cache, layer, query, tiles, options, self.pages)
+        return attention_of_tiles(query, key, value, self.bucket.tiles[size], options)
 
 
 class _TileProbe(AttentionLayout):

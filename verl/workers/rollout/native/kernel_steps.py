@@ -1,11 +1,11 @@
 """Decode steps and prefills through kernels: no copying, and no host work per token.
 
 Rows are kept side by side, but their slots are not: a row that moves keeps its slot, and a column
-of the table says which it is. On CUDA the whole step (embedding, layers, attention, head, sampling,
-bookkeeping) is captured as a graph, once per batch size and `Draw`; an engine step replays it
-several times and then reads the outputs of the engine step before. So are prefills, up to the
-hidden states of last tokens (`graphs`). Graphs remember addresses, so everything they touch is
-allocated once.
+of the table says which it is. Rows behind those in use, which a graph computes as well, are idle.
+On CUDA the whole step (embedding, layers, attention, head, sampling, bookkeeping) is captured as a
+graph, once per batch size and `Draw`; an engine step replays it several times and then reads the
+outputs of the engine step before. So are prefills, up to the hidden states of last tokens
+(`graphs`). Graphs remember addresses, so everything they touch is allocated once.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from verl.workers.rollout.native.batch import StepOutput, needs_of, rows_of_samp
 from verl.workers.rollout.native.cache import KVCache
 from verl.workers.rollout.native.graphs import PrefillBuckets, StepGraphs
 from verl.workers.rollout.native.model_runner import ModelRunner, batch_sizes
+from verl.workers.rollout.native.pages import SCRATCH, KernelBudget
 from verl.workers.rollout.native.rows import RowTable
 from verl.workers.rollout.native.sampler import Needs, SeenTokens, as_on_first_rank
 from verl.workers.rollout.native.scheduler import Move
@@ -36,7 +37,8 @@ from verl.workers.rollout.native.slot_layouts import SlotPrefillLayout
 class KernelSteps:
     """The rows of a batch on a device with kernels, as graphs where the device has them.
 
-    `layout` gives the attention of a step over the cache, for some rows of the table.
+    `layout` gives the attention of a step over the cache, for some rows of the table; `budget` says
+    which slots they have, or which lines of the page table `pages`.
     """
 
     def __init__(
@@ -44,13 +46,17 @@ class KernelSteps:
         runner: ModelRunner,
         limits: EngineLimits,
         cache: KVCache,
+        budget: KernelBudget,
         num_rows: int,
         layout: Callable[[RowTable], AttentionLayout],
+        pages: torch.Tensor | None = None,
     ) -> None:
         self.runner = runner
         self.limits = limits
         self.cache = cache
+        self.budget = budget
         self.num_rows = num_rows
+        self._pages = pages
         self._layout = layout
         device = runner.device
         is_cuda = device.type == "cuda"
@@ -70,15 +76,14 @@ class KernelSteps:
         if is_cuda:
             self.graphs = StepGraphs()
             self.buckets = PrefillBuckets(
-                runner, cache, limits.max_prefill_tokens, num_rows, self.graphs.replay
+                runner, cache, limits.max_prefill_tokens, num_rows, self.graphs.replay, pages
             )
             collect_seldom()
 
     def reset(self) -> None:
-        """Give every row and every prompt the slot of its own number."""
-        self.slot_of_row = list(range(self.num_rows))
-        self.slot_of_prompt = list(range(self.num_rows))
-        self.table.slot.copy_(torch.arange(self.num_rows))
+        """Take all rows out."""
+        self._num_filled = self.num_rows  # rows that may not be idle, from the first on
+        self._idle_rows_from(0)
 
     def prefill(
         self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence]
@@ -86,7 +91,8 @@ class KernelSteps:
         """As `Batch.prefill`; slots are given as rows and looked up here."""
         rows = slice(samples[0].slot, samples[-1].slot + 1)
         self.cache.reserve(self.cache.max_slots, self.cache.max_slots)  # any slot may be next
-        sequences = [self._placed(sequence) for sequence in sequences]
+        sequences = self._placed(samples, sequences)
+        self._num_filled = max(self._num_filled, rows.stop)
         hidden = self._prefill_hidden(sequences)  # first: the device works while the host goes on
         self.table[rows] = self._row_table(samples).to(self.runner.device)
         self._seen.enter(samples)
@@ -123,15 +129,10 @@ class KernelSteps:
             return
         order = list(range(max(max(move.source, move.target) for move, _ in moves) + 1))
         for move, _ in moves:
-            for rows in (order, self.slot_of_row):
-                rows[move.target], rows[move.source] = rows[move.source], rows[move.target]
+            order[move.target], order[move.source] = order[move.source], order[move.target]
             self._seen.move(move)
         sources = without_waiting(torch.tensor(order), self.runner.device)
         self.table[: len(order)] = self.table[sources]
-
-    def move_group(self, move: Move) -> None:
-        slots = self.slot_of_prompt
-        slots[move.target], slots[move.source] = slots[move.source], slots[move.target]
 
     def num_ahead(self, samples: Sequence[Sample]) -> list[int]:
         """Tokens that each sample gets by the steps that are in flight, if it does not end."""
@@ -146,6 +147,7 @@ class KernelSteps:
         num_steps = min(self._most_left(samples), self.limits.tokens_per_step)
         if num_steps <= 0:
             return False
+        self._idle_rows_from(num_rows)
         self._num_steps.zero_()
         for _ in range(num_steps):
             if self.graphs is None:
@@ -154,6 +156,15 @@ class KernelSteps:
                 self._replay_step(self.graphs, num_rows, draw)
         self._send(samples, slice(0, num_rows), num_steps)
         return True
+
+    def _idle_rows_from(self, num_rows: int) -> None:
+        """Rows that are no longer used write to `SCRATCH`: their slots may be others' by now."""
+        if num_rows < self._num_filled:
+            idle = self.table[num_rows : self._num_filled]
+            idle.slot.fill_(SCRATCH)
+            for column in (idle.num_tokens, idle.num_own_prompt, idle.num_shared):
+                column.zero_()
+        self._num_filled = num_rows
 
     def _replay_step(self, graphs: StepGraphs, num_rows: int, draw: "Draw") -> None:
         size = next(size for size in self._sizes if size >= num_rows)
@@ -197,8 +208,8 @@ class KernelSteps:
 
     def _row_table(self, samples: Sequence[Sample]) -> RowTable:
         table = RowTable.of(samples, self.limits.max_stop_tokens)
-        prompts = [self.slot_of_prompt[sample.group.slot] for sample in samples]
-        slots = [self.slot_of_row[sample.slot] for sample in samples]
+        prompts = [self.budget.prompt_slot_of(sample.group) for sample in samples]
+        slots = [self.budget.slot_of(sample) for sample in samples]
         return dataclasses.replace(
             table,
             prompt_slot=table.prompt_slot.new_tensor(prompts),
@@ -209,7 +220,8 @@ class KernelSteps:
         hidden = None if self.buckets is None else self.buckets.last_hidden(sequences)
         if hidden is not None:
             return hidden
-        return self.runner.prefill(SlotPrefillLayout(self.cache, sequences), sequences)
+        layout = SlotPrefillLayout(self.cache, sequences, self._pages)
+        return self.runner.prefill(layout, sequences)
 
     @torch.no_grad()
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -244,14 +256,20 @@ class KernelSteps:
             repetition.seen.scatter_(1, tokens[:, None], True)
         return tokens, log_probs
 
-    def _placed(self, sequence: PrefillSequence) -> PrefillSequence:
-        """The sequence with slots of the cache instead of rows."""
-        prompt = sequence.prompt_slot
-        return dataclasses.replace(
-            sequence,
-            prompt_slot=None if prompt is None else self.slot_of_prompt[prompt],
-            slots=[self.slot_of_row[row] for row in sequence.slots],
-        )
+    def _placed(
+        self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence]
+    ) -> list[PrefillSequence]:
+        """The sequences with slots of the cache instead of rows."""
+        slots = {sample.slot: self.budget.slot_of(sample) for sample in samples}
+        prompts = {s.group.slot: self.budget.prompt_slot_of(s.group) for s in samples}
+        return [
+            dataclasses.replace(
+                sequence,
+                prompt_slot=prompts[sequence.prompt_slot],
+                slots=[slots[row] for row in sequence.slots],
+            )
+            for sequence in sequences
+        ]
 
     @torch.no_grad()
     def _run_step(self, num_rows: int, draw: "Draw") -> None:

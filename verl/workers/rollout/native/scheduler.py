@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from verl.workers.rollout.native.pages import MemoryBudget
 from verl.workers.rollout.native.sequence import Group, Sample
+from verl.workers.rollout.native.sessions import SessionStore
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,24 @@ class Scheduler:
         group.arrival = next(self._arrivals)
         self.waiting.append(group)
 
-    def admit(self) -> list[Group]:
-        """Give slots to as many waiting groups as fit; they are prefilled in this step."""
+    def admit(self, sessions: SessionStore | None = None) -> list[Group]:
+        """Give slots to as many waiting groups as fit; they are prefilled in this step.
+
+        What is known of their prompts comes from `sessions` and is theirs from here on.
+        """
+        sessions = sessions or SessionStore(0)
         admitted: list[Group] = []
         tokens = 0
         if self.waiting:
             self.budget.begin_admission(self.rows)
-        while self.waiting and self._fits(self.waiting[0], tokens):
-            group = self.waiting.popleft()
+        while self.waiting:
+            group = self.waiting[0]
+            self.budget.plan(group, sessions.find(group))
+            if not self._fits(group, tokens):
+                break
+            self.waiting.popleft()
             tokens += group.num_prefill_tokens
+            sessions.take(group)
             self.budget.admit(group)
             group.slot = len(self.groups)
             self.groups.append(group)
@@ -107,13 +117,14 @@ class Scheduler:
         """Forget everything."""
         self.waiting.clear()
         self._give_slots_back()
+        self.budget.clear()  # whoever was admitted half-way included
 
     def _give_slots_back(self) -> None:
         for holder in (*self.rows, *self.groups):
             holder.slot = -1
+            self.budget.release(holder)
         self.rows.clear()
         self.groups.clear()
-        self.budget.clear()
 
     def _fits(self, group: Group, tokens: int) -> bool:
         # There are as many prompt slots as response slots, so these cannot run out first.

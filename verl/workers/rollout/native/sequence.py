@@ -16,7 +16,46 @@ from verl.utils.scramble import GOLDEN, keyed_seed, scramble
 from verl.workers.rollout.base import GenerationRequest, TokenOutput
 
 if TYPE_CHECKING:  # engines in environments of their own read this file without transformers
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class IdleHolder:
+    """Holds memory of the cache for a session that waits for its next turn."""
+
+
+@dataclass(kw_only=True, eq=False)
+class KeptMemory:
+    """Memory of the cache in which a sequence has ended, for the next turn of its session."""
+
+    num_shared: int
+    """Tokens in the part that other sequences may hold as well."""
+
+    shared: IdleHolder = field(default_factory=IdleHolder)
+    own: IdleHolder = field(default_factory=IdleHolder)
+    moved_from: tuple[int, int] | None = None
+    """Prompt slot and response slot from which the next turn has to copy what is known."""
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """Tokens whose keys and values need not be computed, and where these are."""
+
+    token_ids: list[int] = field(default_factory=list)
+    layers: "list[tuple[Tensor, Tensor]]" = field(default_factory=list)
+    """Copies of them per layer, (tokens, KV heads, head dim) each; none where they have stayed in
+    the cache."""
+
+    kept: KeptMemory | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What the copies take."""
+        return sum(x.nbytes for pair in self.layers for x in pair)
+
+    def prefix(self, num_tokens: int) -> "KnownTokens":
+        layers = [(keys[:num_tokens], values[:num_tokens]) for keys, values in self.layers]
+        return KnownTokens(self.token_ids[:num_tokens], layers, self.kept if num_tokens else None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -84,6 +123,16 @@ class Group:
     num_ended: int = 0
     """Samples that have left for good."""
 
+    known: KnownTokens = field(default_factory=KnownTokens)
+    """What an earlier turn has left of the prompt; looked up when the group is admitted."""
+
+    @property
+    def session_id(self) -> str | None:
+        """The session that the group continues: of a prompt with one sample, if it begins now."""
+        if len(self.samples) > 1 or self.has_tokens:
+            return None
+        return self.samples[0].session_id
+
     @property
     def request(self) -> GenerationRequest:
         return self.owner.request
@@ -108,10 +157,11 @@ class Group:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """What a prefill computes at most: the prompt, or all of every sample that ran before."""
+        """What a prefill computes: the prompt but what is known of it, or all of every sample that
+        ran before."""
         if self.has_tokens:
             return sum(len(self.prompt_ids) + sample.num_tokens for sample in self.unfinished)
-        return len(self.prompt_ids)
+        return len(self.prompt_ids) - len(self.known.token_ids)
 
 
 class LostRequestError(RuntimeError):
@@ -167,7 +217,9 @@ class EngineLimits:
     length, kernels share it in pages; plain torch runs fewer at once."""
 
     max_session_bytes: int = 1 << 30
-    """Memory for keys and values of finished turns of conversations."""
+    """Memory for keys and values of finished turns of conversations. Plain torch copies them there;
+    with kernels it is slots or pages beside those of running sequences, in which turns end and go
+    on."""
 
     max_stop_tokens: int = 32
     """Most token ids that end a response, the model's own included."""

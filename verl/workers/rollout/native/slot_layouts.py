@@ -4,8 +4,8 @@
 cache and therefore keeps the occupied slots side by side.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +20,11 @@ from verl.models.kernels.packed_attention import (
     tokens_per_tile,
 )
 from verl.models.kernels.row_steps import write_tokens
+from verl.models.kernels.slot_prefill_attention import (
+    SlotContinuation,
+    SlotTiles,
+    slot_prefill_attention,
+)
 from verl.workers.rollout.native.attention import PrefillSequence
 from verl.workers.rollout.native.cache import KVCache
 from verl.workers.rollout.native.pages import PAGE
@@ -59,62 +64,51 @@ class SlotDecodeLayout(AttentionLayout):
 
 
 class SlotPrefillLayout(AttentionLayout):
-    """New tokens of some sequences end to end; keys and values go to their slots in a few copies.
+    """New tokens of some sequences end to end; keys and values go to their slots in two launches.
 
-    Those of tokens that are known already (an earlier turn) stand before the new ones, which see
-    them like a shared prompt. Tokens after the sequences are padding.
+    Where an earlier turn has left tokens in the slots, new tokens see those before them there.
+    Tokens after the sequences are padding. `pages` is the page table, if slots are cut into pages.
     """
 
-    def __init__(self, cache: KVCache, sequences: Sequence[PrefillSequence]) -> None:
+    def __init__(
+        self, cache: KVCache, sequences: Sequence[PrefillSequence], pages: Tensor | None = None
+    ) -> None:
         self.cache = cache
-        self._known = [sequence.known.layers for sequence in sequences if sequence.num_known]
-        self._token_spans = token_spans(sequences)
-        spans = (find(sequences, self._token_spans) for find in (shared_spans, own_spans))
+        self._pages = pages
+        self._sequences = sequences
+        self._has_known = any(sequence.num_known for sequence in sequences)
+        spans = (find(sequences) for find in (shared_spans, own_spans))
         columns = [torch.from_numpy(copied_tokens(copies)) for copies in spans]
         self._shared, self._own = map(SlotCopies, in_one_copy(columns, cache.shape.device))
         self._tiles: dict[int, Tiles] = {}
+        self._slot_tiles: dict[int, SlotTiles] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        known = self._joined(layer)
-        every = (key, value)
-        if known is not None:
-            every = tuple(torch.cat(pair) for pair in zip(known, every, strict=True))
-        self._shared.write(self.cache.prompt[layer], *every)
-        self._own.write(self.cache.response[layer], *every)
-        tiles = self._tiles_for(tokens_per_tile(query, key))
-        return attention_of_tiles(query, key, value, tiles, options, known)
-
-    def _joined(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of all known tokens end to end."""
-        if not self._known:
-            return None
-        keys, values = zip(*(layers[layer] for layers in self._known), strict=True)
-        return torch.cat(keys), torch.cat(values)
-
-    def _tiles_for(self, num_tokens: int) -> Tiles:
-        if num_tokens not in self._tiles:
-            sequences = continuations(self._token_spans)
-            self._tiles[num_tokens] = Tiles(sequences, num_tokens, self.cache.shape.device)
-        return self._tiles[num_tokens]
+        self._shared.write(self.cache.prompt[layer], key, value)
+        self._own.write(self.cache.response[layer], key, value)
+        size, device = tokens_per_tile(query, key), self.cache.shape.device
+        if self._has_known:
+            if size not in self._slot_tiles:
+                where = slot_continuations(self._sequences)
+                self._slot_tiles[size] = SlotTiles(where, size, device)
+            tiles = self._slot_tiles[size]
+            return attention_in_slots(self.cache, layer, query, tiles, options, self._pages)
+        if size not in self._tiles:
+            self._tiles[size] = Tiles(continuations(self._sequences), size, device)
+        return attention_of_tiles(query, key, value, self._tiles[size], options)
 
 
 def attention_of_tiles(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tiles: Tiles,
-    options: AttentionOptions,
-    known: tuple[Tensor, Tensor] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, options: AttentionOptions
 ) -> Tensor:
-    """New tokens see those before them, and `known` keys and values where their tile says so."""
+    """New tokens see those before them."""
     output, _ = packed_attention(
         query,
         key,
         value,
         tiles,
-        shared=known,
         scaling=options.scaling,
         sliding_window=options.sliding_window,
         softcap=options.softcap,
@@ -123,31 +117,48 @@ def attention_of_tiles(
     return output
 
 
-@dataclass(frozen=True)
-class TokenSpans:
-    """Spans of one sequence: among all known tokens, and among all new tokens."""
+def attention_in_slots(
+    cache: KVCache,
+    layer: int,
+    query: Tensor,
+    tiles: SlotTiles,
+    options: AttentionOptions,
+    pages: Tensor | None,
+) -> Tensor:
+    """New tokens, which are in the slots, see all that is there before them."""
+    return slot_prefill_attention(
+        query,
+        cache.prompt[layer],
+        cache.response[layer],
+        tiles,
+        pages=pages,
+        scaling=options.scaling,
+        sliding_window=options.sliding_window,
+        softcap=options.softcap,
+        sinks=options.sinks,
+    )
 
-    first_known: int
-    num_known: int
-    first_new: int
-    num_new: int
+
+def first_tokens(sequences: Sequence[PrefillSequence]) -> list[int]:
+    """Index of the first new token of each sequence among those of all."""
+    return [0, *itertools.accumulate(sequence.num_new for sequence in sequences)][:-1]
 
 
-def token_spans(sequences: Sequence[PrefillSequence]) -> list[TokenSpans]:
-    spans, known, new = [], 0, 0
-    for sequence in sequences:
-        spans.append(TokenSpans(known, sequence.num_known, new, sequence.num_new))
-        known += sequence.num_known
-        new += sequence.num_new
-    return spans
+def continuations(sequences: Sequence[PrefillSequence]) -> list[Continuation]:
+    starts = first_tokens(sequences)
+    return [Continuation(start, s.num_new) for start, s in zip(starts, sequences, strict=True)]
 
 
-def continuations(where: Sequence[TokenSpans]) -> list[Continuation]:
-    return [Continuation(p.first_new, p.num_new, p.first_known, p.num_known) for p in where]
+def slot_continuations(sequences: Sequence[PrefillSequence]) -> list[SlotContinuation]:
+    starts = first_tokens(sequences)
+    return [
+        SlotContinuation(start, s.num_new, s.num_known, s.num_shared, s.prompt_slot, s.slots[0])
+        for start, s in zip(starts, sequences, strict=True)
+    ]
 
 
 class SlotCopies:
-    """Token `token[i]` of all, known and new, goes to `position[i]` of `slot[i]`."""
+    """New token `token[i]` goes to `position[i]` of `slot[i]`."""
 
     def __init__(self, columns: Tensor) -> None:
         """What `copied_tokens` found, on the device."""
@@ -158,7 +169,7 @@ class SlotCopies:
             write_tokens(store, key, value, self.token, self.slot, self.position)
 
 
-def copied_tokens(spans: Sequence["_Span"]) -> np.ndarray:
+def copied_tokens(spans: Sequence["Span"]) -> np.ndarray:
     """Tokens, slots and positions, (3, tokens of all spans)."""
     counts, tokens, slots, positions = np.array(spans, dtype=np.int64).reshape(-1, 4).T
     inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
@@ -167,32 +178,30 @@ def copied_tokens(spans: Sequence["_Span"]) -> np.ndarray:
     )
 
 
-_Span = tuple[int, int, int, int]
+Span = tuple[int, int, int, int]
 """How many tokens, the first of them among all, the slot, and the position there of the first."""
 
 
-def shared_spans(sequences: Sequence[PrefillSequence], where: Sequence[TokenSpans]) -> list[_Span]:
-    """What prompts share, of each sequence that fills its prompt's slot."""
-    total = sum(spans.num_known for spans in where)
+def shared_spans(sequences: Sequence[PrefillSequence]) -> list[Span]:
+    """New tokens that prompts share, of each sequence that fills its prompt's slot."""
     return [
         span
-        for sequence, spans in zip(sequences, where, strict=True)
-        if sequence.prompt_slot is not None and not sequence.pages
-        for span in _spans(spans, 0, sequence.num_shared, sequence.prompt_slot, total)
+        for sequence, start in zip(sequences, first_tokens(sequences), strict=True)
+        if sequence.fills_prompt and not sequence.pages
+        for span in _spans(sequence, start, 0, sequence.num_shared, sequence.prompt_slot)
     ]
 
 
-def own_spans(sequences: Sequence[PrefillSequence], where: Sequence[TokenSpans]) -> list[_Span]:
-    """What belongs in the rows' own slots, once for each of them.
+def own_spans(sequences: Sequence[PrefillSequence]) -> list[Span]:
+    """New tokens that belong in the rows' own slots, once for each of them.
 
     Where slots are cut into pages, prompts have none of their own: this is then everything.
     """
-    total = sum(spans.num_known for spans in where)
     return [
         span
-        for sequence, spans in zip(sequences, where, strict=True)
+        for sequence, start in zip(sequences, first_tokens(sequences), strict=True)
         for slot, first, end in (_page_pieces if sequence.pages else _slot_pieces)(sequence)
-        for span in _spans(spans, first, end, slot, total)
+        for span in _spans(sequence, start, first, end, slot)
     ]
 
 
@@ -210,17 +219,17 @@ def _page_pieces(sequence: PrefillSequence) -> list[_Piece]:
     assert sequence.num_shared % PAGE == 0, "a page holds shared tokens, or those of one row"
     end, pieces = len(sequence.token_ids), []
     for number, pages in enumerate(sequence.pages):
-        is_first_of_prompt = number == 0 and sequence.prompt_slot is not None
-        first = 0 if is_first_of_prompt else sequence.num_shared
+        first = 0 if number == 0 and sequence.fills_prompt else sequence.num_shared
+        first = max(first, sequence.num_known - sequence.num_known % PAGE)
         for start in range(first, end, PAGE):
             pieces.append((pages[start // PAGE], start, min(start + PAGE, end)))
     return pieces
 
 
-def _spans(spans: TokenSpans, first: int, end: int, slot: int, num_known: int) -> list[_Span]:
-    """The tokens from `first` to `end` of a sequence: known ones, then new ones."""
-    middle = min(max(spans.num_known, first), end)
-    known = (middle - first, spans.first_known + first, slot, 0)
-    new_first = num_known + spans.first_new + middle - spans.num_known
-    new = (end - middle, new_first, slot, middle - first)
-    return [span for span in (known, new) if span[0]]
+def _spans(sequence: PrefillSequence, start: int, first: int, end: int, slot: int) -> list[Span]:
+    """The new ones among the tokens from `first` to `end` of a sequence, whose new tokens stand
+    from `start` on."""
+    first_new = max(first, sequence.num_known)
+    if first_new >= end:
+        return []
+    return [(end - first_new, start + first_new - sequence.num_known, slot, first_new - first)]
