@@ -87,26 +87,30 @@ def test_rows_go_on_across_updates_that_come_a_step_later(straight):
     assert (min(staleness), max(staleness)) == (0, 2)
 
 
+@torch.no_grad()
+def load(parameters, values):
+    for name, weight in values.items():
+        parameters[name].copy_(weight)
+
+
 def test_each_token_has_the_log_prob_of_its_version_to_the_last_bit(straight):
     _, trainer = straight
     worker = trainer.actor_rollout_wg.workers[0]
     parameters = dict(worker.engine.module.named_parameters())
-    seen, checked = set(), 0
-    for batch in trainer.batches:
-        versions, mask = batch.batch["policy_versions"], batch.batch["response_mask"].bool()
-        for version in versions[mask].unique().tolist():
-            with torch.no_grad():
-                for name, weight in trainer.weights_of[version].items():
-                    parameters[name].copy_(weight)
-            scored = trainer.actor_rollout_wg.compute_log_prob(batch.select(deepcopy=True))
-            found, sampled = scored.batch["old_log_probs"], batch.batch["rollout_log_probs"]
-            chosen = mask & (versions == version)
-            assert torch.equal(found[chosen], sampled[chosen].to(found.dtype))
-            seen.add(version)
-            checked += int(chosen.sum())
-    with torch.no_grad():
-        for name, weight in trainer.weights_of[max(trainer.weights_of)].items():
-            parameters[name].copy_(weight)
+    seen, checked, last = set(), 0, weights(trainer)
+    try:
+        for batch in trainer.batches:
+            versions, mask = batch.batch["policy_versions"], batch.batch["response_mask"].bool()
+            for version in versions[mask].unique().tolist():
+                load(parameters, trainer.weights_of[version])
+                scored = worker.compute_log_prob(batch.select(deepcopy=True))
+                found, sampled = scored.batch["old_log_probs"], batch.batch["rollout_log_probs"]
+                chosen = mask & (versions == version)
+                assert torch.equal(found[chosen], sampled[chosen].to(found.dtype))
+                seen.add(version)
+                checked += int(chosen.sum())
+    finally:
+        load(parameters, last)
     assert len(seen) > 3
     assert checked > 100
 
