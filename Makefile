@@ -100,7 +100,7 @@ test-templates: $(STAMP)  ## Compare what follows a turn with what 72 chat templ
 	@test -d build/trl || $(BIN)/pip install --quiet --no-deps --target build/trl trl==1.16.0
 	$(BIN)/python -m pytest tests/utils/dataset/test_continuation.py -m 'slow or not slow'
 
-chaos: $(STAMP)  ## Run the tests of every fault and attack, and print all 47 rows with their state
+chaos: $(STAMP)  ## Run the tests of every fault and attack, and print all 49 rows with their state
 	$(BIN)/python -m tests.chaos.run
 
 mutants: $(STAMP)  ## Plant 200 small faults and list those that no test notices (one hour on two cores)

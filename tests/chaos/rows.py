@@ -275,6 +275,33 @@ ROWS = (
         missing="24 hours and 1,400 kills; `make soak HOURS=24` does that",
     ),
     Row(
+        "F20",
+        "kill -9 of an asynchronous run of several turns, at 20 random moments, twice each",
+        "The same command continues it bit for bit: weights, and every step that is trained, also "
+        "those trained again; no prompt lost or doubled; rows go on from their last token.",
+        (
+            f"{T}/e2e/test_async_resume.py::test_a_run_killed_at_any_moment_continues_bit_for_bit",
+            f"{T}/trainer/test_asynchronous.py::test_a_run_that_is_lost_continues_bit_for_bit",
+            f"{T}/trainer/test_asynchronous.py::"
+            "test_replies_that_a_lost_run_got_are_not_asked_for_again",
+            f"{T}/trainer/test_async_placing.py::test_a_run_that_is_lost_continues_bit_for_bit",
+        ),
+    ),
+    Row(
+        "F21",
+        "an asynchronous run loses an engine, a rank that generates or one that trains, in each "
+        "phase, by kill -9 or SIGSTOP",
+        "A lost engine gets what is published, not what is trained meanwhile; a lost rank starts "
+        "anew from the last commit; the run ends bit for bit the same.",
+        (
+            f"{T}/trainer/test_async_placing.py::"
+            "test_an_engine_lost_while_a_step_is_trained_gets_what_is_published",
+            f"{T}/chaos/test_async_losses.py::"
+            "test_whoever_is_lost_in_whichever_phase_the_run_ends_the_same",
+        ),
+        missing="a tool server that is lost while rows are settled",
+    ),
+    Row(
         "D1",
         "malformed files and rows",
         "Bad rows are named by file and row; above 1% the run ends with exit code 65.",

@@ -223,11 +223,6 @@ CASES = [
         "set resource_pool.actor_rollout_ref.devices",
     ),
     (
-        {"actor_rollout_ref.hybrid_engine": False, f"{R}.nnodes": 1, f"{R}.exact": True},
-        f"{R}.exact is True; with actor_rollout_ref.hybrid_engine=False",
-        "shared weights only",
-    ),
-    (
         {"resource_pool.rollout.devices": [1]},
         "resource_pool.rollout.devices is [1]; with actor_rollout_ref.hybrid_engine=True",
         "hybrid_engine=False",

@@ -11,12 +11,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.toy import toy_overrides, toy_run
+from tests.toy import ROLLOUT, toy_overrides, toy_run
+from tests.trainer.test_async_placing import separate
+from tests.trainer.test_engine_processes import without_engine_metrics
 from tests.trainer.test_ranks import EVERYTHING, assert_same_run
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.on_ray import wait_for_start
+from verl.trainer.ppo.asynchronous import AsyncTrainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import Role
 from verl.trainer.task_runner import TaskRunner
@@ -64,6 +67,29 @@ def test_actors_that_only_generate_give_the_run_of_one_process(toy, tmp_path):
     found = ray_run(toy, tmp_path / "ray", *changes, *ROLLOUT_APART)
     expected, _ = toy_run(toy, tmp_path / "here", *EVERYTHING)
     assert_same_run(found, expected)
+
+
+def without_waiting(metrics):
+    """Who waited for whom is a matter of real time."""
+    real = ("fully_async/", "rollouter/", "trainer/idle_ratio")
+    return [{k: v for k, v in step.items() if not k.startswith(real)} for step in metrics]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["native", "native_process"])
+def test_actors_that_generate_while_others_train_give_the_run_of_one_engine(toy, tmp_path, name):
+    expected, trainer = toy_run(
+        toy, tmp_path / "here", *separate(tmp_path / "here"), trainer_class=AsyncTrainer
+    )
+    trainer.stop_workers()
+    changes = [*separate(tmp_path / "ray", "ranks"), "trainer.controller=ray"]
+    found = ray_run(
+        toy, tmp_path / "ray", *changes, f"{ROLLOUT}.name={name}", "trainer.n_gpus_per_node=1"
+    )
+    assert_same_run(
+        without_waiting(without_engine_metrics(found)),
+        without_waiting(without_engine_metrics(expected)),
+    )
 
 
 @pytest.mark.slow

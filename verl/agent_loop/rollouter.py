@@ -336,7 +336,7 @@ class Rollouter(GroupSource):
             )
         ]
         chosen = self._loop_class(row.get("agent_name") or self._default_loop)
-        versions = self.servers.fleet.versions()
+        versions = self.servers.fleet.versions() if gate is None else set[int]()
         try:
             await chosen.cls.run_group(functools.partial(self._make_loop, chosen), samples)
         except InfraFault as fault:
@@ -351,8 +351,12 @@ class Rollouter(GroupSource):
         group.trajectories = [t for n in sorted(rows_of_sample) for t in rows_of_sample[n]]
         if self.journal is not None:
             await self.journal.files.written()  # before anybody sees what follows from it
-        is_one_version = len(versions) == 1 and versions == self.servers.fleet.versions()
-        group.version = min(versions) if is_one_version else None
+        if gate is None:
+            is_one = len(versions) == 1 and versions == self.servers.fleet.versions()
+        else:  # engines may be taking in weights right now
+            versions = {version for t in group.trajectories for version in t.versions}
+            is_one = len(versions) == 1 and all(t.versions for t in group.trajectories)
+        group.version = min(versions) if is_one else None
         if grading is not None:
             await grading.finish(group)
             self._seconds["reward_wait"] = grading.seconds_after_last_response()

@@ -150,7 +150,7 @@ def correction_faults(config: Any) -> Iterator[Fault]:
             "kv_after_update=recompute or exact=False",
             (key,),
         )
-    if rollout.exact and rollout.name != "native":
+    if rollout.exact and rollout.name not in ("native", "native_process"):
         key = "actor_rollout_ref.rollout.exact"
         text = (
             f'{key} is True, but rollout.name is "{rollout.name}"; only the built-in engine shares '
@@ -247,13 +247,6 @@ def own_ranks_faults(config: Any) -> Iterator[Fault]:
             "it takes all devices, these too: set resource_pool.actor_rollout_ref.devices"
         )
         yield Fault(text, ("resource_pool.rollout.devices",))
-    if section.rollout.exact:
-        text = (
-            f"{ROLLOUT}.exact is True; with {switch}=False the rollout has weights of its own, and "
-            f"generation and training agree bit for bit on shared weights only: set one of them "
-            "the other way"
-        )
-        yield Fault(text, (f"{ROLLOUT}.exact",))
 
 
 def engine_faults(config: Any) -> Iterator[Fault]:

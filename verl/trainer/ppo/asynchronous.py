@@ -92,6 +92,9 @@ class Unpublished(Publisher):
     def recover(self, engine: Rollout) -> None:
         raise NotImplementedError("lost engines are recovered by the run's own publisher")
 
+    def keep_published(self) -> None:
+        raise NotImplementedError("the run's own publisher keeps what it has published")
+
 
 class AsyncTrainer(PPOTrainer):
     """Trains on what older policies may have sampled, within the bound of its plan."""
@@ -106,6 +109,8 @@ class AsyncTrainer(PPOTrainer):
         assert isinstance(self.rollouter, Rollouter), "checked with the configuration"
         assert self.total_training_steps is not None
         self.plan = plan
+        if plan.lag:
+            self.publisher.keep_published()
         self.buffer = AsyncBuffer(plan.batch)
         rollouter = self.rollouter
         self.gate = self.buffer.gate = rollouter.gate = Gate(
@@ -214,6 +219,10 @@ class AsyncTrainer(PPOTrainer):
 
     # ---- updates ---------------------------------------------------------------------------------
 
+    def update(self, batch: DataProto, step: StepContext) -> DataProto:
+        batch.meta_info["publishes"] = False  # engines generate with the weights of before
+        return super().update(batch, step)
+
     def finish_step(self, batch: DataProto | None, step: StepContext) -> None:
         """Make the update visible where it is time to, then report, validate and save."""
         if not self.has_data_ended and step.step >= self.gate.schedule.next_update:
@@ -275,6 +284,11 @@ class AsyncTrainer(PPOTrainer):
             file.write(json.dumps(line) + "\n")
 
     # ---- checkpoints -----------------------------------------------------------------------------
+
+    def _should_stop(self) -> bool:
+        """Between two updates there is nothing to continue from, so the next one is waited for."""
+        is_published = self.gate.schedule.published >= self.global_steps
+        return super()._should_stop() and (is_published or self.has_data_ended)
 
     def _should_save(self, is_last: bool) -> bool:
         is_published = self.gate.schedule.published == self.global_steps

@@ -51,13 +51,13 @@ from verl.workers.roles.generator import (
 )
 from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
 from verl.workers.rollout.base import Rollout
-from verl.workers.rollout.engine_weights import send_to_ports
+from verl.workers.rollout.engine_weights import KeptWeights, exhaust, on_host, send_to_ports
 from verl.workers.rollout.factory import has_own_process, ranks_per_engine
 from verl.workers.rollout.polling import Poll, PollReport
 from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
 from verl.workers.rollout.publish import CheckSettings
-from verl.workers.rollout.trained import Answer, log_probs_of
+from verl.workers.rollout.trained import Answer, log_probs_of, scrambled
 from verl.workers.schedule import MicroBatching
 from verl.workers.weight_sync import Published, WeightSender
 
@@ -139,6 +139,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     engine: BaseEngine
     policy: Policy
     reference: Reference
+    _kept: KeptWeights | None = None
 
     def __init__(
         self,
@@ -199,6 +200,8 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         self.generator = self.build_generator()
         if self.is_rollout:
             self.generator.start(self.engine, sequence_group=self.sequence_group)
+        else:
+            self.generator.train_exactly(self.engine)
         self.checkpoints = checkpoint_manager(
             self.engine.module,
             self.engine,
@@ -295,7 +298,8 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on the batch; the metrics come back in `meta_info["metrics"]`.
 
-        The rollout engine of this rank has the new weights when it returns.
+        The rollout engine of this rank has the new weights when it returns, unless `meta_info` says
+        `publishes=False`: then that waits until `update_weights`.
         """
         config, start = self.config, time.perf_counter()
         with self.profiler.annotated("actor_update"):
@@ -306,7 +310,8 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
                 old_policy_version=data.meta_info.get("old_policy_version"),
                 plan=update_plan(data),
             )
-            metrics.update(self.update_weights())
+            if data.meta_info.get("publishes", True):
+                metrics.update(self.update_weights())
         seconds = time.perf_counter() - start
         passes = update_passes(config.actor.ppo_epochs, self.engine.module)
         metrics.update(utilisation("actor", self.flops, data, seconds, passes=passes))
@@ -329,6 +334,41 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         return self.generator.sync(self.engine, in_flight=in_flight)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def keep_weights(self) -> None:
+        """Keep a copy in host memory of what the engines have now, which is what is trained.
+
+        An engine that is lost later gets these, although training has gone on. Every rank that may
+        have to give them to an engine has a copy.
+        """
+        version, weights = self.engine.policy_version, self.generator.sent_tensors(self.engine)
+        has_engine = self.generator.leads_engine if self.is_rollout else self.rank == 0
+        if has_engine:
+            self._kept = KeptWeights(version, {name: on_host(weight) for name, weight in weights})
+        exhaust(weights)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def restore_weights(self) -> None:
+        """Give the kept weights to the engine of this rank, if it has lost them."""
+        if self._kept is not None and self.is_rollout:
+            self.generator.restore(self._kept)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_kept_weights(
+        self, addresses: Sequence[tuple[str, int]], token: str
+    ) -> Published | None:
+        """Like `send_weights`, of the weights that are kept; the first rank serves all."""
+        if self._kept is None:
+            return None
+        return send_to_ports(
+            self._sender,
+            iter(self._kept.weights.items()),
+            self._kept.version,
+            addresses,
+            token,
+            timeout_seconds=self.config.nccl_timeout,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_settings(self) -> CheckSettings:
         """What a rollout engine is compared by with this policy."""
         return self.generator.check_settings(self.engine)
@@ -342,14 +382,16 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         What they hold afterwards; None from a rank that had none to serve. A probe asks for
         scrambled ones.
         """
-        served = addresses[self.rank :: self.world_size]
+        weights = self.engine.get_per_tensor_param()
+        if is_scrambled:
+            weights = ((name, scrambled(name, weight)) for name, weight in weights)
         return send_to_ports(
             self._sender,
-            self.engine,
-            served,
+            weights,
+            self.engine.policy_version,
+            addresses[self.rank :: self.world_size],
             token,
             timeout_seconds=self.config.nccl_timeout,
-            is_scrambled=is_scrambled,
         )
 
     @cached_property

@@ -9,12 +9,13 @@ in the same process, by polls from elsewhere, or with a whole batch at once.
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.config.actor import FSDPActorConfig
@@ -36,6 +37,7 @@ from verl.workers.engine.spec import compute_dtype
 from verl.workers.rollout.base import Rollout, SamplingParams, TokenOutput
 from verl.workers.rollout.engine_weights import (
     EngineWeights,
+    KeptWeights,
     ModuleWeights,
     ProcessWeights,
     adapter_config,
@@ -102,18 +104,10 @@ class Generator:
         """Generate beside `engine`: on its weights where a rank holds them whole, else on a copy of
         them, into which adapters are merged unless the rollout engine takes them apart."""
         rollout, module = self.config.rollout, engine.module
+        self.train_exactly(engine)
         if shares_weights(self.config, engine):
-            if rollout.exact:
-                make_exact(module, rollout.prompt_length + rollout.response_length)
             self.start_on_module(module, lambda: engine.policy_version)
             return
-        if rollout.exact:
-            raise ValueError(
-                "rollout.exact is True, but the rollout has weights of its own here: generation "
-                "and training agree bit for bit on shared weights only. Set fsdp_config.sharding="
-                "zero1, rollout.tensor_model_parallel_size=1 and model.lora.merge=False, or "
-                "rollout.exact=False"
-            )
         takes_adapters = rollout_engines[rollout.name].traits.takes_adapters
         sends_adapter = takes_adapters and has_lora(module) and not self.config.model.lora.merge
         self.start_on_copy(module if sends_adapter else None)
@@ -122,6 +116,30 @@ class Generator:
         if self._check is not None and rollout.probe and not sends_adapter:
             self._check.probe()  # leaves the trained weights in the engine
         self.sync(engine)
+
+    def train_exactly(self, engine: BaseEngine) -> None:
+        """With `rollout.exact`, let `engine` compute as the rollout engine does, wherever that is.
+
+        They agree where both hold all weights whole, and the same ones: as they are trained, or a
+        copy of them.
+        """
+        if not self.config.rollout.exact:
+            return
+        is_copy = self.config.rollout.tensor_model_parallel_size == 1 and not (
+            engine.is_sharded or has_lora(engine.module)
+        )
+        if not is_copy and not shares_weights(self.config, engine):
+            raise ValueError(
+                "rollout.exact is True, but the rollout engine has other weights than those that "
+                "are trained: shards of them, or with adapters merged into them, and then it "
+                "computes otherwise. Set fsdp_config.sharding=zero1, rollout."
+                "tensor_model_parallel_size=1 and model.lora.merge=False, or rollout.exact=False"
+            )
+        make_exact(engine.module, self._exact_capacity)
+
+    @property
+    def _exact_capacity(self) -> int:
+        return self.config.rollout.prompt_length + self.config.rollout.response_length
 
     def sync(self, engine: BaseEngine, *, in_flight: bool = False) -> dict[str, float]:
         """Bring the rollout engine to the trained weights; nothing to do where it has them.
@@ -149,6 +167,17 @@ class Generator:
         if self.leads_engine and isinstance(self.rollout, NativeEngine):
             return self.rollout.paused()
         return nullcontext()
+
+    def sent_tensors(self, engine: BaseEngine) -> Iterator[tuple[str, Tensor]]:
+        """What an update brings to the rollout engine; all ranks must iterate over it."""
+        if isinstance(self.weights, ProcessWeights):
+            return self.weights.sent_tensors(engine)
+        return engine.get_per_tensor_param()
+
+    def restore(self, kept: KeptWeights) -> None:
+        """Restart the engine that this rank leads, if it is lost, with weights that were kept."""
+        if isinstance(self.weights, ProcessWeights):
+            self.weights.restore(kept)
 
     def check_settings(self, engine: BaseEngine) -> CheckSettings:
         """What a rollout engine is compared by with the policy."""
@@ -194,6 +223,8 @@ class Generator:
             return
         tp_size = config.rollout.tensor_model_parallel_size
         module = load_copy(config.model, fsdp_config(config), self.device)
+        if config.rollout.exact:
+            make_exact(module, self._exact_capacity)
         bucket_bytes = update_bucket_bytes(config)
         weights = ModuleWeights(module, bucket_bytes=bucket_bytes, is_sharded=tp_size > 1)
         tp_group = self._create_subgroups(tp_size)

@@ -19,6 +19,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +44,6 @@ from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.spec import compute_dtype
 from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.process.client import EngineProcess
-from verl.workers.rollout.trained import scrambled
 from verl.workers.weight_sync import (
     Published,
     ReceivingChannel,
@@ -235,7 +235,7 @@ class ProcessWeights(EngineWeights):
                 return attempt > 0
             if attempt == ATTEMPTS:
                 break
-            weights = (self._tensors or trained.get_per_tensor_param)()
+            weights = self.sent_tensors(trained)
             try:
                 if is_behind:
                     self.replace(weights, version, in_flight=in_flight)
@@ -248,6 +248,24 @@ class ProcessWeights(EngineWeights):
             f"version {version} was sent {ATTEMPTS} times, and an engine still does not hold it; "
             "nothing is generated with anything else"
         ) from self._failure
+
+    def sent_tensors(self, trained: BaseEngine) -> Iterator[tuple[str, Tensor]]:
+        """What an update brings; all ranks must iterate over it."""
+        return (self._tensors or trained.get_per_tensor_param)()
+
+    def restore(self, kept: "KeptWeights") -> None:
+        """Bring an engine that was lost to weights that were kept; other ranks need not call it."""
+        for attempt in range(ATTEMPTS):
+            if self._holds(kept.version):
+                return
+            try:
+                self.replace(kept.weights.items(), kept.version)
+            except (EngineLostError, WeightSyncError) as error:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                logger.warning(
+                    "version %d did not reach the rollout engine: %s", kept.version, error
+                )
 
     def replace(
         self, weights: Iterable[tuple[str, Tensor]], version: int, *, in_flight: bool = False
@@ -303,29 +321,38 @@ class ProcessWeights(EngineWeights):
             process.restart()
 
 
+@dataclass(frozen=True)
+class KeptWeights:
+    """A version of the policy in host memory."""
+
+    version: int
+    weights: dict[str, Tensor]
+
+
+def on_host(weight: Tensor) -> Tensor:
+    """A copy that nobody trains."""
+    return torch.empty_like(weight, device="cpu").copy_(weight.detach())
+
+
 def send_to_ports(
     sender: WeightSender,
-    engine: BaseEngine,
+    weights: Iterator[tuple[str, Tensor]],
+    version: int,
     addresses: Sequence[tuple[str, int]],
     token: str,
     *,
     timeout_seconds: float,
-    is_scrambled: bool,
 ) -> Published | None:
-    """Send the trained weights to the ports that `accept` has opened; what they hold afterwards.
+    """Send weights to the ports that `accept` has opened; what they hold afterwards.
 
-    None from a rank that has no port to serve: it takes part in gathering tensors. A probe asks for
-    scrambled weights.
+    None from a rank that has no port to serve: it takes part in gathering tensors.
     """
-    weights = engine.get_per_tensor_param()
-    if is_scrambled:
-        weights = ((name, scrambled(name, weight)) for name, weight in weights)
     try:
         if not addresses:
             return None
         channel = TcpSender(addresses, token, timeout_seconds=timeout_seconds)
         try:
-            return send_weights(sender, weights, engine.policy_version, channel)
+            return send_weights(sender, weights, version, channel)
         finally:
             channel.close()
     finally:

@@ -183,6 +183,7 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
         trust_remote_code=spec.trust_remote_code,
         override_config=spec.override_config,
         keeps_cache=spec.rollout.kv_after_update == "keep",
+        exact=spec.rollout.exact,
     )
     return process_spec(spec, build=BUILD_NATIVE, options=options)
 

@@ -18,6 +18,7 @@ mean that they are in use.
 
 import logging
 import secrets
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,12 @@ class Publisher(ABC):
 
     @abstractmethod
     def recover(self, engine: Rollout) -> None:
-        """Restart a lost engine with the trained weights; others are left alone."""
+        """Restart a lost engine with the published weights; others are left alone."""
+
+    @abstractmethod
+    def keep_published(self) -> None:
+        """From now on engines generate while the policy is trained: keep what is published, for
+        those that are lost before the next update is. Call it when that is what is trained."""
 
 
 class SharedStorage(Publisher):
@@ -76,6 +82,9 @@ class SharedStorage(Publisher):
     def recover(self, engine: Rollout) -> None:
         """An engine in the trainer's process is lost with it."""
 
+    def keep_published(self) -> None:
+        """What is trained is what engines generate with, always."""
+
 
 class SentWeights(Publisher):
     """Engines with weights of their own, on the actor's ranks or on ranks of the rollout."""
@@ -84,6 +93,8 @@ class SentWeights(Publisher):
         """`actor` and `rollout` are worker groups; the same one where they share ranks."""
         self._actor, self._rollout = actor, rollout
         self._is_apart = rollout is not actor
+        self._keeps = False
+        self._one_transfer = threading.Lock()  # lost engines are recovered on a thread
         self._check: DriftCheck | None = None
         if self._is_apart and has_own_process(config.rollout.name):
             self._check = self._check_of(config)
@@ -94,6 +105,18 @@ class SentWeights(Publisher):
         """With `in_flight` engines pause while they take the weights in (`timing_s/update_weights/
         stall`); one that cannot refuses."""
         logger.info("weights published: sent to the engines")
+        with self._one_transfer:
+            metrics = self._publish(in_flight)
+            if self._keeps:
+                self._actor.keep_weights()
+        return metrics
+
+    def keep_published(self) -> None:
+        with self._one_transfer:
+            self._keeps = True
+            self._actor.keep_weights()
+
+    def _publish(self, in_flight: bool) -> dict[str, float]:
         if self._is_apart:
             start = time.perf_counter()
             self.send(in_flight=in_flight)
@@ -111,11 +134,14 @@ class SentWeights(Publisher):
         return {name: max(r[name] for r in reports if name in r) for name in sorted(names)}
 
     def recover(self, engine: Rollout) -> None:
-        if self._is_apart:
-            assert isinstance(engine, RemoteRollout)
-            self.send(engine.ranks)
-        else:
-            self._actor.update_weights()
+        with self._one_transfer:
+            if self._is_apart:
+                assert isinstance(engine, RemoteRollout)
+                self.send(engine.ranks, is_kept=self._keeps)
+            elif self._keeps:
+                self._actor.restore_weights()
+            else:
+                self._actor.update_weights()
 
     def send(
         self,
@@ -123,23 +149,28 @@ class SentWeights(Publisher):
         *,
         is_scrambled: bool = False,
         in_flight: bool = False,
+        is_kept: bool = False,
     ) -> int:
         """Bring these ranks of the rollout, or all, to the actor's weights; their version then.
 
         Raises unless all of them hold the sender's fingerprint; until then they generate nothing. A
-        probe asks for scrambled weights.
+        probe asks for scrambled weights; `is_kept` are those that were published last.
         """
         for _ in range(ATTEMPTS - 1):
             try:
-                return self._send_once(ranks, is_scrambled, in_flight)
+                return self._send_once(ranks, is_scrambled, in_flight, is_kept)
             except WorkerError as error:
                 if all(self._rollout.rollout_is_alive()):
                     raise
                 logger.warning("an engine was lost while it was sent weights; resending: %s", error)
-        return self._send_once(ranks, is_scrambled, in_flight)
+        return self._send_once(ranks, is_scrambled, in_flight, is_kept)
 
     def _send_once(
-        self, ranks: Sequence[int] | None, is_scrambled: bool, in_flight: bool = False
+        self,
+        ranks: Sequence[int] | None,
+        is_scrambled: bool,
+        in_flight: bool = False,
+        is_kept: bool = False,
     ) -> int:
         actor, rollout, token = self._actor, self._rollout, secrets.token_hex(16)
         chosen = None if ranks is None else tuple(ranks)
@@ -150,7 +181,10 @@ class SentWeights(Publisher):
         ]
         receiving = rollout.execute_all_async("receive_weights")
         try:
-            results = actor.send_weights(tuple(ports), token, is_scrambled)
+            if is_kept:
+                results = actor.send_kept_weights(tuple(ports), token)
+            else:
+                results = actor.send_weights(tuple(ports), token, is_scrambled)
         except WorkerError:
             self._raise_reason(receiving)
             raise
