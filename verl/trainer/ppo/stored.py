@@ -139,9 +139,8 @@ class StoredTrainer(PPOTrainer):
         )
         is_curriculum = isinstance(self.train_dataloader.sampler, AbstractCurriculumSampler)
         reads_rows = self.config.trainer.rollout_data_dir or is_curriculum or not is_plain
-        if isinstance(batch, StoredBatch) and reads_rows:
-            batch = batch.fetch()
-        super().finish_step(batch, step)
+        rows: Any = batch.fetch() if isinstance(batch, StoredBatch) and reads_rows else batch
+        super().finish_step(rows, step)
         self.plane.delete(list(self.plane.entries(f"step-{step.step}")))
 
     def _batch_metrics(self, batch: Any, report: Report) -> Metrics:
