@@ -39,23 +39,6 @@ def colocated(staleness, folder, **options):
     ]
 
 
-def separate(staleness, folder, every=1, **options):
-    """Generation in a process of its own, beside training."""
-    return [
-        *settings(folder, **options),
-        "async_training.reply_tokens=2",
-        "algorithm.rollout_correction.bypass_mode=true",
-        "actor_rollout_ref.hybrid_engine=false",
-        f"{ROLLOUT}.nnodes=1",
-        f"{ROLLOUT}.n_gpus_per_node=1",
-        f"{ROLLOUT}.free_cache_engine=false",
-        "trainer.use_v1=true",
-        "trainer.v1.trainer_mode=separate_async",
-        f"trainer.v1.separate_async.parameter_sync_step={every}",
-        f"trainer.v1.separate_async.num_warmup_batches={staleness}",
-    ]
-
-
 class Records(AsyncTrainer):
     """Keeps what every step trained on."""
 
@@ -98,7 +81,7 @@ def straight(toy, tmp_path_factory):
     return recorded(Records, toy, folder, *colocated(2, folder), "trainer.save_freq=1")
 
 
-@pytest.mark.parametrize("turns", [1, TURNS])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.slow), TURNS])
 def test_without_staleness_it_is_the_synchronous_run(toy, tmp_path, turns):
     plain = toy_run(toy, tmp_path, *settings(tmp_path, turns=turns))
     same = toy_run(toy, tmp_path, *colocated(0, tmp_path, turns=turns), trainer_class=AsyncTrainer)
@@ -119,7 +102,10 @@ def test_two_runs_are_the_same_run_and_rows_go_on_across_updates(toy, tmp_path, 
     assert (min(staleness), max(staleness)) == (0, 2)
 
 
-@pytest.mark.parametrize("fail_at", range(2, STEPS + 1))
+@pytest.mark.parametrize(
+    "fail_at",
+    [pytest.param(at, marks=[] if at == 4 else pytest.mark.slow) for at in range(2, STEPS + 1)],
+)
 def test_a_run_that_is_lost_continues_bit_for_bit(toy, tmp_path, fail_at, straight):
     args = (toy, tmp_path, *colocated(2, tmp_path), "trainer.save_freq=1")
     before, _ = recorded(Fails, *args, fail_at=fail_at)
@@ -142,12 +128,3 @@ def test_kept_keys_and_values_are_measured_in_every_step_and_bounded(toy, tmp_pa
     options = [*colocated(2, tmp_path), *(f"{ROLLOUT}.{option}" for option in keeping)]
     with pytest.raises(KeptCacheError, match="kv_max_kl allows 1e-11"):
         toy_run(toy, tmp_path, *options, f"{ROLLOUT}.kv_max_kl=1e-11", trainer_class=AsyncTrainer)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_training_beside_generation_repeats_too(toy, tmp_path, every):
-    args = (toy, tmp_path, *separate(2, tmp_path, every))
-    seen, trainer = recorded(Records, *args)
-    again, same = recorded(Records, *args)
-    assert seen == again
-    assert same_weights(trainer, same)
