@@ -36,10 +36,9 @@ from verl.protocol import DataProto
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.attention import PrefillSequence
 from verl.workers.rollout.native.batch import Batch, RunningBatch, StepOutput
-from verl.workers.rollout.native.cache import KeysAndValues
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 from verl.workers.rollout.native.scheduler import Move
-from verl.workers.rollout.native.sequence import Group, Sample
+from verl.workers.rollout.native.sequence import Group, KnownTokens, Sample
 from verl.workers.rollout.sequences import SEED_COLUMN
 
 RESULTS = Path(__file__).parent / "results" / "host_cost.json"
@@ -68,8 +67,8 @@ class ConstantBatch(Batch):
     def move_group(self, move: Move, group: Group) -> None:
         pass
 
-    def read(self, sample: Sample, num_own: int) -> list[KeysAndValues]:
-        return []
+    def keep(self, sample: Sample) -> KnownTokens:
+        return KnownTokens(sample.token_ids[:-1], [])
 
     def reset(self) -> None:
         pass

@@ -91,7 +91,8 @@ class Jail:
         view = view_of_interpreter(())
         scripts = [(str(RELAY), "/program/relay.py")]
         scripts += [(str(folder / "calls"), CALLS), (str(folder / "reward"), REWARD)]
-        installed = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+        folders = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")]
+        installed = dict.fromkeys(str(folder.resolve()) for folder in folders)
         packages = [(path, f"/packages/{i}") for i, path in enumerate(installed)]
         limits = Limits(memory_mb=self.memory_mb, max_processes=self.max_processes)
         return Spec(

@@ -97,7 +97,7 @@ def test_requests_of_one_turn_of_the_loop_enter_in_one_step(model):
     engine = build_engine(model)
     admitted = []
     admit = engine.core.scheduler.admit
-    engine.core.scheduler.admit = lambda: admitted.append(admit()) or admitted[-1]
+    engine.core.scheduler.admit = lambda *args: admitted.append(admit(*args)) or admitted[-1]
 
     async def ask():
         tasks = [asyncio.create_task(engine.generate(one)) for one in requests(4)]

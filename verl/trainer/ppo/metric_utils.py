@@ -267,13 +267,13 @@ def calculate_debug_metrics(data: DataProto, version: int | None = None) -> dict
     The correlation is left out where it is undefined: one token, or no spread on either side.
     Without `response_mask` the end of `attention_mask` serves, and without both all tokens count.
     """
-    num_positions = data.batch["responses"].shape[1]
     if "response_mask" in data.batch.keys():  # noqa: SIM118
         mask = data.batch["response_mask"].bool()  # (B, T)
     elif "attention_mask" in data.batch.keys():  # noqa: SIM118
+        num_positions = data.batch["old_log_probs"].shape[1]
         mask = data.batch["attention_mask"][:, -num_positions:].bool()
     else:
-        mask = torch.ones_like(data.batch["responses"], dtype=torch.bool)
+        mask = torch.ones_like(data.batch["old_log_probs"], dtype=torch.bool)
     if POLICY_VERSIONS in data.batch.keys() and version is not None:  # noqa: SIM118
         mask = mask & (data.batch[POLICY_VERSIONS] == version)
     rollout = data.batch["rollout_log_probs"][mask].exp().double()
