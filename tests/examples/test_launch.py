@@ -89,7 +89,11 @@ class Stage:
         assert process.returncode == 0, complaint
 
     def noted(self, name: str) -> list[str]:
-        return (self.notes / name).read_text().split("\0")[:-1]
+        note, until = self.notes / name, time.monotonic() + 30
+        while not (note.exists() and note.read_text().endswith("\0")):  # by a script beside it
+            assert time.monotonic() < until, f"{name} was not called"
+            time.sleep(0.01)
+        return note.read_text().split("\0")[:-1]
 
     def overrides(self) -> dict[str, str]:
         """The options of the training that would have started."""
