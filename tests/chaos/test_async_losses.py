@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from tests.toy import ACTOR, KeepsTrainer, toy_run
+from tests.toy import ACTOR, KeepsTrainer, make_toy, toy_run
 from tests.trainer.test_async_placing import separate
 from tests.trainer.test_asynchronous import STEPS, Records, recorded
 from tests.trainer.test_engine_processes import engines_of_ranks
@@ -17,6 +17,11 @@ from tests.trainer.test_engine_processes import engines_of_ranks
 PHASES = {2: "generating", 3: "settling", 4: "training", 5: "publishing"}
 TWO_TRAIN = ("trainer.n_gpus_per_node=2", f"{ACTOR}.fsdp_config.sharding=zero1")
 PLACES = {"engine": "processes", "rollout rank": "ranks", "trainer rank": "rank"}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return make_toy(tmp_path_factory.mktemp("toy"))
 
 
 class Struck(Records):
