@@ -41,6 +41,13 @@ BACKENDS = [
         id="ray-transfer_queue",
     ),
 ]
+SLOWER = [
+    "in_process",
+    pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow], id="ray"),
+    BACKENDS[2],
+]
+"""Where each test starts a plane of its own, which takes seconds on Ray."""
+
 OPTIONS = {"transfer_queue": {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}}
 
 
@@ -177,6 +184,7 @@ def test_a_field_that_is_not_there_and_a_value_that_is_not_plain_are_named(plane
     assert list(plane.entries()) == ["p/0"]
 
 
+@pytest.mark.parametrize("backend", SLOWER, indirect=True)
 def test_sizes_are_bounded(backend: str):
     plane = new_plane(backend, Limits(max_keys=2, max_bytes=100, max_bytes_per_key=64))
     plane.put("a", {"x": torch.zeros(16)})
@@ -275,6 +283,7 @@ def test_rows_of_a_producer_that_is_lost_are_visible_as_such(plane: DataPlane):
     assert len(plane.wait(Ready(keys=("p/0", "p/1")), LONG)) == 2
 
 
+@pytest.mark.parametrize("backend", SLOWER, indirect=True)
 def test_a_plane_is_reached_by_its_address_and_closes_with_a_word(backend: str):
     plane = new_plane(backend)
     address = plane.address()
