@@ -334,6 +334,7 @@ WITH_CRITIC = When(
     "there is no critic: algorithm.adv_estimator does not use one",
 )
 REWARD_MODEL = while_on("enable")
+DISTILLED = When(lambda here, run: run.distillation.enabled, "distillation.enabled is off")
 LIMITED = When(
     lambda here, run: run.reward_manager.name in ("rate_limited", "judge"),
     "only the reward managers rate_limited and judge use it",

@@ -170,7 +170,12 @@ class PPOTrainer(TrainingRun):
     # ---- annotate --------------------------------------------------------------------------------
 
     def annotate(self, batch: DataProto, step: StepContext) -> DataProto:
-        """`old_log_probs`, and `ref_log_prob` and `values` where the algorithm needs them."""
+        """`old_log_probs`, and `ref_log_prob` and `values` where the algorithm needs them; in a
+        distillation also what teachers say, and rows without their answer are dropped."""
+        if self.teaching is not None:
+            with step.report.timed("teacher"):
+                batch, found = self.teaching.annotate(batch, self.teacher_wg)
+            step.report.merge(found)
         self._balance_batch(batch, step.report.metrics)
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
         batch = self._with_old_log_probs(batch, step)
@@ -185,7 +190,7 @@ class PPOTrainer(TrainingRun):
         if self.use_critic:
             with step.report.timed("values"):
                 batch = batch.union(self.critic_wg.compute_values(batch))
-        require_finite(batch, "old_log_probs", "ref_log_prob", "values")
+        require_finite(batch, "old_log_probs", "ref_log_prob", "values", "teacher_log_probs")
         return batch
 
     def _with_old_log_probs(self, batch: DataProto, step: StepContext) -> DataProto:

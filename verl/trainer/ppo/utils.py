@@ -20,6 +20,7 @@ class Role(Enum):
     RewardModel = auto()
     ActorRolloutRef = auto()
     Env = auto()
+    Teacher = auto()
 
     def __str__(self) -> str:
         return _NAMES[self]
@@ -41,6 +42,7 @@ _NAMES = {
     Role.RewardModel: "rm",
     Role.ActorRolloutRef: "actor_rollout_ref",
     Role.Env: "env",
+    Role.Teacher: "teacher",
 }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -19,7 +20,9 @@ from verl.config.actor import FSDPActorConfig
 from verl.models.lora import as_started
 from verl.protocol.padded import POLICY_VERSIONS
 from verl.utils.metric import Metric
+from verl.workers.actor.distiller import Distiller
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
+from verl.workers.engine.outputs import LOG_PROBS, Outputs
 from verl.workers.mini_batch import (
     NUM_TOKENS,
     global_counts,
@@ -34,9 +37,12 @@ from verl.workers.schedule import MicroBatching, Passes, StepPlan, UpdatePlan
 class Policy:
     """Log-probabilities and updates of the policy that `engine` holds."""
 
-    def __init__(self, config: FSDPActorConfig, engine: BaseEngine) -> None:
+    def __init__(
+        self, config: FSDPActorConfig, engine: BaseEngine, distiller: Distiller | None = None
+    ) -> None:
         self.config = config
         self.engine = engine
+        self.distiller = distiller
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
 
     def compute_log_prob(
@@ -50,7 +56,7 @@ class Policy:
             data,
             micro_batching=micro_batching,
             temperature=temperature,
-            with_sum_pi_squared=self.config.calculate_sum_pi_squared,
+            outputs=Outputs(sum_pi_squared=self.config.calculate_sum_pi_squared),
         )
 
     def update_policy(
@@ -100,6 +106,7 @@ class Policy:
                 ),
                 micro_batching=step.passes[engine.get_data_parallel_rank()],
                 temperature=temperature,
+                outputs=LOG_PROBS if self.distiller is None else self.distiller.outputs(),
             )
             report = merge_reports(result.metrics, engine.get_data_parallel_group())
             results.append((result, report))
@@ -190,6 +197,8 @@ class Policy:
         )
         loss, report = loss_and_metrics(returned)
         report = {**report, NUM_TOKENS: mask.sum(), "actor/pg_loss": loss.detach()}
+        if self.distiller is not None and not self.distiller.config.use_task_rewards:
+            loss = torch.zeros_like(loss)
         drift = ((log_prob.detach() - stored).abs() * mask).sum() / mask.sum().clamp_min(1)
         if is_on_policy:
             report["actor/old_log_prob_error"] = drift
@@ -213,6 +222,15 @@ class Policy:
             ce_loss = weighted_mean(-log_prob, rows[CE_WEIGHTS], component_tokens[CE_WEIGHTS])
             loss = loss + ce_loss
             report["actor/ce_loss"] = ce_loss.detach()
+        if self.distiller is not None:
+            part, found = self.distiller.loss(
+                columns,
+                rows,
+                log_prob.detach() if is_on_policy else stored,
+                self._aggregate,
+                config.global_batch_info,
+            )
+            loss, report = loss + part, {**report, **found}
         return loss, report
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.actor import FSDPActorConfig
 from verl.config.convert import omega_conf_to_dataclass
+from verl.config.distillation import DistillationConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
 from verl.data_plane.batch import tqbridge
@@ -31,6 +32,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
+from verl.workers.actor.distiller import Distiller
 from verl.workers.actor.dp_actor import Policy, Reference
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
 from verl.workers.roles.dispatch import (
@@ -49,6 +51,8 @@ from verl.workers.roles.generator import (
     shares_weights,
     update_bucket_bytes,
 )
+from verl.workers.roles.teacher import MESH as TEACHER_MESH
+from verl.workers.roles.teacher import TeachingWorker
 from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.engine_weights import KeptWeights, exhaust, on_host, send_to_ports
@@ -58,7 +62,6 @@ from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
 from verl.workers.rollout.publish import CheckSettings
 from verl.workers.rollout.trained import Answer, log_probs_of, scrambled
-from verl.workers.schedule import MicroBatching
 from verl.workers.weight_sync import Published, WeightSender
 
 MESH = "actor"
@@ -133,8 +136,11 @@ class GeneratingWorker(RankWorker):
         return self.generator.generate_sequences(prompts)
 
 
-class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerExtension):
-    """Actor, rollout and reference policy of one rank; `role` names which of them it plays."""
+class ActorRolloutRefWorker(
+    GeneratingWorker, TeachingWorker, CheckpointedWorker, DistProfilerExtension
+):
+    """Actor, rollout and reference policy of one rank; `role` names which of them it plays. With
+    `distillation_config` it learns from teachers, which it holds unless they have own ranks."""
 
     engine: BaseEngine
     policy: Policy
@@ -148,9 +154,11 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         *,
         device: str | None = None,
         total_training_steps: int | None = None,
+        distillation_config: DistillationConfig | None = None,
     ) -> None:
         super().__init__()
         config = omega_conf_to_dataclass(config, ActorRolloutRefConfig)
+        self.distillation = distillation_config
         DistProfilerExtension.__init__(self, DistProfiler(self.rank, config.actor.profiler))
         self.config = config
         self.device = device or get_device_name()
@@ -159,7 +167,8 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         if total_training_steps is not None:
             config.actor.optim.total_training_steps = total_training_steps
         self._ranks_per_sequence = fsdp_config(config).ulysses_sequence_parallel_size
-        self.register_mesh(MESH, ranks_per_sequence=self._ranks_per_sequence)
+        for mesh in (MESH, TEACHER_MESH):
+            self.register_mesh(mesh, ranks_per_sequence=self._ranks_per_sequence)
         if self.is_rollout:
             size = ranks_per_engine(config.rollout)
             self.register_mesh(ROLLOUT_MESH, ranks_per_sequence=size)
@@ -196,7 +205,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
             )
         )
         self.flops = FlopsCounter(self.engine.module.config)
-        self.policy = Policy(actor, self.engine)
+        self.policy = Policy(actor, self.engine, self._distiller(actor))
         self.generator = self.build_generator()
         if self.is_rollout:
             self.generator.start(self.engine, sequence_group=self.sequence_group)
@@ -210,6 +219,13 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
             rank=self.rank,
             world_size=self.world_size,
         )
+
+    def _distiller(self, actor: FSDPActorConfig) -> Distiller | None:
+        if self.distillation is None:
+            return None
+        if not self.distillation.nnodes:
+            self.start_teachers(self.sequence_group, self.engine)
+        return Distiller(self.distillation.distillation_loss, actor, self.teachers)
 
     def _build_reference(self) -> Reference:
         """The policy itself where its adapters can be taken off, else a frozen model beside it."""
@@ -232,17 +248,6 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         )
 
     # ---- log-probabilities and updates -----------------------------------------------------------
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def inference_settings(self, model: str) -> MicroBatching:
-        """How the rows of a pass without gradients are split, for `actor` or `ref`."""
-        section = self.config.rollout if model == "actor" else self.config.ref
-        return MicroBatching.of(
-            by_tokens=section.log_prob_use_dynamic_bsz,
-            tokens=section.log_prob_max_token_len_per_gpu,
-            rows=section.log_prob_micro_batch_size_per_gpu,
-            ranks_per_sequence=self._ranks_per_sequence,
-        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_settings(self) -> UpdateSettings:
