@@ -104,6 +104,34 @@ class RouterReplayConfig(BaseConfig):
     """File from which routing is replayed."""
 
 
+REPLAYED = When(lambda here, run: here.files is not None, "sft_replay.files is null")
+
+
+@dataclass(kw_only=True)
+class SFTReplayConfig(BaseConfig):
+    """Demonstrations that join the rows of an update, trained by cross-entropy."""
+
+    files: str | list[str] | None = None
+    """File or files with prompts and responses, as for supervised fine-tuning. Null: none."""
+
+    rows_per_mini_batch: int = option(1, minimum=1, used_if=REPLAYED)
+    """Demonstrations in each optimizer step, beside the sequences of `ppo_mini_batch_size`."""
+
+    coef: float = option(1.0, above=0, used_if=REPLAYED)
+    """Factor on their cross-entropy, which is a mean over their response tokens."""
+
+    prompt_key: str = option("prompt", used_if=REPLAYED)
+    """Column with the prompt: text, or messages."""
+
+    response_key: str = option("response", used_if=REPLAYED)
+    """Column with the response."""
+
+    @property
+    def num_rows(self) -> int:
+        """Demonstrations in each optimizer step."""
+        return 0 if self.files is None else self.rows_per_mini_batch
+
+
 @dataclass(kw_only=True)
 class ActorConfig(BaseConfig):
     """What every actor has."""
@@ -269,6 +297,13 @@ class ActorConfig(BaseConfig):
         used_if=while_on("use_kl_loss"),
     )
     """Estimator of that KL. A trailing `+` takes its value with the gradient of `k2`."""
+
+    sft_replay: SFTReplayConfig = option(default_factory=SFTReplayConfig)
+    """Demonstrations that join the rows of an update, trained by cross-entropy."""
+
+    ce_on_tool_text_coef: float = option(0.0, minimum=0)
+    """Weight of a cross-entropy on the response tokens that the policy did not write: replies of
+    tools, users and environments. 0: none."""
 
     use_rollout_log_probs: bool = False
     """Take the rollout's log-probabilities as the old policy's (fully asynchronous training)."""

@@ -296,6 +296,18 @@ def distillation_faults(config: Any) -> Iterator[Fault]:
         yield Fault(text, ("transfer_queue.enable",))
 
 
+def component_faults(config: Any) -> Iterator[Fault]:
+    """A cross-entropy is added to the batch in the driver."""
+    actor = config.actor_rollout_ref.actor
+    names = {"sft_replay.files": actor.sft_replay.files is not None}
+    names["ce_on_tool_text_coef"] = actor.ce_on_tool_text_coef > 0
+    for name, is_set in names.items():
+        if is_set and config.transfer_queue.enable:
+            key = f"actor_rollout_ref.actor.{name}"
+            text = f"{key} is set and transfer_queue.enable is True; leave one of them out"
+            yield Fault(text, (key, "transfer_queue.enable"))
+
+
 def loss_faults(loss: DistillationLossConfig) -> Iterator[Fault]:
     path = f"{PATH}.distillation_loss"
     if loss.jsd_beta >= 1:

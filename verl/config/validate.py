@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from verl.config.actor import McoreActorConfig
 from verl.config.async_plan import async_faults
 from verl.config.base import BaseConfig
-from verl.config.distillation import distillation_faults
+from verl.config.distillation import component_faults, distillation_faults
 from verl.config.effects import absent_faults
 from verl.config.engine import FSDPEngineConfig
 from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, shown
@@ -88,6 +88,7 @@ def relation_faults(
         yield from async_faults(config)
         yield from loader_faults(config)
         yield from distillation_faults(config)
+        yield from component_faults(config)
         yield from algorithm_faults(config, names_are_open=names_are_open)
     elif isinstance(config, SFTConfig | SFTEngineConfig):
         yield from sft_faults(config)

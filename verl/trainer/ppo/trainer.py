@@ -286,7 +286,8 @@ class PPOTrainer(TrainingRun):
             step.report.merge(found.meta_info["metrics"])
         if self.config.trainer.critic_warmup <= step.step:
             with step.report.timed("update_actor"):
-                found = self.actor_rollout_wg.update_actor(batch)
+                rows = batch if self.components is None else self.components.add(batch, step.step)
+                found = self.actor_rollout_wg.update_actor(rows)
                 found.meta_info["metrics"].update(step.publisher.publish())
             # What was measured before the update is about the policy that sampled.
             step.report.merge(found.meta_info["metrics"], keeps_own=True)

@@ -15,6 +15,7 @@ from verl.single_controller.controllers import Controller, controllers
 from verl.single_controller.local import LocalResourcePoolManager
 from verl.trainer.distillation.teaching import Teaching
 from verl.trainer.ppo.checkpointing import RunCheckpoints
+from verl.trainer.ppo.demonstrations import CrossEntropyRows, components_of
 from verl.trainer.ppo.placing import Placer, RolesByPool
 from verl.trainer.ppo.scoring import refuse_unsuited_reward_model
 from verl.trainer.ppo.utils import Role, need_reward_model
@@ -58,6 +59,9 @@ class RunWorkers:
     ref_policy_wg: Any = None
     rm_wg: Any = None
     teaching: Teaching | None = None
+    components: CrossEntropyRows | None = None
+    """Adds rows and weights of a cross-entropy to what the actor is trained on."""
+
     teacher_wg: Any = None
     """Who holds the teachers of a distillation: `actor_rollout_wg`, or a group of its own."""
 
@@ -73,6 +77,7 @@ class RunWorkers:
             choose_bypass_loss(correction, section.actor.policy_loss)
         if self.config.distillation.enabled:
             self.teaching = Teaching(self.config, self.tokenizer, self.train_dataset)
+        self.components = components_of(self.config, self.tokenizer, self.seed)
         self.resource_pool_manager.create_resource_pool()
         groups = self.placer.start(self._roles_by_pool())
         for group in groups.values():

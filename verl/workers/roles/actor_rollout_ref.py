@@ -249,12 +249,17 @@ class ActorRolloutRefWorker(
 
     # ---- log-probabilities and updates -----------------------------------------------------------
 
+    @property
+    def _rows_per_step(self) -> int:
+        actor = self.config.actor
+        return actor.ppo_mini_batch_size * self.config.rollout.n + actor.sft_replay.num_rows
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_settings(self) -> UpdateSettings:
         """How the rows of an update are split into optimizer steps and micro-batches."""
         actor = self.config.actor
         return UpdateSettings(
-            rows_per_step=actor.ppo_mini_batch_size * self.config.rollout.n,
+            rows_per_step=self._rows_per_step,
             micro_batching=self.policy.micro_batching(),
             epochs=actor.ppo_epochs,
             shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
@@ -310,7 +315,7 @@ class ActorRolloutRefWorker(
         with self.profiler.annotated("actor_update"):
             metrics = self.policy.update_policy(
                 model_rows(data),
-                rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
+                rows_per_step=self._rows_per_step,
                 temperature=config.rollout.temperature,
                 old_policy_version=data.meta_info.get("old_policy_version"),
                 plan=update_plan(data),
