@@ -19,9 +19,6 @@ from torch import Tensor
 from verl.algos.distillation import Divergence, logits_gradient
 from verl.models.head import OutputHead, add_product_, row_chunks, scaled_logits
 
-COPIES = 4
-"""Tensors of a chunk's size that a divergence holds at once."""
-
 
 def divergence_to(
     hidden: Tensor,
@@ -182,7 +179,7 @@ def _pairs(
     """Chunks of rows with the log-probabilities of both models, (chunk, V), in fp32."""
     largest = max(len(head.weight), len(teacher_head.weight))
     shared = min(len(head.weight), len(teacher_head.weight))
-    for rows in row_chunks(len(hidden), largest * COPIES):
+    for rows in row_chunks(len(hidden), largest):
         own = scaled_logits(hidden[rows], head, temperature)[:, :shared]
         other = scaled_logits(teacher_hidden[rows], teacher_head, temperature)[:, :shared]
         yield rows, own.log_softmax(-1), other.log_softmax(-1)
