@@ -6,14 +6,16 @@ teacher finds likeliest.
 
     k1, k2, k3, abs         estimates from log p(x) - log q(x) alone       `verl.algos.kl`
     forward_kl_topk         sum_K q (log q - log p)
-    reverse_kl_topk         sum_K p (log p - log q)
+    reverse_kl_topk         sum_K p (log p - log q) + p' (log p' - log q'),  ' is all outside of K
     forward_kl_full         sum_V q (log q - log p)                        exact
     reverse_kl_full         sum_V p (log p - log q)                        exact
     jsd                     beta KL(q || m) + (1 - beta) KL(p || m),  m = beta q + (1 - beta) p
 
 With G_v = dD / d log p_v, the gradient with respect to the student's logits z is
-G_v - p_v sum_u G_u; the full modes use it in closed form. The sums over K are not normalised: what
-is outside of them counts as 0, so forward_kl_topk may be negative by the mass that is left out.
+G_v - p_v sum_u G_u; the full modes use it in closed form. forward_kl_topk leaves out what is
+outside of K, so its best student has the teacher's distribution within K and nothing outside; the
+reverse sum without its rest would be least for a student at p = q / e, so there the rest counts as
+one token.
 """
 
 from dataclasses import dataclass
@@ -29,8 +31,8 @@ SAMPLED = (
 TOP_K = ("forward_kl_topk", "reverse_kl_topk")
 FULL = ("forward_kl_full", "reverse_kl_full", "jsd")
 LOSS_MODES = (*SAMPLED, *TOP_K, *FULL)
-WITHOUT_GRADIENT = ("k1", "kl")
-"""Estimates whose derivative is that of log p alone: the teacher has no part in it."""
+MIN_REST = 1e-6
+"""Mass outside of the K tokens that counts as none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,11 @@ class Divergence:
         p, q = self.floor(log_probs), self.floor(teacher_log_probs)
         if self.mode == "forward_kl_topk":
             return (teacher_log_probs.exp() * (q - p)).sum(-1)
-        return (log_probs.exp() * (p - q)).sum(-1)
+        rest_p, rest_q = (
+            (1 - known.exp().sum(-1)).clamp_min(MIN_REST)
+            for known in (log_probs, teacher_log_probs)
+        )
+        return (log_probs.exp() * (p - q)).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
 
     def full(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """(rows,) D and (rows, V) G = dD / d log p, from all log-probabilities (rows, V)."""

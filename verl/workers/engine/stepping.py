@@ -169,8 +169,8 @@ class SteppingEngine(BaseEngine):
         lengths = row_lengths(data)
         with self.residency.in_use():
             for scheduled in self.schedule(data, lengths, micro_batching):
-                for rows, outputs in self.passes.inference.run(scheduled, lengths, run):
-                    put_rows(columns, outputs, rows, len(data))
+                for rows, found in self.passes.inference.run(scheduled, lengths, run):
+                    put_rows(columns, found, rows, len(data))
         self.end_passes()
         return columns
 
