@@ -4,7 +4,7 @@
 
 It listens on this machine only and asks for a token, unless told otherwise. A request must arrive
 whole within `receipt_seconds`; connections above `max_connections` are turned away with 503.
-`GET /health` is open.
+`GET /health` and the `pages` are open: pages hold no data, they ask for it with the token.
 """
 
 import hmac
@@ -25,8 +25,17 @@ logger = logging.getLogger(__name__)
 Route = Callable[[Any], Any]
 """From the JSON of the body (None without one) to the JSON of the reply."""
 
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
 MIN_TOKEN_CHARACTERS = 16
 MAX_DROPPED_BYTES = 16 << 20
+
+
+class Page(str):
+    """HTML among the replies."""
 
 
 class Refusal(Exception):
@@ -50,6 +59,7 @@ class JsonServer:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
+        pages: Mapping[str, str] | None = None,
         max_body_bytes: int = 1 << 20,
         max_connections: int = 256,
         receipt_seconds: float = 10.0,
@@ -64,6 +74,7 @@ class JsonServer:
         if self.token and len(self.token) < MIN_TOKEN_CHARACTERS:
             raise ValueError(f"the token must have {MIN_TOKEN_CHARACTERS} or more characters")
         self.routes = {("GET", "/health"): lambda _: {"status": "ok"}, **routes}
+        self.pages = dict(pages or {})
         self.max_body_bytes = max_body_bytes
         self.receipt_seconds = receipt_seconds
         self.places = threading.BoundedSemaphore(max_connections)
@@ -103,6 +114,9 @@ class JsonServer:
         is_read = False
         try:
             self._check_host(request)
+            path = request.path.partition("?")[0]
+            if request.command == "GET" and path in self.pages:
+                return 200, Page(self.pages[path])
             route = self._route(request)
             body = self._body(request)
             is_read = True
@@ -215,9 +229,14 @@ def _handler(server: JsonServer) -> type[BaseHTTPRequestHandler]:
 
         def _reply(self, status: int, content: Any) -> None:
             self.alarm.cancel()
-            body = json.dumps(content).encode()
+            is_page = isinstance(content, Page)
+            body = content.encode() if is_page else json.dumps(content).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            kind = "text/html; charset=utf-8" if is_page else "application/json"
+            self.send_header("Content-Type", kind)
+            if is_page:
+                self.send_header("Content-Security-Policy", PAGE_POLICY)
+                self.send_header("Referrer-Policy", "no-referrer")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("X-Content-Type-Options", "nosniff")
             self.end_headers()
