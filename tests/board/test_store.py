@@ -13,7 +13,6 @@ import pytest
 
 from verl.board.compare import first_difference
 from verl.board.reader import NoStore, StoreReader, stores_below
-from verl.board.recorder import shares_of_time
 from verl.board.store import FILE_NAME, MAX_WAITING, Sample, Step, StoreWriter
 
 
@@ -180,13 +179,6 @@ def test_a_folder_without_a_run_is_named(tmp_path):
     (tmp_path / FILE_NAME).write_text("not a database at all, but long enough to be one")
     with pytest.raises(NoStore, match="cannot be read as the store of a run"):
         StoreReader(tmp_path / FILE_NAME)
-
-
-def test_the_seconds_of_a_step_add_up_to_its_wall_time():
-    seconds = shares_of_time({"gen": 2.0, "update_actor": 1.0, "step": 3.2}, 4.0)
-    assert seconds == {"gen": 2.0, "update_actor": 1.0, "other": 1.0}
-    nested = shares_of_time({"gen": 3.0, "reward": 1.0}, 3.5)  # grading inside generation
-    assert nested == {"gen": 2.5, "reward": 1.0, "other": 0.0}
 
 
 def stored(folder, *samples, metrics=None):

@@ -51,7 +51,7 @@ class RunBoard:
         self,
         number: int,
         metrics: Mapping[str, Any],
-        timing: Mapping[str, float],
+        seconds: Mapping[str, float],
         *,
         batch: Any = None,
         groups: Sequence[Group] = (),
@@ -60,7 +60,7 @@ class RunBoard:
         if self.is_on:
             recorder = self._recorder_from(number)
             recorder.add_step(
-                number, metrics, timing, batch=batch, groups=groups, warnings=warnings
+                number, metrics, seconds, batch=batch, groups=groups, warnings=warnings
             )
 
     def add_validation(self, step: int, samples: Callable[[], Sequence[Sample]]) -> None:

@@ -1,12 +1,10 @@
 """From a training step to its entry in the store.
 
 The trainer hands over the batch of the step as it is; rows are read and decoded on the writer's
-thread, with a tokenizer of its own. The seconds of a step are made to add up to the time between
-the ends of two steps: what no stage claims is `other`.
+thread, with a tokenizer of its own.
 """
 
 import copy
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,10 +16,6 @@ from verl.board.store import Sample, Step, StoreWriter
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group, InfraError
 
-STAGES = (
-    "gen", "settle", "sleep", "reward", "old_log_prob", "ref", "values", "adv", "update_critic",
-    "update_actor", "testing", "save_checkpoint",
-)  # fmt: skip
 COLUMNS = {
     "rollout_log_probs": "log_prob",
     "old_log_probs": "old_log_prob",
@@ -52,7 +46,6 @@ class Recorder:
         first_step: int,
     ) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._ended_at = time.monotonic()
         self._validation: list[Sample] = []
         self.writer = StoreWriter(
             folder,
@@ -70,15 +63,12 @@ class Recorder:
         self,
         number: int,
         metrics: Mapping[str, Any],
-        timing: Mapping[str, float],
+        seconds: Mapping[str, float],
         *,
         batch: Any = None,
         groups: Sequence[Group] = (),
         warnings: Mapping[str, Any] | None = None,
     ) -> None:
-        now = time.monotonic()
-        seconds = shares_of_time(timing, now - self._ended_at)
-        self._ended_at = now
         validation, self._validation = self._validation, []
         rows = (
             partial(batch_samples, batch, self._tokenizer)
@@ -98,15 +88,6 @@ class Recorder:
 
     def close(self) -> None:
         self.writer.close()
-
-
-def shares_of_time(timing: Mapping[str, float], wall_seconds: float) -> dict[str, float]:
-    """Seconds by stage and the rest; they add up to `wall_seconds`."""
-    seconds = {stage: timing[stage] for stage in STAGES if stage in timing}
-    excess = sum(seconds.values()) - wall_seconds
-    if excess > 0 and "gen" in seconds:  # dynamic sampling grades while it generates
-        seconds["gen"] = max(0.0, seconds["gen"] - excess)
-    return {**seconds, "other": max(0.0, wall_seconds - sum(seconds.values()))}
 
 
 def fault_events(groups: Sequence[Group]) -> Iterator[tuple[str, str]]:

@@ -128,7 +128,7 @@ def board_server(board: Board, *, host: str = "127.0.0.1", port: int = 0) -> Jso
         ("POST", f"/api/{name}"): (lambda body, answer=answer: answer(body or {}))
         for name, answer in board.questions.items()
     }
-    return JsonServer(routes, host=host, port=port, pages={"/": page()})
+    return JsonServer(routes, host=host, port=port, pages={"/": page(), "/favicon.ico": ""})
 
 
 def page_address(server: JsonServer) -> str:

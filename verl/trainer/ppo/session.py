@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
 from torch.utils.data import Dataset, Sampler
 
 from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
@@ -31,7 +33,13 @@ from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import RunProgress, Termination, tracker_locks
+from verl.trainer.common import (
+    RunProgress,
+    RunSummary,
+    StageClock,
+    Termination,
+    tracker_locks,
+)
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (
@@ -142,6 +150,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             pad_token_id=tokenizer.pad_token_id,
         )
         self.tripwires = Tripwires()
+        self.board = self._run_board()
         names = (config.trainer.project_name, config.trainer.experiment_name)
         self.validation_generations_logger = ValidationGenerationsLogger(*names)
         self.has_data_ended = False
@@ -190,6 +199,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
     def session(self) -> Iterator[None]:
         """Trackers, a progress bar and an ear for signals, for as long as the run goes on."""
         trainer = self.config.trainer
+        self.clock, self.summary = StageClock(), RunSummary()
         with (
             holding(run_locks(trainer)),
             Tracking(
@@ -201,7 +211,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             RunProgress(self.total_training_steps or 0) as self.progress,
             Termination(does_save=trainer.save_freq > 0) as self.termination,
             self.checkpoint_manager.finishing(),
-            self._run_board() as self.board,
+            self.board,
             collecting_seldom(),
         ):
             try:
@@ -211,6 +221,16 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 self.rollouter.close_loops()
                 if self.rollouter.journal is not None:
                     self.rollouter.journal.files.close()
+        if "console" in trainer.logger:
+            self._tell_outcome()
+
+    def _tell_outcome(self) -> None:
+        """The summary of the run, and where its results are."""
+        lines = self.summary.lines()
+        if lines and self.last_saved_step:
+            folder = Path(self.config.trainer.default_local_dir).expanduser()
+            lines.append(f"checkpoint: {folder / f'global_step_{self.last_saved_step}'}")
+        Console().print(Text("\n".join(lines)), soft_wrap=True)
 
     def _run_board(self) -> RunBoard:
         trainer = self.config.trainer
@@ -316,8 +336,10 @@ class TrainingRun(RunWorkers, RecipeMembers):
         found = {} if batch is None else self._batch_metrics(batch, report)
         metrics = {**report.metrics, **validation, **place, **found, **warnings}
         self.tracking.log(metrics, step.step)
+        seconds = self.clock.shares(report.timing)
+        self.summary.add(step.step, metrics, seconds)
         self.board.add_step(
-            step.step, metrics, report.timing, batch=batch, groups=step.groups, warnings=warnings
+            step.step, metrics, seconds, batch=batch, groups=step.groups, warnings=warnings
         )
         self.progress.show(step.step)
         committed = self.checkpoint_manager.committed_step
@@ -356,8 +378,10 @@ class TrainingRun(RunWorkers, RecipeMembers):
         if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
             metrics = self._validate()
             self.tracking.log(metrics, self.global_steps)
+            seconds = self.clock.shares({})
+            self.summary.add(self.global_steps, metrics, seconds)
             if self.global_steps == 0:  # a run that continues has recorded this step
-                self.board.add_step(0, metrics, {})
+                self.board.add_step(0, metrics, seconds)
 
     def _validate(self, report: Report | None = None) -> Metrics:
         """Answer the held-out prompts and grade the answers; empty where there are none."""
