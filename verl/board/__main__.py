@@ -11,7 +11,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl.board", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or above them")
     parser.add_argument("--export", type=Path, help="write one HTML file that needs no server")
-    parser.add_argument("--samples", type=int, default=2000, help="of each run in an export")
+    parser.add_argument(
+        "--samples", type=int, default=2000, help="samples of each run in an export"
+    )
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     options = parser.parse_args(arguments)
     try:

@@ -165,6 +165,18 @@ class StoreReader:
         rows = self._rows(f"SELECT id, text FROM vocabulary WHERE id IN ({marks})", *ids)
         return dict(rows)
 
+    def spread(self, max_samples: int) -> Iterator[dict[str, Any]]:
+        """Samples of every step and phase, equally many of each, the first ones of the batch."""
+        ((num_parts,),) = self._rows(
+            "SELECT COUNT(*) FROM (SELECT 1 FROM samples GROUP BY step, phase)"
+        )
+        rows = self._rows(
+            "SELECT id FROM (SELECT id, ROW_NUMBER() OVER (PARTITION BY step, phase ORDER BY id)"
+            " AS place FROM samples) WHERE place <= ? ORDER BY id",
+            max(1, max_samples // max(1, num_parts)),
+        )
+        return (self.sample(number) for (number,) in rows)
+
     def trained(self, step: int) -> Iterator[dict[str, Any]]:
         """The trained samples of a step in the order of the batch, with their token columns."""
         rows = self._rows(

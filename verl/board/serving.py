@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.board.compare import first_difference
-from verl.board.reader import MAX_LISTED, NoStore, StoreReader, declared_metrics, stores_below
+from verl.board.reader import NoStore, StoreReader, declared_metrics, stores_below
 from verl.utils.json_server import JsonServer, Refusal
 
 DATA_MARK = "<!-- data -->"
@@ -90,7 +90,7 @@ class Board:
     # ---- one file --------------------------------------------------------------------------------
 
     def exported(self, max_samples: int) -> str:
-        """The page with everything it may ask for inside; of each run the newest samples."""
+        """The page with everything it may ask for inside; of each run samples of every step."""
         readers = self._find()
         numbers = range(len(readers))
         pairs = combinations(numbers, 2) if len(readers) <= MAX_COMPARED else ()
@@ -99,23 +99,12 @@ class Board:
             "metrics": self.metrics({}),
             "steps": [reader.steps() for reader in readers],
             "events": [reader.events() for reader in readers],
-            "samples": [newest_samples(reader, max_samples) for reader in readers],
+            "samples": [list(reader.spread(max_samples)) for reader in readers],
             "differences": {f"{a}-{b}": self.compare({"first": a, "second": b}) for a, b in pairs},
         }
         text = json.dumps(data).replace("</", "<\\/")
         script = f'<script id="data" type="application/json">{text}</script>'
         return page().replace(DATA_MARK, script)
-
-
-def newest_samples(reader: StoreReader, max_samples: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    while len(found) < max_samples:
-        limit = min(MAX_LISTED, max_samples - len(found))
-        rows = reader.samples(sort="newest", offset=len(found), limit=limit)["rows"]
-        found += [reader.sample(row["id"]) for row in rows]
-        if len(rows) < limit:
-            break
-    return found
 
 
 def page() -> str:
