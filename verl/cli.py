@@ -3,9 +3,9 @@
 verl train data.train_files=... is python -m verl.trainer.main_ppo data.train_files=...
 """
 
-import runpy
 import sys
 from difflib import get_close_matches
+from importlib import import_module
 
 COMMANDS = {
     "train": ("verl.trainer.main_ppo", "reinforcement learning: PPO, GRPO, DAPO, ..."),
@@ -13,9 +13,9 @@ COMMANDS = {
     "generate": ("verl.trainer.main_generation", "answer a file of prompts"),
     "eval": ("verl.trainer.main_eval", "score the answers of a file"),
     "serve": ("verl.trainer.main_generation_server", "serve a model with OpenAI's interface"),
-    "merge": ("verl.model_merger", "make a Hugging Face folder of a checkpoint"),
+    "merge": ("verl.model_merger.__main__", "make a Hugging Face folder of a checkpoint"),
     "replay": ("verl.trainer.main_replay", "look at a recorded step again"),
-    "board": ("verl.board", "look at runs in the browser"),
+    "board": ("verl.board.__main__", "look at runs in the browser"),
     "diff": ("verl.diff", "where two recorded runs part"),
     "doctor": ("verl.doctor", "what this machine has and lacks"),
 }
@@ -34,7 +34,7 @@ def main() -> None:
         raise SystemExit(2)
     module, _ = COMMANDS[name]
     sys.argv = [f"verl {name}", *sys.argv[2:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    raise SystemExit(import_module(module).main())
 
 
 if __name__ == "__main__":
