@@ -166,9 +166,9 @@ def plain_loss(config, log_prob, base, advantages, mask):
             mean_h, mean_r = (sum(x[p] for p in peers) / len(peers) for x in (h, reward))
             terms.append((0.5 * (h[s] - mean_h) - (reward[s] - mean_r)) ** 2)
     if config.policy_loss.loss_mode == "dpo":
-        for w, l in ((w, l) for w in h for l in h if prompt[w] == prompt[l]):
-            if reward[w] > 0 > reward[l]:
-                margin = h[w] - h[l]
+        for won, lost in ((w, v) for w in h for v in h if prompt[w] == prompt[v]):
+            if reward[won] > 0 > reward[lost]:
+                margin = h[won] - h[lost]
                 is_ipo = config.dpo_loss_type == "ipo"
                 terms.append((margin - 1) ** 2 if is_ipo else -torch.sigmoid(0.5 * margin).log())
     return sum(terms) / len(terms)

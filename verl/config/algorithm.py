@@ -292,7 +292,7 @@ class AlgoConfig(BaseConfig):
             lambda here, run: here.adv_estimator == "sppo", "only adv_estimator=sppo uses it"
         ),
     )
-    """`sppo`: the baseline of a reward: the mean over the prompt's responses, their soft mean, or the
+    """`sppo`: baseline of a reward: the mean over the prompt's responses, their soft mean, or the
     soft mean over the whole batch."""
 
     sppo_eta: float = option(

@@ -91,7 +91,7 @@ def pair_faults(config: Any) -> Iterator[Fault]:
         if value != only:
             text = (
                 f"{key} is {shown(value)}; trainer.recipe={recipe} learns from pairs, so it must "
-                f"be {shown(only)}"
+                f"be {'null' if only is None else shown(only)}"
             )
             yield Fault(text, (key,))
     yield from rollout_faults(config, recipe)
