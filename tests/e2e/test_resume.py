@@ -79,7 +79,8 @@ def test_a_run_with_a_critic_continues_bit_for_bit(toy, tmp_path):
     assert_same(outcome(broken), outcome(straight))
 
 
-@pytest.mark.parametrize("stage", ["update", pytest.param("save", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["update", "save"])
 def test_a_recipe_whose_reference_moves_continues_bit_for_bit(toy, tmp_path, stage):
     """Every second step the policy becomes the reference; step 3 begins with one of step 2."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
