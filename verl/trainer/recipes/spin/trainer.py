@@ -40,8 +40,8 @@ class SpinTrainer(OnlineDPOTrainer):
         if self.moves_reference:
             self.checkpoint_manager.roles["ref"] = ReferenceFiles(self.ref_policy_wg)
 
-    def _create_dataloader(self, *arguments: Any) -> None:
-        super()._create_dataloader(*arguments)
+    def _create_dataloader(self, *arguments: Any, **options: Any) -> None:
+        super()._create_dataloader(*arguments, **options)
         key = self.config.data.chosen_key
         columns = self.train_dataset[0].keys() if key is not None else ()
         if key is not None and key not in columns:
