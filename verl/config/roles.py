@@ -23,12 +23,14 @@ GROUP_ESTIMATORS = (
     "grpo",
     "grpo_passk",
     "grpo_vectorized",
+    "gdpo",
     "gpg",
     "opo",
     "optimal_token_baseline",
     "reinforce_plus_plus_baseline",
     "rloo",
     "rloo_vectorized",
+    "sppo",
     "tir_optimal_token_baseline",
 )
 ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "remax")
@@ -37,12 +39,20 @@ POLICY_LOSSES = (
     "bypass_mode",
     "cispo",
     "clip_cov",
+    "dpo",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
     "geo_mean",
     "gpg",
     "gspo",
+    "gvpo",
     "kl_cov",
     "sapo",
+    "sppo",
 )
+SEQUENCE_LOSSES = ("dpo", "gvpo", "sppo")
+"""On the log-ratio of whole sequences; their aggregation is their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +96,9 @@ def rollout_traits(name: str) -> RolloutTraits:
 
 
 AGENT_LOOPS = ("single_turn_agent", "tool_agent", "env_agent", "program_agent")
-RECIPES: tuple[str, ...] = ()
+RECIPES: tuple[str, ...] = ("online_dpo", "spin")
+PAIR_RECIPES = ("online_dpo", "spin")
+"""Recipes that turn rewards into pairs, and have no advantage estimator."""
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
 POOL_ROLES = ("actor_rollout_ref", "critic", "reward_model", "rollout")
 
@@ -125,8 +137,11 @@ def needs_critic(config: Any) -> bool:
 
 
 def needs_reference(config: Any) -> bool:
-    """Whether the run has a reference policy: exactly when some KL is taken to it."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    """Whether the run has a reference policy: when some KL is taken to it, or DPO compares with
+    it."""
+    actor = config.actor_rollout_ref.actor
+    is_compared = actor.policy_loss.loss_mode == "dpo" and not actor.dpo_reference_free
+    return config.algorithm.use_kl_in_reward or actor.use_kl_loss or is_compared
 
 
 def uses_lora(config: Any) -> bool:

@@ -36,6 +36,13 @@ class TrainerConfig(BaseConfig):
     recipe: str | None = None
     """Recipe whose stages take the place of PPO's; its own command sets it."""
 
+    ref_update_freq: int = option(
+        1,
+        minimum=0,
+        used_if=When(lambda here, run: here.recipe == "spin", "only trainer.recipe=spin uses it"),
+    )
+    """Training steps after which the policy becomes the reference; 0 keeps the first one."""
+
     project_name: str = "verl"
     """Project under which the run is reported and saved."""
 

@@ -24,6 +24,7 @@ from verl.config.roles import (
     rollout_traits,
     world_size,
 )
+from verl.config.validate_pairs import pair_faults, sequence_loss_faults
 
 REJECTION_CRITERIA = (
     *(
@@ -46,6 +47,8 @@ def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
     yield from closed_name_faults(config)
     yield from estimator_faults(config)
     yield from correction_faults(config)
+    yield from sequence_loss_faults(config)
+    yield from pair_faults(config)
 
 
 def loop_faults(config: Any) -> Iterator[Fault]:
@@ -121,7 +124,7 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
         )
         yield Fault(text, ("actor_rollout_ref.rollout.n",))
     sums = config.actor_rollout_ref.actor.calculate_sum_pi_squared
-    if estimator.endswith("optimal_token_baseline") and not sums:
+    if (estimator or "").endswith("optimal_token_baseline") and not sums:
         key = "actor_rollout_ref.actor.calculate_sum_pi_squared"
         text = f"{key} is False; algorithm.adv_estimator={estimator} needs it: set it to True"
         yield Fault(text, (key,))

@@ -249,11 +249,18 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         """How the rows of an update are split into optimizer steps and micro-batches."""
         actor = self.config.actor
         return UpdateSettings(
-            rows_per_step=actor.ppo_mini_batch_size * self.config.rollout.n,
+            rows_per_step=self._rows_per_step,
             micro_batching=self.policy.micro_batching(),
             epochs=actor.ppo_epochs,
             shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
+            keeps_prompts_whole=self.policy.keeps_prompts_whole,
         )
+
+    @property
+    def _rows_per_step(self) -> int:
+        """Sessions of an optimizer step, or prompts where the loss compares their responses."""
+        prompts = self.config.actor.ppo_mini_batch_size
+        return prompts if self.policy.keeps_prompts_whole else prompts * self.config.rollout.n
 
     @register(dispatch_mode=dispatch_inference(MESH, "actor"), columns=INFERENCE_COLUMNS)
     @DistProfiler.annotate(role="actor_compute_log_prob")
@@ -305,7 +312,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         with self.profiler.annotated("actor_update"):
             metrics = self.policy.update_policy(
                 model_rows(data),
-                rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
+                rows_per_step=self._rows_per_step,
                 temperature=config.rollout.temperature,
                 old_policy_version=data.meta_info.get("old_policy_version"),
                 plan=update_plan(data),
