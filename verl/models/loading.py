@@ -30,6 +30,7 @@ from transformers import (
 from verl.config.faults import ConfigError, Fault
 from verl.config.model import rope_faults
 from verl.models.attention import ATTENTION
+from verl.models.experts import prepare_experts
 from verl.models.head import OutputHead
 
 ROPE = ("rope_scaling", "rope_parameters", "rope_theta")
@@ -125,6 +126,7 @@ def prepare_layers(model: PreTrainedModel) -> PreTrainedModel:
     refuse_state_outside_attention(model)
     disable_dropout(model)
     align_weights(model)
+    prepare_experts(model)
     return model.eval()
 
 

@@ -17,6 +17,7 @@ from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.exact import exact_capacity
 from verl.models.forward import hidden_states
 from verl.models.head import OutputHead, scaled_logits
+from verl.models.routing import generation_pass
 from verl.workers.rollout.native.attention import DecodeLayout, PrefillSequence
 from verl.workers.rollout.native.cache import CacheShape, HeadShape, KVCache
 from verl.workers.rollout.native.rows import RowTable, in_one_copy
@@ -93,7 +94,8 @@ class ModelRunner:
     def run_one_token(self, layout: AttentionLayout) -> Tensor:
         """Run one token, for a `layout` that records its inputs; the hidden state, (1, hidden)."""
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
-        return hidden_states(self.module, zero, zero, layout)
+        with generation_pass():
+            return hidden_states(self.module, zero, zero, layout)
 
     def prefill(self, layout: AttentionLayout, sequences: Sequence[PrefillSequence]) -> Tensor:
         """Bring sequences into the cache; the hidden state of the last token of each."""
@@ -140,7 +142,8 @@ class ModelRunner:
         num_missing = -num_rows % ROW_TILE
         if num_missing:
             ids, positions = (F.pad(x, (0, num_missing)) for x in (ids, positions))
-        return hidden_states(self.module, ids, positions, layout)[:num_rows]
+        with generation_pass():
+            return hidden_states(self.module, ids, positions, layout)[:num_rows]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
