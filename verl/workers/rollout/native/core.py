@@ -14,11 +14,14 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from verl.models.exact import exact_capacity
+from verl.models.fp8 import Fp8Linears
 from verl.models.kernels.availability import can_run_triton
 from verl.models.tensor_parallel import load_weights, shard_model
 from verl.workers.rollout.base import GenerationRequest
@@ -59,14 +62,23 @@ class EngineCore:
         seed: int = 0,
         tp_group: ProcessGroup | None = None,
         keeps_cache: bool = False,
+        quantization: str | None = None,
     ) -> None:
-        """With `keeps_cache`, keys and values computed with older weights are used on."""
-        self.limits = limits
+        """With `keeps_cache`, keys and values computed with older weights are used on.
+
+        `quantization` "fp8" generates with quantized linear layers, which take memory of their own
+        beside the cache.
+        """
         self.keeps_cache = keeps_cache
         self.eos_token_ids = frozenset(eos_token_ids)
         if tp_group is not None:
             shard_model(module, tp_group)
         self.runner = ModelRunner(module, tp_group)
+        self.quantized = None if quantization is None else quantize(module, quantization)
+        if self.quantized is not None:
+            num_bytes = max(1, limits.max_cache_bytes - self.quantized.num_bytes)
+            limits = replace(limits, max_cache_bytes=num_bytes)
+        self.limits = limits
         self.batch = build_batch(self.runner, limits)
         self.cache = self.batch.cache
         self.scheduler = Scheduler(
@@ -215,6 +227,8 @@ class EngineCore:
             return
         self.flush()  # what is in flight was computed with the old ones
         self._weights = weights
+        if self.quantized is not None:
+            self.quantized.refresh(self.runner.run_tokens)
         if self.keeps_cache:
             return
         self.sessions.clear()
@@ -340,6 +354,16 @@ class EngineCore:
         self.batch.flush()
         self.batch.reset()
         self.cache.free()  # what is in it may be half-written, or not finite
+
+
+def quantize(module: PreTrainedModel, quantization: str) -> Fp8Linears:
+    if quantization != "fp8" or exact_capacity(module) is not None:
+        raise ValueError(
+            f"rollout.quantization is {quantization}, exact mode is "
+            f"{exact_capacity(module) is not None}; the built-in engine quantizes to fp8, and not "
+            "in exact mode: set rollout.quantization=fp8 or null, and rollout.exact=False"
+        )
+    return Fp8Linears(module)
 
 
 def build_batch(runner: ModelRunner, limits: EngineLimits) -> Batch:

@@ -42,6 +42,7 @@ class NativeEngine(Rollout):
         seed: int = 0,
         tp_group: ProcessGroup | None = None,
         keeps_cache: bool = False,
+        quantization: str | None = None,
     ) -> None:
         self.core = EngineCore(
             module,
@@ -52,6 +53,7 @@ class NativeEngine(Rollout):
             seed=seed,
             tp_group=tp_group,
             keeps_cache=keeps_cache,
+            quantization=quantization,
         )
         self.limits = limits
         self._submissions: dict[RunningRequest, Submission] = {}

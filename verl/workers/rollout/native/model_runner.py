@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.exact import exact_capacity
-from verl.models.forward import hidden_states
+from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, scaled_logits
 from verl.models.routing import generation_pass
 from verl.workers.rollout.native.attention import DecodeLayout, PrefillSequence
@@ -96,6 +96,12 @@ class ModelRunner:
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
         with generation_pass():
             return hidden_states(self.module, zero, zero, layout)
+
+    @torch.no_grad()
+    def run_tokens(self, ids: Tensor) -> Tensor:
+        """The hidden states of one sequence, (n, hidden); nothing is kept."""
+        positions = torch.arange(len(ids), device=ids.device)
+        return self._hidden_states(ids, positions, packed_layout(self.module, [len(ids)]))
 
     def prefill(self, layout: AttentionLayout, sequences: Sequence[PrefillSequence]) -> Tensor:
         """Bring sequences into the cache; the hidden state of the last token of each."""
