@@ -20,5 +20,5 @@ def test_rows_are_quantized_as_in_plain_torch(device, dtype, width):
     torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
     # A quotient on the border between two numbers may fall to either side.
     difference = (actual.float() - expected.float()).abs()
-    assert (difference > 0).float().mean() < 1e-2
+    assert (difference > 0).float().mean() < 0.05
     assert (difference <= 0.13 * expected.float().abs() + 0.002).all()
