@@ -94,7 +94,11 @@ def test_a_layer_above_the_budget_stays_as_it_is(caplog):
     model = tiny_model("qwen3")
     quantized = Fp8Linears(model, budget=0.0)
     with generation_pass():
-        quantized.refresh(lambda ids: [m(torch.randn(3, 32)) for m in quantized.matrices if m._weight().shape[1] == 32])
+        quantized.refresh(
+            lambda ids: [
+                m(torch.randn(3, 32)) for m in quantized.matrices if m._weight().shape[1] == 32
+            ]
+        )
     assert not any(matrix.is_on for matrix in quantized.matrices)
     assert "off by" in quantized.matrices[0].reason
     assert "stays in float32" in caplog.text

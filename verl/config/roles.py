@@ -358,7 +358,7 @@ FULLY_ASYNC = When(
     "the run is not fully asynchronous: start it with "
     "verl.experimental.fully_async_policy.fully_async_main, or set async_training.mode=fully_async",
 )
-ROUTES = Absent("expert routes are not recorded or replayed yet: leave it out")
+ROUTE_FILES = Absent("routes travel with the batch, not in files: leave it out")
 BACK_END = Absent(
     "this training back-end is not built in yet: use fsdp", values=("megatron", "veomni")
 )

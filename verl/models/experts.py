@@ -1,6 +1,6 @@
 """Mixtures of experts: every expert's rows as one grouped product, registered with transformers.
 
-    tokens --route--> pairs (token, expert) --sort by expert--> rows --experts--> rows --sum--> tokens
+    tokens --route--> (token, expert) --sort by expert--> rows --experts--> rows --sum--> tokens
 
 Models are built with `EXPERTS` as their experts implementation. A pair becomes a row; rows of one
 expert lie side by side, so each projection is one grouped product instead of a loop over experts,
@@ -15,6 +15,7 @@ With `ExpertGroup` the experts of a layer are spread over ranks (expert parallel
 the rank that has their expert and back, and the gradient of an expert is whole on its rank.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from transformers.integrations.moe import ExpertsInterface
 
 from verl.models.exact import ROWS, exact_linear
 from verl.models.kernels.availability import can_run_triton
-from verl.models.routing import LayerRouting, decoder_layer_of, install
+from verl.models.routing import LayerRouting, Routing, decoder_layer_of, install
+from verl.utils.distributed import collective_device
 
 EXPERTS = "verl"
+COEFFICIENT = "router_aux_loss_coef"
 GATED, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 SILU = (nn.SiLU, SiLUActivation)
 ALIGNED_BYTES = 16
@@ -59,6 +62,21 @@ def prepare_experts(model: PreTrainedModel) -> None:
         install(model.get_submodule(name.rpartition(".")[0]), routing)
         vars(module)["config"]._experts_implementation = EXPERTS
     model.config._experts_implementation = EXPERTS
+
+
+def set_aux_loss(
+    model: PreTrainedModel, override_config: Mapping[str, Any] | None
+) -> PreTrainedModel:
+    """Turn the auxiliary loss on if the user states its coefficient, or asks for the logits."""
+    stated = override_config or {}
+    routing = Routing.of(model)
+    is_asked = stated.get(COEFFICIENT) or stated.get("output_router_logits")
+    if not is_asked or routing is None:
+        return model
+    for layer in routing.layers:
+        layer.aux_loss_coef = float(vars(model.config.get_text_config())[COEFFICIENT])
+    model.config.get_text_config().output_router_logits = False  # they are kept here already
+    return model
 
 
 def routed_experts(
@@ -123,8 +141,7 @@ def local_weight(module: nn.Module, name: str) -> Tensor:
     assert weight is not None, f"{type(module).__name__} has {name}"
     if not isinstance(weight, DTensor):
         return weight
-    routing = vars(module)["routing"]
-    return weight.to_local().to(routing.group.compute_dtype)
+    return vars(module)["routing"].group.local(weight)
 
 
 def _activate(module: nn.Module, both: Tensor) -> Tensor:
@@ -290,7 +307,9 @@ def sum_rows(rows: Tensor, weights: Tensor | None, positions: Tensor) -> Tensor:
 
 
 def reference_sum_rows(rows: Tensor, weights: Tensor | None, positions: Tensor) -> Tensor:
-    total = rows.new_zeros(len(positions), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    total = rows.new_zeros(
+        len(positions), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32)
+    )
     for j in range(positions.shape[1]):
         row = rows[positions[:, j]].to(total.dtype)
         total += row if weights is None else row * weights[:, j, None].to(total.dtype)
@@ -307,6 +326,11 @@ class ExpertGroup:
         self.group = group
         self.size = dist.get_world_size(group)
         self.compute_dtype = compute_dtype
+        self.device = collective_device(group)
+
+    def local(self, weight: DTensor) -> Tensor:
+        """This rank's experts as they compute."""
+        return weight.to_local().to(self.device, self.compute_dtype)
 
     def run(self, module: nn.Module, rows: Tensor, ends: Tensor, *, is_exact: bool) -> Tensor:
         """As `expert_outputs`, for rows of all experts; all ranks call it together."""

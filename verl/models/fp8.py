@@ -197,7 +197,9 @@ class Fp8Linears:
         logger.info("fp8 rollout: %.1f%% of all weights\n%s", 100 * in_fp8 / total, table(lines))
         for line in lines:
             if line.reason and line.format != "fp8" and line.error is not None:
-                logger.warning("fp8 rollout: %s stays in %s: %s", line.name, line.format, line.reason)
+                logger.warning(
+                    "fp8 rollout: %s stays in %s: %s", line.name, line.format, line.reason
+                )
 
     def audit(self) -> list[LayerFormat]:
         """Every matrix of the model with its format."""

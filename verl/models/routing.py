@@ -49,8 +49,12 @@ class LayerRouting:
         self.group: Any = None
         """`experts.ExpertGroup`, if the experts are spread over ranks."""
 
+        self.has_sigmoid = False
+        """Whether scores are sigmoids of the logits instead of a softmax."""
+
+        self.aux_loss_coef = 0.0
         self.replayed: Tensor | None = None
-        self.num_mismatches: Tensor | None = None
+        self.mismatches: Tensor | None = None
         self.records = False
         self.selected: Tensor | None = None
         self.logits: Tensor | None = None
@@ -75,7 +79,7 @@ def is_generating() -> bool:
     return bool(vars(_generation).get("is_on"))
 
 
-class generation_pass:  # noqa: N801 - a context manager
+class generation_pass:
     """The passes inside belong to the rollout engine; `recorder` gets their routes, if given."""
 
     def __init__(self, recorder: RouteRecorder | None = None) -> None:
@@ -89,7 +93,7 @@ class generation_pass:  # noqa: N801 - a context manager
 
 
 class RoutedForward:
-    """The forward of a block of router and experts, with the selection replayed where it is given."""
+    """The forward of a block of router and experts; a selection that is given is replayed."""
 
     def __init__(self, block: nn.Module, routing: LayerRouting) -> None:
         self.own_forward = block.forward
@@ -107,7 +111,7 @@ class RoutedForward:
                 f"topk over {routing.num_experts} experts; its routes cannot be replayed: set "
                 "actor.router_replay.mode=disabled"
             )
-        routing.num_mismatches = selection.num_mismatches
+        routing.mismatches = selection.mismatches
         return output
 
 
@@ -119,7 +123,7 @@ class _GivenSelection(TorchFunctionMode):
         self.routes = routes
         self.num_experts = num_experts
         self.num_calls = 0
-        self.num_mismatches: Tensor | None = None
+        self.mismatches: Tensor | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -134,7 +138,7 @@ class _GivenSelection(TorchFunctionMode):
         num_given = len(self.routes)  # a pass may be padded: those tokens go where they like
         given = torch.cat([self.routes.to(indices.dtype), indices[num_given:]])
         live, kept = indices[:num_given].sort(-1)[0], given[:num_given].sort(-1)[0]
-        self.num_mismatches = (live != kept).any(-1).sum()
+        self.mismatches = (live != kept).any(-1)
         return torch.return_types.topk((scores.gather(-1, given), given))
 
 
@@ -155,6 +159,11 @@ class Routing:
         return cls(layers) if layers else None
 
     @property
+    def aux_loss_coef(self) -> float:
+        """Weight of the auxiliary loss; 0 is none."""
+        return self.layers[0].aux_loss_coef
+
+    @property
     def num_experts(self) -> int:
         return max(layer.num_experts for layer in self.layers)
 
@@ -162,7 +171,7 @@ class Routing:
         """Before a training pass: replay routes (tokens, layers, k), or let the routers choose."""
         for layer in self.layers:
             layer.records, layer.selected, layer.logits = True, None, None
-            layer.num_mismatches = None
+            layer.mismatches = None
             layer.replayed = None if replayed is None else replayed[:, layer.number]
 
     def selected(self, num_tokens: int) -> Tensor:
@@ -172,11 +181,6 @@ class Routing:
             assert layer.selected is not None, f"layer {layer.layer} has run"
             routes.append(layer.selected[:num_tokens])
         return torch.stack(routes, 1)
-
-    def num_mismatches(self) -> Tensor | None:
-        """Tokens and layers of the pass that would have chosen other experts than those replayed."""
-        counts = [layer.num_mismatches for layer in self.layers]
-        return None if counts[0] is None else torch.stack([x for x in counts if x is not None]).sum()
 
     def logits(self, num_tokens: int) -> list[Tensor]:
         """Of each layer, (tokens, experts)."""
@@ -200,6 +204,7 @@ def install(block: nn.Module, routing: LayerRouting) -> None:
     block.forward = RoutedForward(block, routing)
     for router in routers(block):
         router.register_forward_hook(routing.keep_logits)
+        routing.has_sigmoid = "e_score_correction_bias" in router._buffers
 
 
 def routers(block: nn.Module) -> list[nn.Module]:

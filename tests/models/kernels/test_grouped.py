@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tests.models.kernels.devices import INTERPRETED, assert_close, on_each_device, on_each_dtype, random
+from tests.models.kernels.devices import (
+    INTERPRETED,
+    assert_close,
+    on_each_device,
+    on_each_dtype,
+    random,
+)
 from verl.models.experts import reference_outer, reference_product, reference_sum_rows
 
 PRODUCTS = pytest.mark.parametrize(

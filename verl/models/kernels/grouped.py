@@ -5,7 +5,7 @@
 
 A program computes a tile of `ROWS` rows of one expert; which expert, it finds from `ends`, so the
 host never reads how many rows an expert has and a pass can be captured as a graph. Sums over the
-inner dimension run in one order for any number of rows, so a row's bits do not depend on the others.
+inner dimension run in one order for any number of rows, so a row's bits depend on no other row.
 Rows behind the last end belong to no group: they are neither read nor written.
 """
 

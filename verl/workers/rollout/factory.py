@@ -131,6 +131,7 @@ def native(spec: ModuleEngineSpec) -> Rollout:
         seed=spec.seed * SEEDS_PER_ENGINE,
         tp_group=spec.tp_group,
         keeps_cache=spec.rollout.kv_after_update == "keep",
+        quantization=spec.rollout.quantization,
     )
 
 
@@ -184,6 +185,7 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
         override_config=spec.override_config,
         keeps_cache=spec.rollout.kv_after_update == "keep",
         exact=spec.rollout.exact,
+        quantization=spec.rollout.quantization,
     )
     return process_spec(spec, build=BUILD_NATIVE, options=options)
 
