@@ -15,6 +15,7 @@ from verl.config.roles import (
     ROLLOUTS,
     STRATEGIES,
     TRACKERS,
+    async_mode,
     did_you_mean,
     has_own_loops,
     may_register_names,
@@ -182,6 +183,12 @@ def replay_faults(config: Any) -> Iterator[Fault]:
         text = (
             f"{key} is R2, and ulysses_sequence_parallel_size is {ranks}; routes are recorded "
             "where a rank has whole rows: set it to 1, or mode=R3"
+        )
+        yield Fault(text, (key,))
+    if mode == "R3" and async_mode(config) != "sync":
+        text = (
+            f"{key} is R3, and async_training.mode is {async_mode(config)}; routes are not stored "
+            "with rows that go on across updates: set it to sync, or mode=R2"
         )
         yield Fault(text, (key,))
     if mode == "R3" and not rollout.enable_rollout_routing_replay:

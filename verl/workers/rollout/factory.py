@@ -132,6 +132,7 @@ def native(spec: ModuleEngineSpec) -> Rollout:
         tp_group=spec.tp_group,
         keeps_cache=spec.rollout.kv_after_update == "keep",
         quantization=spec.rollout.quantization,
+        records_routes=spec.rollout.enable_rollout_routing_replay,
     )
 
 

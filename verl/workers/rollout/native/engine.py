@@ -43,6 +43,7 @@ class NativeEngine(Rollout):
         tp_group: ProcessGroup | None = None,
         keeps_cache: bool = False,
         quantization: str | None = None,
+        records_routes: bool = False,
     ) -> None:
         self.core = EngineCore(
             module,
@@ -54,6 +55,7 @@ class NativeEngine(Rollout):
             tp_group=tp_group,
             keeps_cache=keeps_cache,
             quantization=quantization,
+            records_routes=records_routes,
         )
         self.limits = limits
         self._submissions: dict[RunningRequest, Submission] = {}

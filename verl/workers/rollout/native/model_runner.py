@@ -46,6 +46,9 @@ class ModelRunner:
         self.tp_group = tp_group
         self.device = next(module.parameters()).device
         self.dtype = next(module.parameters()).dtype
+        self.recorder: RouteKeeper | None = None
+        """What keeps the expert routes of each pass, if somebody asks for them."""
+
         self.vocabulary = int(module.config.get_text_config().vocab_size)
 
     @property
@@ -148,7 +151,7 @@ class ModelRunner:
         num_missing = -num_rows % ROW_TILE
         if num_missing:
             ids, positions = (F.pad(x, (0, num_missing)) for x in (ids, positions))
-        with generation_pass():
+        with generation_pass(self.recorder):
             return hidden_states(self.module, ids, positions, layout)[:num_rows]
 
     @torch.no_grad()
@@ -156,6 +159,20 @@ class ModelRunner:
         num_rows = len(hidden)
         hidden = F.pad(hidden, (0, 0, 0, -num_rows % ROW_TILE))
         return scaled_logits(hidden, OutputHead.of(self.module), 1.0)[:num_rows]
+
+
+class RouteKeeper:
+    """The expert routes of the last pass."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._layers: list[Tensor] = [torch.empty(0)] * num_layers
+
+    def keep_routes(self, number: int, routes: Tensor) -> None:
+        self._layers[number] = routes
+
+    def routes(self, num_tokens: int) -> Tensor:
+        """(tokens, layers, k) on the host, without those of padding."""
+        return torch.stack([x[:num_tokens] for x in self._layers], 1).to("cpu", torch.int16)
 
 
 def packed_tokens(
