@@ -172,12 +172,17 @@ def replay_faults(config: Any) -> Iterator[Fault]:
     """Routes that are replayed must have been recorded, by the old policy or by the engine."""
     section, key = config.actor_rollout_ref, "actor_rollout_ref.actor.router_replay.mode"
     mode, rollout = section.actor.router_replay.mode, section.rollout
-    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+    skips = {
+        "algorithm.rollout_correction.bypass_mode": config.algorithm.rollout_correction.bypass_mode,
+        f"{ROLLOUT}.exact": rollout.exact,
+        "actor_rollout_ref.actor.use_rollout_log_probs": section.actor.use_rollout_log_probs,
+    }
+    for other in (name for name, is_on in skips.items() if is_on and mode == "R2"):
         text = (
-            f"{key} is R2, and algorithm.rollout_correction.bypass_mode is True; then no pass of "
-            "the old policy records routes: set bypass_mode=False, or mode=R3"
+            f"{key} is R2, and {other} is True; then no pass of the old policy records routes: "
+            f"set {other}=False, or mode=R3"
         )
-        yield Fault(text, (key,))
+        yield Fault(text, (key, other))
     ranks = section.actor.ulysses_sequence_parallel_size
     if mode == "R2" and ranks > 1:
         text = (

@@ -99,31 +99,36 @@ class RoutedForward:
         self.own_forward = block.forward
         self.routing = routing
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         routing = self.routing
         if routing.replayed is None or is_generating():
-            return self.own_forward(*args, **kwargs)
+            return self.own_forward(hidden, *args, **kwargs)
         with _GivenSelection(routing.replayed, routing.num_experts) as selection:
-            output = self.own_forward(*args, **kwargs)
-        if selection.num_calls != 1:
+            output = self.own_forward(hidden, *args, **kwargs)
+        num_tokens = hidden.numel() // hidden.shape[-1]
+        if selection.num_selected != num_tokens:
             raise ValueError(
-                f"the router of layer {routing.layer} selected {selection.num_calls} times with "
-                f"topk over {routing.num_experts} experts; its routes cannot be replayed: set "
+                f"the router of layer {routing.layer} selected experts for "
+                f"{selection.num_selected} of {num_tokens} tokens with topk over "
+                f"{routing.num_experts} experts; its routes cannot be replayed: set "
                 "actor.router_replay.mode=disabled"
             )
-        routing.mismatches = selection.mismatches
+        routing.mismatches = torch.cat(selection.mismatches)
         return output
 
 
 class _GivenSelection(TorchFunctionMode):
-    """`topk` over all experts gives these indices, and the values that are there."""
+    """`topk` over all experts gives these indices, and the values that are there.
+
+    A router may go over its tokens in several calls, in order (exact mode does).
+    """
 
     def __init__(self, routes: Tensor, num_experts: int) -> None:
         super().__init__()
         self.routes = routes
         self.num_experts = num_experts
-        self.num_calls = 0
-        self.mismatches: Tensor | None = None
+        self.num_selected = 0
+        self.mismatches: list[Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -134,11 +139,12 @@ class _GivenSelection(TorchFunctionMode):
         scores, indices = args[0], result[1]
         if scores.shape[-1] != self.num_experts or indices.shape[-1] != self.routes.shape[-1]:
             return result  # a choice among groups of experts
-        self.num_calls += 1
-        num_given = len(self.routes)  # a pass may be padded: those tokens go where they like
-        given = torch.cat([self.routes.to(indices.dtype), indices[num_given:]])
-        live, kept = indices[:num_given].sort(-1)[0], given[:num_given].sort(-1)[0]
-        self.mismatches = (live != kept).any(-1)
+        routes = self.routes[self.num_selected : self.num_selected + len(indices)]
+        self.num_selected += len(indices)
+        # A pass may be padded: those tokens go where they like.
+        given = torch.cat([routes.to(indices.dtype), indices[len(routes) :]])
+        live, kept = indices[: len(routes)].sort(-1)[0], given[: len(routes)].sort(-1)[0]
+        self.mismatches.append((live != kept).any(-1))
         return torch.return_types.topk((scores.gather(-1, given), given))
 
 

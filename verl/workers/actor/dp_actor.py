@@ -58,7 +58,8 @@ class Policy:
         )
         if self.engine.routes is not None:
             self.engine.routes.records = False
-            self.engine.routes.check(columns.pop(MISMATCHES, None))
+            if MISMATCHES in columns:
+                self.engine.routes.check(columns.pop(MISMATCHES).mean().item())
         return columns
 
     def update_policy(
@@ -110,6 +111,8 @@ class Policy:
                 temperature=temperature,
             )
             report = merge_reports(result.metrics, engine.get_data_parallel_group())
+            if is_on_policy and "actor/router_mismatch" in report:
+                engine.routes.check(report["actor/router_mismatch"].aggregate())
             results.append((result, report))
         engine.lr_scheduler_step()
         metrics = summarise(results, "actor")
