@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.kernels.availability import can_run_triton
+from verl.models.vision import vision_parts
 
 ROWS = 64
 QUERIES = 16
@@ -38,7 +39,9 @@ def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
     `capacity` is the longest sequence there will be, prompt and response together. On a GPU this
     holds for the whole process from now on.
     """
-    odd = [name for name, p in model.named_parameters() if p.dim() > 2]
+    vision = {id(module) for part in vision_parts(model) for module in part.modules()}
+    seen_alone = {id(p) for part in vision_parts(model) for p in part.parameters()}
+    odd = [name for name, p in model.named_parameters() if p.dim() > 2 and id(p) not in seen_alone]
     if odd:
         raise ValueError(
             f"exact mode covers linear layers; {type(model).__name__} also has {odd[0]} "
@@ -48,7 +51,8 @@ def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
         never_split_sums()
         return model
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        # A vision tower runs one image at a time, with the same shapes in rollout and training.
+        if isinstance(module, nn.Linear) and id(module) not in vision:
             module.forward = _TiledForward(module)
     _capacities[model] = capacity
     return model

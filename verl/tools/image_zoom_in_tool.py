@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.dataset.prompt_encoder import load_image
+from verl.utils.dataset.media import load_image
 
 MIN_SIDE = 28
 """Pixels: what vision models take as their smallest side."""

@@ -7,15 +7,19 @@ import logging
 from os import PathLike
 from typing import Any
 
+import transformers
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils.hub import has_file
 
+from verl.utils.import_utils import is_available
 from verl.utils.template_probe import check_chat_template
 
 logger = logging.getLogger(__name__)
@@ -73,8 +77,26 @@ def hf_processor(name_or_path: str | PathLike[str], **kwargs: Any) -> ProcessorM
     """The processor for images and video, or None for a model that has only text."""
     if not any(has_file(name_or_path, file) for file in _PROCESSOR_FILES):
         return None
+    described, _ = PretrainedConfig.get_config_dict(name_or_path)
+    name = PROCESSOR_MAPPING_NAMES.get(described.get("model_type", ""))
+    if name is not None and not is_available("torchvision"):
+        kind: type[ProcessorMixin] = getattr(transformers, name)
+        if "video_processor" in kind.get_attributes():
+            logger.info("%s: images only, because videos need torchvision", name_or_path)
+            return _images_only(kind).from_pretrained(name_or_path, **kwargs)
     processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
     return processor if isinstance(processor, ProcessorMixin) else None
+
+
+def _images_only(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
+    """The same processor without its part for videos, which needs torchvision."""
+
+    def initialize(
+        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None
+    ) -> None:
+        kind.__init__(self, image_processor, tokenizer, None, chat_template=chat_template)
+
+    return type(kind.__name__, (kind,), {"__init__": initialize})
 
 
 def _is_gemma2_chat(name_or_path: str | PathLike[str]) -> bool:

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import DataConfig
 from verl.config.generation import GenerationConfig
-from verl.utils.dataset.prompt_encoder import PromptEncoder, has_media
+from verl.utils.dataset.media import has_media
+from verl.utils.dataset.prompt_encoder import PromptEncoder
 from verl.utils.dataset.prompts import Prompt, PromptTooLong, as_prompt, set_chat_template
 from verl.utils.dataset.quarantine import prompt_fault, sound_rows
 from verl.utils.dataset.tables import DataError, ParquetFile, open_table

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.utils.media import Media
 from verl.utils.registry import Registry
 
 WAKE_SECONDS = 10.0
@@ -145,6 +146,9 @@ class GenerationRequest:
     and stop texts may begin in them, so with equal weights the built-in engine gives what the uncut
     request would have given (bit for bit in exact mode). `max_tokens` counts new tokens. vLLM and
     SGLang draw with other random numbers: their seed is derived from (seed, `num_sampled`)."""
+
+    media: tuple[Media, ...] = ()
+    """Images of the prompt, in order; their tokens are in `prompt_ids`, expanded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,7 @@ class RunningBatch(Batch):
     def keep(self, sample: Sample) -> KnownTokens:
         group, num_own = sample.group, sample.num_own - 1
         layers = self.cache.read(group.slot, group.num_shared, sample.slot, num_own)
-        return KnownTokens(sample.token_ids[:-1], layers)
+        return KnownTokens(sample.identity[:-1], layers)
 
     def reset(self) -> None:
         """Rows are filled whole when samples are admitted."""
