@@ -235,7 +235,10 @@ class AgentLoopBase(ABC):
         else:
             if isinstance(messages, str):
                 raise ValueError("remove_system_prompt is for messages; the prompt is text")
-            ids, media = await self.after_turn(None, messages, tools=tools)
+            follow = partial(self.continuation(tools).ids_after_turn, None)
+            ids, media = follow(messages), ()
+            if has_media(messages):
+                ids, media = await asyncio.to_thread(self.media.encode, messages, follow)
         if images is not None and len(images) != len(media):
             raise ValueError(
                 f"{len(images)} images were given for messages with {len(media)} parts of type "
@@ -266,21 +269,11 @@ class AgentLoopBase(ABC):
                 ids = output.prompt_ids + output.response_ids
                 output.media = await asyncio.to_thread(self.media.find, ids, images)
 
-    async def after_turn(
-        self,
-        turn_ids: Sequence[int] | None,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        stop_token_ids: Sequence[int] = (),
-        has_ended: bool = False,
-    ) -> tuple[list[int], tuple[Media, ...]]:
-        """As `Continuation.ids_after_turn`, with the images of the messages."""
-        continuation = self.continuation(tools, stop_token_ids=stop_token_ids)
-        follow = partial(continuation.ids_after_turn, turn_ids, has_ended=has_ended)
-        if not has_media(list(messages)):
-            return follow(messages), ()
-        return await asyncio.to_thread(self.media.encode, messages, follow)
+    async def prepare_images(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Load and resize the images of messages, so that encoding these does not hold the event
+        loop up; what has been prepared is remembered."""
+        if has_media(messages):
+            await asyncio.to_thread(self.media.prepare, messages)
 
     @property
     def system_prompt(self) -> list[int]:

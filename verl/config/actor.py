@@ -281,9 +281,7 @@ class ActorConfig(BaseConfig):
     )
     """Compute that sum again in the backward pass instead of keeping its inputs."""
 
-    freeze_vision_tower: bool = option(
-        False, absent=Absent("vision-language models are not trained yet: leave it out")
-    )
+    freeze_vision_tower: bool = False
     """Vision-language models: do not train the vision encoder."""
 
     use_prefix_grouper: bool = option(

@@ -99,8 +99,8 @@ class ServingConfig(BaseConfig):
     skip_tokenizer_init: bool = option(True, used_if=never("engines always take token ids"))
     """Give the engine token ids only, so that it needs no tokenizer."""
 
-    limit_images: int | None = option(None, minimum=0, used_if=FOREIGN_ENGINE)
-    """Most images in one prompt; null sets no limit."""
+    limit_images: int | None = option(None, minimum=0)
+    """Most images in one prompt, those of earlier turns included; null sets no limit."""
 
     prompt_length: int = option(512, minimum=1)
     """Most tokens in a prompt."""

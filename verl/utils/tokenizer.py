@@ -4,7 +4,9 @@ Batches need a pad token, which many models lack; whatever is changed here is lo
 """
 
 import logging
+import shutil
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -17,7 +19,7 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-from transformers.utils.hub import has_file
+from transformers.utils.hub import cached_file, has_file
 
 from verl.utils.import_utils import is_available
 from verl.utils.template_probe import check_chat_template
@@ -86,6 +88,24 @@ def hf_processor(name_or_path: str | PathLike[str], **kwargs: Any) -> ProcessorM
             return _images_only(kind).from_pretrained(name_or_path, **kwargs)
     processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
     return processor if isinstance(processor, ProcessorMixin) else None
+
+
+class WithProcessorFiles:
+    """Saves a tokenizer and, as they are, the files of the processor that its model came with."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, name_or_path: str | PathLike[str]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.name_or_path = name_or_path
+
+    def save_pretrained(self, save_directory: str, /) -> None:
+        self.tokenizer.save_pretrained(save_directory)
+        for file in _PROCESSOR_FILES:
+            if has_file(self.name_or_path, file):
+                source = cached_file(str(self.name_or_path), file)
+                assert source is not None, "has_file found it"
+                shutil.copyfile(source, Path(save_directory, file))
 
 
 def _images_only(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:

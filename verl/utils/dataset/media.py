@@ -6,14 +6,8 @@ The template writes one placeholder token for each part; words of a message that
 shielded first, so the placeholders in the ids are those of the parts, in their order. Each is
 replaced by the tokens that the processor counts for its image. A number that does not match is
 refused: nothing is guessed.
-
-Files of images come from strangers. What cannot be read, is larger than `MAX_PIXELS`, or is an
-address on a network is a fault of its row.
 """
 
-import base64
-import binascii
-import io
 import json
 import re
 import threading
@@ -22,23 +16,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.dataset.prompts import Prompt, PromptTooLong, render, shield
+from verl.utils.dataset.prompts import PromptTooLong, render, shield
 from verl.utils.dataset.tables import DataError
-from verl.utils.import_utils import require
+from verl.utils.images import BadImage, open_image
 from verl.utils.media import Media, content_hash
 
-MAX_PIXELS = 50_000_000
-MAX_IMAGE_BYTES = 50_000_000
 MAX_REMEMBERED_IMAGES = 256
 MARKS = {"<image>": "image", "<video>": "video"}
-DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,(.*)", re.DOTALL)
 Values = Sequence[Any]
 
 
@@ -46,58 +36,11 @@ Values = Sequence[Any]
 
 
 def load_image(value: Any) -> Any:
-    """An RGB image from an image, bytes, a path, a `data:` URL, or `{"bytes": ...}` /
-    `{"path": ...}`."""
-    Image = require("PIL.Image")
-    if isinstance(value, Image.Image):
-        refuse_size(value)
-        return value.convert("RGB")
-    if isinstance(value, Mapping):
-        keys = ("bytes", "path", "image", "image_url", "url")
-        value = next((value[key] for key in keys if value.get(key)), None)
-    if isinstance(value, Mapping):  # {"image_url": {"url": ...}}
-        value = value.get("url")
-    source = io.BytesIO(value) if isinstance(value, bytes) else value
-    if isinstance(source, str):
-        source = source_of(source)
-    if not isinstance(source, io.BytesIO | Path):
-        raise DataError(f"an image is {value!r:.80}; it must be an image, its bytes or its path")
+    """`open_image`, whose refusals are faults of the data here."""
     try:
-        with Image.open(source) as image:
-            refuse_size(image)
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"an image cannot be read ({error}): {value!r:.80}") from error
-
-
-def source_of(text: str) -> io.BytesIO | Path:
-    """The content of a `data:` URL, or a path."""
-    if text.startswith("data:"):
-        found = DATA_URL.match(text[: MAX_IMAGE_BYTES * 4 // 3 + 100])
-        if found is None or len(text) > MAX_IMAGE_BYTES * 4 // 3 + 100:
-            raise DataError(
-                f"an image is {text[:40]!r}...; a data URL is data:image/TYPE;base64,..., of "
-                f"{MAX_IMAGE_BYTES:,} bytes at most"
-            )
-        try:
-            return io.BytesIO(base64.b64decode(found[1], validate=True))
-        except binascii.Error as error:
-            raise DataError(f"an image is a data URL that is not base64: {error}") from error
-    if re.match(r"[a-z][a-z0-9+.-]*://", text) and not text.startswith("file://"):
-        raise DataError(
-            f"an image is {text!r:.80}, an address on a network; nothing is downloaded while rows "
-            "are read: fetch it when the data is prepared, and give its bytes or its path"
-        )
-    return Path(text.removeprefix("file://")).expanduser()
-
-
-def refuse_size(image: Any) -> None:
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise DataError(
-            f"an image has {width} x {height} pixels; {MAX_PIXELS:,} are the most that are read: "
-            "scale it down when the data is prepared"
-        )
+        return open_image(value)
+    except BadImage as error:
+        raise DataError(str(error)) from error
 
 
 def load_video(part: Mapping[str, Any]) -> list[Any]:
@@ -142,7 +85,7 @@ def media_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, 
 PART_TYPES = ("image", "image_url", "video")
 
 
-def has_media(prompt: Prompt) -> bool:
+def has_media(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
     """Whether a message has a part that is an image or a video."""
     return not isinstance(prompt, str) and any(True for _ in media_parts(prompt))
 
@@ -306,6 +249,12 @@ class MediaEncoder:
                 f"{self.max_images}"
             )
         return self.place(ids_of(without_content(messages)), images)
+
+    def prepare(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Load and resize the images of messages, so that they are known when it comes to them."""
+        images, _ = load_media(messages)
+        for image in images:
+            self.expansion(image)
 
     def place(
         self, ids: list[int], images: Sequence[Any]
