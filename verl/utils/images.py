@@ -44,7 +44,9 @@ def open_image(value: Any) -> Any:
         with Image.open(source) as image:
             refuse_size(image)
             return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except BadImage:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Warning) as error:
         raise BadImage(f"an image cannot be read ({error}): {value!r:.80}") from error
 
 

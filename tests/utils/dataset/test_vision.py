@@ -120,7 +120,7 @@ def test_an_image_of_a_hundred_megapixels_is_refused_before_it_is_decoded(tmp_pa
     file = io.BytesIO()
     huge.save(file, "PNG")
     rows = [{**question(), "images": [{"bytes": file.getvalue(), "path": None}]}]
-    with pytest.raises(DataError, match=r"a.parquet:1: an image has 10000 x 10000 pixels"):
+    with pytest.raises(DataError, match=r"a.parquet:1: an image .*pixels"):
         dataset(tmp_path, rows)
 
 

@@ -48,7 +48,7 @@ class ModelRunner:
         self.device = next(module.parameters()).device
         self.dtype = next(module.parameters()).dtype
         self.vocabulary = int(module.config.get_text_config().vocab_size)
-        self._features = FeatureCache(module)
+        self.features = FeatureCache(module)
 
     @property
     def exact_capacity(self) -> int | None:
@@ -127,7 +127,7 @@ class ModelRunner:
                 if len(rows):
                     placed.append((one, rows, one.places[rows] - sequence.num_known + start))
             start += sequence.num_new
-        return self._features.placed(placed)
+        return self.features.placed(placed)
 
     def decode_layout(
         self, cache: KVCache, samples: Sequence[Sample], rows: RowTable, num_steps: int
