@@ -141,12 +141,12 @@ def test_the_tower_runs_once_per_image_and_anew_when_its_weights_change(tmp_path
     model = tiny_vision_model("qwen2_vl")
     cache = FeatureCache(model)
     placed = [(one, np.arange(len(one.places)), one.places) for one in media]
-    before = cache.placed(placed)
-    cache.placed(placed)
+    before = cache.placed(placed, one_by_one=False)
+    cache.placed(placed, one_by_one=False)
     assert cache.num_computed == 1
     with torch.no_grad():
         next(iter(vision_parts(model)[0].parameters())).mul_(1.5)
-    after = cache.placed(placed)
+    after = cache.placed(placed, one_by_one=False)
     assert cache.num_computed == 2
     assert not torch.equal(before.features.embeddings, after.features.embeddings)
 
@@ -169,5 +169,5 @@ def test_a_frozen_tower_gets_no_gradient_and_adapters_go_to_the_language_part(tm
 def test_features_that_do_not_fit_the_tokens_are_refused(tmp_path):
     ids, (media,) = encoder(tmp_path, "qwen2_vl").encode_prompt(prompt(picture(1)))
     short = Media("image", media.content_hash, media.inputs, media.places[:-1], media.grid)
-    with pytest.raises(ValueError, match="6 features of an image that has 5 tokens"):
+    with pytest.raises(ValueError, match="6 features of 1 images that have 5 tokens"):
         packed_logits(tiny_vision_model("qwen2_vl"), [(ids, (short,))])

@@ -16,7 +16,7 @@ through other code than the rest. It is slower, and meant for proof.
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ ROWS = 64
 QUERIES = 16
 
 _capacities: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+_exact: "WeakSet[nn.Module]" = WeakSet()
 
 
 def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
@@ -47,6 +48,7 @@ def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
             f"exact mode covers linear layers; {type(model).__name__} also has {odd[0]} "
             f"of {dict(model.named_parameters())[odd[0]].dim()} dimensions: turn exact mode off"
         )
+    _exact.add(model)
     if model.device.type == "cuda" and can_run_triton(model.device):
         never_split_sums()
         return model
@@ -68,6 +70,10 @@ def never_split_sums() -> None:
 def exact_capacity(model: nn.Module) -> int | None:
     """The capacity of a model that runs in tiles; None for any other."""
     return _capacities.get(model)
+
+
+def is_exact(model: nn.Module) -> bool:
+    return model in _exact
 
 
 class _TiledForward:

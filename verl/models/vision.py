@@ -3,9 +3,10 @@
     tower(image 1), tower(image 2), ...  ->  features  --+
     embedding(ids)  -------------------------------------+-->  language model, packed as text is
 
-The tower runs one image at a time, in rollout and in training, so an image has the same features
-wherever it appears, bit for bit, and equal images are computed once. Where features go is told by
-whoever placed the image (`Media.places`). The language model is called with embeddings and never
+Equal images are computed once in a pass, and once in generation while the tower stays as it is. In
+exact mode the tower runs one image at a time, in rollout and in training, so an image has the same
+features wherever it appears, bit for bit. Where features go is told by whoever placed the image
+(`Media.places`). The language model is called with embeddings and never
 looks for placeholder tokens itself: one that the model has sampled is a token like others.
 """
 
@@ -23,6 +24,8 @@ from verl.utils.device import without_waiting
 from verl.utils.media import Media
 
 MAX_CACHED_BYTES = 1 << 30
+PlacedMedia = tuple[Media, np.ndarray, np.ndarray]
+"""An image, which of its features are meant, and the tokens that these stand in for."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,15 @@ class Family:
     projection: str | None = None
     """What joins tower and language model, where it is no part of the tower."""
 
-    has_rope_grid: bool = False
-    """Whether images have positions in three axes."""
+    image_axis: int = 0
+    """Along which the arguments of the tower for several images are joined."""
 
 
 FAMILIES = {
-    "qwen2_vl": Family("language_model", "visual", has_rope_grid=True),
-    "qwen2_5_vl": Family("language_model", "visual", has_rope_grid=True),
-    "qwen3_vl": Family("language_model", "visual", has_rope_grid=True),
-    "idefics3": Family("text_model", "vision_model", "connector"),
+    "qwen2_vl": Family("language_model", "visual"),
+    "qwen2_5_vl": Family("language_model", "visual"),
+    "qwen3_vl": Family("language_model", "visual"),
+    "idefics3": Family("text_model", "vision_model", "connector", image_axis=1),
 }
 """By `model_type` of the configuration."""
 
@@ -95,6 +98,9 @@ class Features:
     def num_bytes(self) -> int:
         return sum(x.nbytes for x in (self.embeddings, *self.deepstack))
 
+    def copy(self) -> "Features":
+        return Features(self.embeddings.clone(), tuple(x.clone() for x in self.deepstack))
+
 
 @dataclass(frozen=True)
 class PlacedFeatures:
@@ -130,21 +136,34 @@ def take_rows(features: Features, rows: np.ndarray) -> Features:
     return Features(features.embeddings[index], tuple(x[index] for x in features.deepstack))
 
 
-def features_of(model: PreTrainedModel, media: Media) -> Features:
-    """Run the tower on one image; differentiable."""
+def features_of(
+    model: PreTrainedModel, media: Sequence[Media], *, one_by_one: bool
+) -> list[Features]:
+    """Run the tower on images, together or each alone; differentiable."""
+    if one_by_one and len(media) > 1:
+        return [features_of(model, [one], one_by_one=True)[0] for one in media]
     base: Any = model.base_model
-    device = next(model.parameters()).device
-    inputs = {name: without_waiting(value, device) for name, value in media.inputs.items()}
+    device, axis = next(model.parameters()).device, family_of(model.config).image_axis
+    inputs = {
+        name: without_waiting(torch.cat([one.inputs[name] for one in media], axis), device)
+        for name in media[0].inputs
+    }
     output = base.get_image_features(**inputs, return_dict=True)
     embeddings = one_tensor(output.pooler_output)
-    deepstack = vars(output).get("deepstack_features") or ()
-    if len(embeddings) != len(media.places):
+    deepstack = [one_tensor(x) for x in vars(output).get("deepstack_features") or ()]
+    sizes = [len(one.places) for one in media]
+    if len(embeddings) != sum(sizes):
         raise ValueError(
-            f"{type(model).__name__} makes {len(embeddings)} features of an image that has "
-            f"{len(media.places)} tokens; the processor belongs to another model: check "
+            f"{type(model).__name__} makes {len(embeddings)} features of {len(media)} images that "
+            f"have {sum(sizes)} tokens; the processor belongs to another model: check "
             "mm_processor_kwargs and the processor's files"
         )
-    return Features(embeddings, tuple(map(one_tensor, deepstack)))
+    stacks = zip(*(layer.split(sizes) for layer in deepstack), strict=True)
+    stacks = list(stacks) if deepstack else [()] * len(media)
+    return [
+        Features(part, tuple(stack))
+        for part, stack in zip(embeddings.split(sizes), stacks, strict=True)
+    ]
 
 
 def one_tensor(found: Tensor | Sequence[Tensor]) -> Tensor:
@@ -154,18 +173,14 @@ def one_tensor(found: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def placed_features(
-    model: PreTrainedModel, placed: Sequence[tuple[Media, np.ndarray, np.ndarray]]
+    model: PreTrainedModel, placed: Sequence[PlacedMedia], *, one_by_one: bool = False
 ) -> PlacedFeatures | None:
-    """Features for a training pass, each image once, with gradients where the tower is trained.
-
-    `placed` says which of an image's features are meant and where they go.
-    """
+    """Features for a training pass, each image once, with gradients where the tower is trained."""
     if not placed:
         return None
-    made: dict[str, Features] = {}
-    for media, _, _ in placed:
-        if media.content_hash not in made:
-            made[media.content_hash] = features_of(model, media)
+    distinct = {media.content_hash: media for media, _, _ in placed}
+    found = features_of(model, list(distinct.values()), one_by_one=one_by_one)
+    made = dict(zip(distinct, found, strict=True))
     return PlacedFeatures.join((made[m.content_hash], rows, places) for m, rows, places in placed)
 
 
@@ -183,34 +198,33 @@ class FeatureCache:
         self._num_writes = -1
 
     @torch.no_grad()
-    def placed(
-        self, placed: Sequence[tuple[Media, np.ndarray, np.ndarray]]
-    ) -> PlacedFeatures | None:
+    def placed(self, placed: Sequence[PlacedMedia], *, one_by_one: bool) -> PlacedFeatures | None:
         """As `placed_features`, without gradients."""
         if not placed:
             return None
         num_writes = sum(weight._version for weight in self._weights)
         if num_writes != self._num_writes:
-            self.clear()
+            self._features.clear()
+            self._num_bytes = 0
             self._num_writes = num_writes
-        joined = PlacedFeatures.join((self._of(m), rows, places) for m, rows, places in placed)
+        distinct = {media.content_hash: media for media, _, _ in placed}
+        missing = [one for name, one in distinct.items() if name not in self._features]
+        if missing:
+            found = features_of(self.model, missing, one_by_one=one_by_one)
+            for one, features in zip(missing, found, strict=True):
+                # Of its own: a part of a larger tensor would keep all of it.
+                self._features[one.content_hash] = features.copy()
+                self._num_bytes += features.num_bytes
+            self.num_computed += len(missing)
+        for name in distinct:
+            self._features.move_to_end(name)
+        joined = PlacedFeatures.join(
+            (self._features[m.content_hash], rows, places) for m, rows, places in placed
+        )
         while self._num_bytes > self.max_bytes:
             _, oldest = self._features.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
         return joined
-
-    def clear(self) -> None:
-        self._features.clear()
-        self._num_bytes = 0
-
-    def _of(self, media: Media) -> Features:
-        features = self._features.get(media.content_hash)
-        if features is None:
-            features = self._features[media.content_hash] = features_of(self.model, media)
-            self._num_bytes += features.num_bytes
-            self.num_computed += 1
-        self._features.move_to_end(media.content_hash)
-        return features
 
 
 def language_arguments(

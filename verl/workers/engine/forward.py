@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from verl.models.exact import is_exact
 from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, gather_rows, sum_squared_probs, token_log_probs
 from verl.models.loading import score_head
@@ -42,7 +43,7 @@ def forward_rows(
     if sequence_group is not None:
         shard = SequenceShard(len(inputs.input_ids), inputs.sources, sequence_group)
         inputs, layout = inputs.shard(shard), UlyssesLayout(layout, shard)
-    features = placed_features(module, inputs.media)
+    features = placed_features(module, inputs.media, one_by_one=is_exact(module))
     hidden = hidden_states(module, inputs.input_ids, inputs.position_ids, layout, features)
     sources = gather_rows(hidden, inputs.sources)
     if is_value_model:

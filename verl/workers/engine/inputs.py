@@ -22,8 +22,9 @@ from torch import Tensor
 
 from verl.models.shared_prompts import SharedPrompts
 from verl.models.ulysses import SequenceShard
+from verl.models.vision import PlacedMedia
 from verl.utils.device import without_waiting
-from verl.utils.media import Media
+from verl.utils.media import Media, hash_of_all
 
 PROMPT_INDEX = "prompt_index"
 """(B,) the same number for rows with the same prompt; a column that need not be there."""
@@ -43,8 +44,6 @@ HOST_COLUMNS = (
 )  # fmt: skip
 """Columns that packing reads, so they must be in CPU memory."""
 
-PlacedMedia = tuple[Media, np.ndarray, np.ndarray]
-"""An image, which of its features are meant, and the tokens that these stand in for."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +231,23 @@ def pack_shared(
         media=shared_media(rows, first.tolist(), order.tolist(), shared),
     )
 
+
+
+def attach_media(rows: TensorDict, table: list[tuple[Media, ...]]) -> None:
+    """Give rows their images: a table that all parts of the batch refer to."""
+    rows[MEDIA_ROW] = torch.arange(len(table))
+    rows[MEDIA_HASH] = torch.tensor(first_appearance(prompt_hashes(rows, table)))
+    rows.set_non_tensor(MEDIA_TABLE, table)
+
+
+def prompt_hashes(rows: TensorDict, table: Sequence[Sequence[Media]]) -> list[str]:
+    """Identity of the media in each row's prompt."""
+    num_columns = rows["attention_mask"].shape[1] - rows["responses"].shape[1]
+    lengths = rows["attention_mask"][:, :num_columns].sum(1).tolist()
+    return [
+        hash_of_all(one for one in media if one.places[-1] < length)
+        for media, length in zip(table, lengths, strict=True)
+    ]
 
 
 def media_of_rows(rows: TensorDict) -> list[tuple[Media, ...]]:

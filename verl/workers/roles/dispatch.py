@@ -10,7 +10,7 @@ user's own loop; any number of rows will do. The role has the settings of the sp
 (`verl.workers.schedule`). With one data-parallel rank the role makes its own plan.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,12 +31,12 @@ from verl.single_controller.base.dispatch import (
     dispatch_nd_compute_dataproto,
 )
 from verl.single_controller.base.worker_group import WorkerGroup
-from verl.utils.media import MEDIA, Media, hash_of_all, media_of
+from verl.utils.media import MEDIA, media_of
 from verl.workers.engine.inputs import (
-    MEDIA_HASH,
     MEDIA_ROW,
     MEDIA_TABLE,
     PROMPT_INDEX,
+    attach_media,
     first_appearance,
     prompt_groups,
 )
@@ -161,21 +161,8 @@ def model_rows(data: DataProto) -> TensorDict:
     if SESSION_INDEX not in rows.keys():  # noqa: SIM118 (a TensorDict)
         rows.update(session_columns(data))
     if media is not None:
-        table = [media_of(entry) for entry in media]
-        rows[MEDIA_ROW] = torch.arange(len(table))
-        rows[MEDIA_HASH] = torch.tensor(first_appearance(prompt_hashes(rows, table)))
-        rows.set_non_tensor(MEDIA_TABLE, table)
+        attach_media(rows, [media_of(entry) for entry in media])
     return rows
-
-
-def prompt_hashes(rows: TensorDict, table: Sequence[Sequence[Media]]) -> list[str]:
-    """Identity of the media in each row's prompt."""
-    num_columns = rows["attention_mask"].shape[1] - rows["responses"].shape[1]
-    lengths = rows["attention_mask"][:, :num_columns].sum(1).tolist()
-    return [
-        hash_of_all(one for one in media if one.places[-1] < length)
-        for media, length in zip(table, lengths, strict=True)
-    ]
 
 
 def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) -> Any:

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.models.attention import AttentionLayout, AttentionOptions
-from verl.models.exact import exact_capacity
+from verl.models.exact import exact_capacity, is_exact
 from verl.models.forward import hidden_states
 from verl.models.head import OutputHead, scaled_logits
-from verl.models.vision import FeatureCache, PlacedFeatures
-from verl.utils.media import Media, rope_positions
+from verl.models.vision import FeatureCache, PlacedFeatures, PlacedMedia
+from verl.utils.media import rope_positions
 from verl.workers.rollout.native.attention import DecodeLayout, PrefillSequence
 from verl.workers.rollout.native.cache import CacheShape, HeadShape, KVCache
 from verl.workers.rollout.native.rows import RowTable, in_one_copy
@@ -119,7 +119,7 @@ class ModelRunner:
     @torch.no_grad()
     def _features_of(self, sequences: Sequence[PrefillSequence]) -> PlacedFeatures | None:
         """Features of the images among the new tokens; the tower runs once per content."""
-        placed: list[tuple[Media, np.ndarray, np.ndarray]] = []
+        placed: list[PlacedMedia] = []
         start = 0
         for sequence in sequences:
             for one in sequence.media:
@@ -127,7 +127,7 @@ class ModelRunner:
                 if len(rows):
                     placed.append((one, rows, one.places[rows] - sequence.num_known + start))
             start += sequence.num_new
-        return self.features.placed(placed)
+        return self.features.placed(placed, one_by_one=is_exact(self.module))
 
     def decode_layout(
         self, cache: KVCache, samples: Sequence[Sample], rows: RowTable, num_steps: int
