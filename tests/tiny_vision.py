@@ -111,9 +111,7 @@ def tiny_vision_model(family: str = "qwen2_vl", scale: float = 0.2) -> PreTraine
 
 def plain_twin(model: PreTrainedModel, family: str) -> PreTrainedModel:
     """The same weights in an unmodified transformers model."""
-    twin = AutoModelForImageTextToText.from_config(
-        tiny_config(family), attn_implementation="eager"
-    )
+    twin = AutoModelForImageTextToText.from_config(tiny_config(family), attn_implementation="eager")
     twin.load_state_dict(model.state_dict())
     return twin.eval()
 
@@ -172,4 +170,3 @@ def picture(seed: int = 0, width: int = 24, height: int = 16) -> Image.Image:
     """Noise in colours."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
-

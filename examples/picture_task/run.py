@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
-ACCURACY = "val-core/squares/reward/mean@1"
+ACCURACY = "val-core/squares/acc/mean@1"
 DEADLINE_SECONDS = 3600
 
 
@@ -114,8 +114,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/picture_task"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-steps", type=int, default=60)
-    parser.add_argument("--grpo-steps", type=int, default=100)
+    parser.add_argument("--sft-steps", type=int, default=20)
+    parser.add_argument("--grpo-steps", type=int, default=80)
     options = parser.parse_args()
     folder = options.out
     seed = ["--seed", str(options.seed)]

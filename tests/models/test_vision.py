@@ -80,7 +80,9 @@ def test_packed_rows_equal_an_unmodified_model_in_logits_and_gradients(tmp_path,
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
     for logits in (ours, theirs):
-        sum((one.log_softmax(-1)[:, 7] * (1 + number)).sum() for number, one in enumerate(logits)).backward()
+        sum(
+            (one.log_softmax(-1)[:, 7] * (1 + number)).sum() for number, one in enumerate(logits)
+        ).backward()
     others = dict(twin.named_parameters())
     num_of_tower = 0
     for name, parameter in model.named_parameters():
@@ -121,9 +123,7 @@ def test_a_neighbours_image_changes_nothing(tmp_path):
     encode = encoder(tmp_path, "qwen2_vl").encode_prompt
     model = tiny_vision_model("qwen2_vl")
     first = encode(prompt(picture(1)))
-    logits = [
-        packed_logits(model, [first, encode(prompt(picture(seed)))]) for seed in (2, 3)
-    ]
+    logits = [packed_logits(model, [first, encode(prompt(picture(seed)))]) for seed in (2, 3)]
     assert torch.equal(logits[0][0], logits[1][0])
     assert not torch.allclose(logits[0][1], logits[1][1])
 

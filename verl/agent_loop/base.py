@@ -20,8 +20,8 @@ from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
 from verl.utils.dataset.continuation import Continuation, continuation_of
-from verl.utils.dataset.media import has_media, load_media, media_encoder_of
-from verl.utils.dataset.prompts import Prompt, encode_prompt, render
+from verl.utils.dataset.media import load_media, media_encoder_of
+from verl.utils.dataset.prompts import Prompt, encode_prompt, has_media, render
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.media import Media
 from verl.utils.registry import Registry

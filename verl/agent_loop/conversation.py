@@ -15,8 +15,7 @@ from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.utils.dataset.continuation import Continuation
-from verl.utils.dataset.media import has_media
-from verl.utils.dataset.prompts import Message
+from verl.utils.dataset.prompts import Message, has_media
 from verl.utils.media import Media
 from verl.utils.scramble import keyed_seed
 from verl.workers.rollout.base import TokenOutput

@@ -42,8 +42,8 @@ from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch
 from verl.protocol.trajectory import Group, InfraFault, Trajectory, trajectory_timing
-from verl.utils.dataset.media import has_media, media_encoder_of
-from verl.utils.dataset.prompts import MAX_REMEMBERED, Prompt
+from verl.utils.dataset.media import media_encoder_of
+from verl.utils.dataset.prompts import MAX_REMEMBERED, Prompt, has_media
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager.adapters import as_grader

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.algorithm import KL_TYPES, RolloutCorrectionConfig
-from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value, while_on
+from verl.config.base import BaseConfig, When, never, option, runtime_value, while_on
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig

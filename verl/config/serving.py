@@ -162,6 +162,12 @@ class ServerConfig(BaseConfig):
     )
     """Port on which it listens; 0 takes a free one."""
 
+    allowed_local_media_path: str | None = option(
+        None, used_if=never("only main_generation_server reads images of clients")
+    )
+    """Folder below which clients of `main_generation_server` may name image files (`file://...`);
+    null allows images in `data:` URLs only."""
+
     timeout: float = option(60.0, above=0, used_if=SGLANG_SERVER)
     """Seconds until a request counts as failed."""
 

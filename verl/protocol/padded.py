@@ -163,8 +163,7 @@ def plain_media(trajectories: Sequence[Trajectory]) -> list[list[dict[str, Any]]
     """Images of rows as plain data, the same object for the same image."""
     plain: dict[int, dict[str, Any]] = {}
     return [
-        [plain.setdefault(id(one), one.as_plain()) for one in t.media] or None
-        for t in trajectories
+        [plain.setdefault(id(one), one.as_plain()) for one in t.media] or None for t in trajectories
     ]
 
 

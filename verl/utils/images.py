@@ -1,7 +1,7 @@
 """Images from wherever they are: bytes, files, `data:` URLs.
 
-Files of images come from strangers. What cannot be read, has more pixels than `MAX_PIXELS`, or is an
-address on a network is refused with its reason; nothing is downloaded.
+Files of images come from strangers. What cannot be read, has more pixels than `MAX_PIXELS`, or is
+an address on a network is refused with its reason; nothing is downloaded.
 """
 
 import base64

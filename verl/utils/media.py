@@ -48,13 +48,23 @@ class Media:
     grid: tuple[int, int, int] | None = None
     """Tokens in time, height and width, for multimodal rotary embeddings; None without these."""
 
+    span: tuple[int, int] | None = None
+    """First token that stands for the image, marks around it included, and the one behind them."""
+
+    source: Any = None
+    """The image itself, or the bytes of its file, for engines that have a processor of their own;
+    None where nobody needs it."""
+
     def shifted(self, num_tokens: int) -> "Media":
         """The same in a sequence that has so many more tokens before it."""
-        return replace(self, places=self.places + num_tokens) if num_tokens else self
+        if not num_tokens:
+            return self
+        span = None if self.span is None else (self.span[0] + num_tokens, self.span[1] + num_tokens)
+        return replace(self, places=self.places + num_tokens, span=span)
 
     def as_plain(self) -> dict[str, Any]:
-        """Plain data, for columns of a batch; tensors are not copied."""
-        return {**vars(self), "inputs": dict(self.inputs)}
+        """Plain data for training, for columns of a batch; tensors are not copied."""
+        return {**vars(self), "inputs": dict(self.inputs), "source": None}
 
 
 def media_of(plain: Iterable[Mapping[str, Any]] | None) -> tuple[Media, ...]:
@@ -93,6 +103,18 @@ def identity_ids(ids: list[int], media: Sequence[Media]) -> list[int]:
         inside = one.places[one.places < len(marked)]
         marked[inside] = -1 - int(one.content_hash[:15], 16)
     return marked.tolist()
+
+
+def unexpanded(ids: Sequence[int], media: Sequence[Media]) -> list[int]:
+    """The ids with one placeholder for each image, for engines that expand these themselves."""
+    result: list[int] = []
+    done = 0
+    for one in media:
+        assert one.span is not None, "whoever expands an image says how far it goes"
+        start, end = one.span
+        result += [*ids[done:start], ids[int(one.places[0])]]
+        done = end
+    return [*result, *ids[done:]]
 
 
 def rope_positions(num_tokens: int, media: Sequence[Media]) -> np.ndarray | None:

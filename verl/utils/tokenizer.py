@@ -75,9 +75,14 @@ def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
     )  # fmt: skip
 
 
+def has_processor(name_or_path: str | PathLike[str]) -> bool:
+    """Whether a model comes with files for images or video."""
+    return any(has_file(name_or_path, file) for file in _PROCESSOR_FILES)
+
+
 def hf_processor(name_or_path: str | PathLike[str], **kwargs: Any) -> ProcessorMixin | None:
     """The processor for images and video, or None for a model that has only text."""
-    if not any(has_file(name_or_path, file) for file in _PROCESSOR_FILES):
+    if not has_processor(name_or_path):
         return None
     described, _ = PretrainedConfig.get_config_dict(name_or_path)
     name = PROCESSOR_MAPPING_NAMES.get(described.get("model_type", ""))

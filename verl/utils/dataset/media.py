@@ -22,7 +22,13 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.dataset.prompts import PromptTooLong, render, shield
+from verl.utils.dataset.prompts import (
+    PART_TYPES,
+    PromptTooLong,
+    media_parts,
+    render,
+    shield,
+)
 from verl.utils.dataset.tables import DataError
 from verl.utils.images import BadImage, open_image
 from verl.utils.media import Media, content_hash
@@ -70,24 +76,6 @@ def load_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[A
 
 
 # ---- places --------------------------------------------------------------------------------------
-
-
-def media_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Parts of messages that are an image or a video, in order."""
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list | tuple):
-            for part in content:
-                if isinstance(part, Mapping) and part.get("type") in PART_TYPES:
-                    yield part
-
-
-PART_TYPES = ("image", "image_url", "video")
-
-
-def has_media(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a message has a part that is an image or a video."""
-    return not isinstance(prompt, str) and any(True for _ in media_parts(prompt))
 
 
 def media_fault(prompt: Any, images: Values, videos: Values) -> str | None:
@@ -256,9 +244,7 @@ class MediaEncoder:
         for image in images:
             self.expansion(image)
 
-    def place(
-        self, ids: list[int], images: Sequence[Any]
-    ) -> tuple[list[int], tuple[Media, ...]]:
+    def place(self, ids: list[int], images: Sequence[Any]) -> tuple[list[int], tuple[Media, ...]]:
         """Replace each placeholder token by the tokens of its image, in order."""
         placeholder = self.processor.image_token_id
         num_places = ids.count(placeholder)
@@ -336,7 +322,16 @@ class MediaEncoder:
         }
         (places,) = np.nonzero(np.array(ids) == processor.image_token_id)
         return Expansion(
-            ids, Media("image", content_hash(inputs), inputs, places, grid_of(processor, inputs))
+            ids,
+            Media(
+                kind="image",
+                content_hash=content_hash(inputs),
+                inputs=inputs,
+                places=places,
+                grid=grid_of(processor, inputs),
+                span=(0, len(ids)),
+                source=image,
+            ),
         )
 
 

@@ -31,7 +31,6 @@ from verl.config.convert import omega_conf_to_dataclass, plain
 from verl.config.sft import SFTEngineDataConfig
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.dataset.media import (
-    has_media,
     load_media,
     media_encoder_of,
     media_fault,
@@ -39,7 +38,15 @@ from verl.utils.dataset.media import (
     without_content,
 )
 from verl.utils.dataset.prompt_encoder import schema_without_nulls
-from verl.utils.dataset.prompts import Message, Shield, render, shield, special_texts, without_nulls
+from verl.utils.dataset.prompts import (
+    Message,
+    Shield,
+    has_media,
+    render,
+    shield,
+    special_texts,
+    without_nulls,
+)
 from verl.utils.dataset.quarantine import (
     Verdict,
     measured,
@@ -253,9 +260,7 @@ class MultiTurnSFTDataset(Dataset[dict[str, Any]]):
         )
         return self._with_images(conversation, messages) if has_media(messages) else conversation
 
-    def _with_images(
-        self, conversation: Conversation, messages: Sequence[Message]
-    ) -> Conversation:
+    def _with_images(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """The conversation with the tokens of its images; such a one is never cut."""
         images, _ = load_media(messages)
         ids, media = self.media.place(conversation.input_ids, images)

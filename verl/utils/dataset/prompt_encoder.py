@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import DataConfig
-from verl.utils.dataset.media import has_media, load_media, media_encoder_of
-from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt, prompt_text
+from verl.utils.dataset.media import load_media, media_encoder_of
+from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt, has_media, prompt_text
 from verl.utils.dataset.tables import DataError
 from verl.utils.media import Media
 

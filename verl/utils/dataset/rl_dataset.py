@@ -29,9 +29,15 @@ from verl.config.convert import Conversion, plain
 from verl.config.data import DataConfig
 from verl.config.faults import ConfigError
 from verl.tools.tool_registry import schemas_of_files
-from verl.utils.dataset.media import has_media, load_media, media_fault, with_media
+from verl.utils.dataset.media import load_media, media_fault, with_media
 from verl.utils.dataset.prompt_encoder import PromptEncoder, PromptRow
-from verl.utils.dataset.prompts import Prompt, PromptTooLong, as_prompt, set_chat_template
+from verl.utils.dataset.prompts import (
+    Prompt,
+    PromptTooLong,
+    as_prompt,
+    has_media,
+    set_chat_template,
+)
 from verl.utils.dataset.quarantine import (
     CHECKED_COLUMNS,
     Verdict,

@@ -45,7 +45,6 @@ HOST_COLUMNS = (
 """Columns that packing reads, so they must be in CPU memory."""
 
 
-
 @dataclass(frozen=True)
 class ModelInputs:
     """Packed tokens and all else that a forward pass takes; R response tokens in N tokens."""
@@ -230,7 +229,6 @@ def pack_shared(
         shape=(num_rows, num_response_columns),
         media=shared_media(rows, first.tolist(), order.tolist(), shared),
     )
-
 
 
 def attach_media(rows: TensorDict, table: list[tuple[Media, ...]]) -> None:

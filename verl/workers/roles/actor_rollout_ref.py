@@ -208,9 +208,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         self.checkpoints = checkpoint_manager(
             self.engine.module,
             self.engine,
-            processing_class=WithProcessorFiles(
-                self.tokenizer, copy_to_local(config.model.path)
-            ),
+            processing_class=WithProcessorFiles(self.tokenizer, copy_to_local(config.model.path)),
             checkpoint_config=actor.checkpoint,
             rank=self.rank,
             world_size=self.world_size,
