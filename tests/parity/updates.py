@@ -20,6 +20,7 @@ from tests.parity import models, reference
 from tests.parity.combinations import Combination, Setup
 from tests.parity.reference import Expected
 from tests.parity.rows import LONGEST_ROW, batch
+from verl.algos.components import component_tokens
 from verl.config.actor import FSDPActorConfig
 from verl.config.critic import FSDPCriticConfig
 from verl.config.engine import FSDPEngineConfig
@@ -186,6 +187,7 @@ def plan_of(case: Combination, rows: TensorDict, engine: OneDeviceEngine) -> Upd
         micro_batching=cut,
         num_ranks=engine.get_data_parallel_size(),
         groups=prompt_groups(rows),
+        components={name: tokens.tolist() for name, tokens in component_tokens(rows).items()},
     )
     return UpdatePlan.from_dict(plan.to_dict())  # as it travels
 

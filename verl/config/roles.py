@@ -86,6 +86,7 @@ def rollout_traits(name: str) -> RolloutTraits:
 
 
 AGENT_LOOPS = ("single_turn_agent", "tool_agent", "env_agent", "program_agent")
+RECIPES: tuple[str, ...] = ()
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
 POOL_ROLES = ("actor_rollout_ref", "critic", "reward_model", "rollout")
 

@@ -33,6 +33,9 @@ class TrainerConfig(BaseConfig):
     total_training_steps: int | None = option(None, minimum=0)
     """Training steps; null takes what `total_epochs` gives."""
 
+    recipe: str | None = None
+    """Recipe whose stages take the place of PPO's; its own command sets it."""
+
     project_name: str = "verl"
     """Project under which the run is reported and saved."""
 

@@ -11,6 +11,7 @@ from verl.config.roles import (
     AGENT_LOOPS,
     ESTIMATORS,
     POLICY_LOSSES,
+    RECIPES,
     ROLLOUTS,
     STRATEGIES,
     TRACKERS,
@@ -65,9 +66,10 @@ def name_faults(config: Any) -> Iterator[Fault]:
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS),
         (LOSS_KEY, config.actor_rollout_ref.actor.policy_loss.loss_mode, POLICY_LOSSES),
         ("actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name, ROLLOUTS),
+        ("trainer.recipe", config.trainer.recipe, RECIPES),
     )
     for key, name, known in names:
-        if name not in known:
+        if name is not None and name not in known:
             text = (
                 f"{key} is {shown(name)}; it must be one of: {did_you_mean(name, known)}. A name "
                 "of your own is registered by a module in actor_rollout_ref.model.external_lib"

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import GlobalBatch
+from verl.algos.components import component_tokens
 from verl.algos.sessions import SESSION_INDEX
 from verl.utils.distributed import Group, all_reduce_, collective_device
 from verl.utils.metric import Metric
@@ -54,6 +55,7 @@ def plan_for_one_rank(
         micro_batching=micro_batching,
         groups=prompt_groups(data),
         sessions=session_labels(data),
+        components={name: tokens.tolist() for name, tokens in component_tokens(data).items()},
     )
 
 

@@ -14,8 +14,8 @@ what travels in `DataProto.meta_info`.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,9 @@ class StepPlan:
     passes: list[Passes]
     """The micro-batches of each rank."""
 
+    component_tokens: dict[str, int] = field(default_factory=dict)
+    """Of each further component of the loss, the tokens of the step that have a weight in it."""
+
     def rows_of(self, rank: int) -> list[int]:
         """All rows of a rank in this step, ascending, as indices into its chunk."""
         return sorted(row for rows in self.passes[rank] for row in rows)
@@ -129,6 +132,7 @@ def plan_update(
     shuffle_seed: int | None = None,
     groups: Sequence[int] | None = None,
     sessions: Sequence[int] | None = None,
+    components: Mapping[str, Sequence[int]] | None = None,
 ) -> UpdatePlan:
     """Plan `epochs` epochs over all rows, `rows_per_step` (over all ranks) per optimizer step.
 
@@ -140,6 +144,7 @@ def plan_update(
 
     Rows with the same label in `sessions` are one sequence: a step has `rows_per_step` sessions,
     with all of their rows, on whatever ranks, and its losses are divided by its sessions.
+    `components` has, for each further component of the loss, the tokens of every row that count.
     """
     sizes, responses = np.asarray(lengths), np.asarray(response_tokens)
     labels = np.arange(len(sizes)) if groups is None else np.asarray(groups)
@@ -169,6 +174,10 @@ def plan_update(
                 batch_num_tokens=int(responses[rows].sum()),
                 global_batch_size=len(np.unique(session_of[rows[responses[rows] > 0]])),
                 passes=passes,
+                component_tokens={
+                    name: int(np.asarray(tokens)[rows].sum())
+                    for name, tokens in (components or {}).items()
+                },
             )
         )
     return UpdatePlan(order=order, padding=padding, num_ranks=num_ranks, steps=steps)

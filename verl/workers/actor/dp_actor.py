@@ -1,5 +1,6 @@
 """The policy and its reference: log-probabilities of responses, and the policy-gradient update."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import agg_loss
+from verl.algos.components import CE_WEIGHTS, KL_WEIGHTS, weighted_mean
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_losses.reinforce import bypassed_loss
 from verl.algos.policy_losses.terms import behaviour_metrics, is_prepared, prepare_loss
@@ -90,7 +92,12 @@ class Policy:
                 )
             result = engine.train_batch(
                 data.copy().update(prepared),
-                partial(self.loss, prepared=tuple(prepared), is_on_policy=is_on_policy),
+                partial(
+                    self.loss,
+                    prepared=tuple(prepared),
+                    is_on_policy=is_on_policy,
+                    component_tokens=step.component_tokens,
+                ),
                 micro_batching=step.passes[engine.get_data_parallel_rank()],
                 temperature=temperature,
             )
@@ -154,9 +161,16 @@ class Policy:
         return columns
 
     def loss(
-        self, columns: Columns, rows: TensorDict, *, prepared: tuple[str, ...], is_on_policy: bool
+        self,
+        columns: Columns,
+        rows: TensorDict,
+        *,
+        prepared: tuple[str, ...],
+        is_on_policy: bool,
+        component_tokens: Mapping[str, int],
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of some rows, divided by the counts in `config.global_batch_info`.
+        """The loss of some rows, divided by the counts in `config.global_batch_info`, and its
+        further components (`verl.algos.components`), each divided by its `component_tokens`.
 
         `prepared` are columns that the policy loss asked for. On-policy, old and new are the same.
         """
@@ -188,10 +202,17 @@ class Policy:
         report["actor/entropy"] = mean_entropy
         if config.use_kl_loss:
             kl = kl_penalty(log_prob, rows["ref_log_prob"], config.kl_loss_type)
-            kl_loss = self._aggregate(kl, mask)
+            if KL_WEIGHTS in component_tokens:
+                kl_loss = weighted_mean(kl, rows[KL_WEIGHTS], component_tokens[KL_WEIGHTS])
+            else:
+                kl_loss = self._aggregate(kl, mask)
             loss = loss + config.kl_loss_coef * kl_loss
             report["actor/kl_loss"] = kl_loss.detach()
             report["actor/kl_coef"] = config.kl_loss_coef
+        if CE_WEIGHTS in component_tokens:
+            ce_loss = weighted_mean(-log_prob, rows[CE_WEIGHTS], component_tokens[CE_WEIGHTS])
+            loss = loss + ce_loss
+            report["actor/ce_loss"] = ce_loss.detach()
         return loss, report
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:

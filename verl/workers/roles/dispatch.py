@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl.algos.components import COMPONENTS, component_tokens
 from verl.algos.sessions import SESSION_INDEX, session_columns
 from verl.data_plane.batch import ROW_COLUMN, StoredBatch, store_batch
 from verl.data_plane.plane import DataPlane
@@ -132,6 +133,7 @@ def split_for_update(
         shuffle_seed=settings.shuffle_seed,
         groups=prompts_to_keep_together(batch, settings.rows_per_step, num_ranks),
         sessions=session_labels(batch.batch),
+        components=component_counts(batch),
     )
     parts = planned_chunks(batch, plan)
     for part in parts:
@@ -227,6 +229,15 @@ def token_counts(batch: DataProto | StoredBatch, mask: str) -> list[int]:
     return batch.batch[mask].sum(-1).tolist()
 
 
+def component_counts(batch: DataProto | StoredBatch) -> dict[str, list[int]]:
+    """Of each component of the loss that the batch has weights for, the tokens of each row."""
+    if isinstance(batch, StoredBatch):
+        known = batch.batch
+        present = [name for name in COMPONENTS if f"num_{name}" in known.keys()]  # noqa: SIM118
+        return {name: known[f"num_{name}"].tolist() for name in present}
+    return {name: tokens.tolist() for name, tokens in component_tokens(batch.batch).items()}
+
+
 def stored(plane: DataPlane, partition: str, batch: DataProto, num_parts: int) -> StoredBatch:
     """Put a batch into a plane. What dispatch reads of it stays here: a few numbers per row."""
     rows = model_rows(batch)
@@ -235,6 +246,7 @@ def stored(plane: DataPlane, partition: str, batch: DataProto, num_parts: int) -
         numbers[PROMPT_INDEX] = torch.tensor(prompt_groups(rows))
     numbers[NUM_TOKENS] = batch.batch["attention_mask"].sum(-1)
     numbers[NUM_TRAINED] = batch.batch["response_mask"].sum(-1)
+    numbers |= {f"num_{name}": tokens for name, tokens in component_tokens(batch.batch).items()}
     known = DataProto(
         batch=TensorDict(numbers, batch_size=[len(batch)]),
         non_tensor_batch=dict(batch.non_tensor_batch),
