@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -119,6 +119,7 @@ def plain_twin(model: PreTrainedModel, family: str) -> PreTrainedModel:
 def tiny_vision_tokenizer(family: str = "qwen2_vl") -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(ID, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

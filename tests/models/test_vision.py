@@ -137,7 +137,7 @@ def test_equal_tokens_with_other_images_are_other_prompts(tmp_path):
 
 
 def test_the_tower_runs_once_per_image_and_anew_when_its_weights_change(tmp_path):
-    ids, media = encoder(tmp_path, "qwen2_vl").encode_prompt(prompt(picture(1), picture(1)))
+    _, media = encoder(tmp_path, "qwen2_vl").encode_prompt(prompt(picture(1), picture(1)))
     model = tiny_vision_model("qwen2_vl")
     cache = FeatureCache(model)
     placed = [(one, np.arange(len(one.places)), one.places) for one in media]

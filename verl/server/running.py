@@ -131,8 +131,11 @@ def serve(
     options: ServerOptions,
     processor: Any = None,
 ) -> RunningServer:
-    """Serve a model from engines that hold it; `processor` is that of a model which sees. Without a token in the options or in
-    `VERL_SERVER_TOKEN` one is made; `RunningServer.token` tells it."""
+    """Serve a model from engines that hold it; `processor` is that of a model which sees.
+
+    Without a token in the options or in `VERL_SERVER_TOKEN` one is made; `RunningServer.token`
+    tells it.
+    """
     source = "the options" if options.token else "VERL_SERVER_TOKEN" if server_token() else None
     options = replace(options, token=options.token or server_token() or secrets.token_urlsafe(32))
     token = str(options.token)
