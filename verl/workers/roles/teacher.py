@@ -6,6 +6,7 @@ that tells what they say of responses. `TeacherWorker` is a rank that does nothi
 
 import torch.distributed as dist
 
+from verl.config.actor import FSDPActorConfig
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.distillation import DistillationConfig
 from verl.config.ppo import ActorRolloutRefConfig
@@ -13,6 +14,7 @@ from verl.data_plane.batch import tqbridge
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
+from verl.workers.actor.distiller import Distiller
 from verl.workers.actor.teacher import (
     TEACHER_COLUMNS,
     Teacher,
@@ -39,13 +41,20 @@ class TeachingWorker(RankWorker):
 
     config: ActorRolloutRefConfig
     distillation: DistillationConfig | None = None
+    sequence_group: dist.ProcessGroup | None = None
     teachers: tuple[Teacher, ...] = ()
 
-    def start_teachers(
-        self, sequence_group: dist.ProcessGroup | None, policy: BaseEngine | None = None
-    ) -> None:
+    def distiller(self, actor: FSDPActorConfig, policy: BaseEngine) -> Distiller | None:
+        """The distillation part of the policy's loss; starts the teachers that are on this rank."""
+        if self.distillation is None:
+            return None
+        if not self.distillation.nnodes:
+            self.start_teachers(policy)
+        return Distiller(self.distillation.distillation_loss, actor, self.teachers)
+
+    def start_teachers(self, policy: BaseEngine | None = None) -> None:
         assert self.distillation is not None
-        options = {"device": self.device, "sequence_group": sequence_group, "policy": policy}
+        options = {"device": self.device, "sequence_group": self.sequence_group, "policy": policy}
         self.teachers = tuple(build_teachers(self.config, self.distillation, **options))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -98,4 +107,4 @@ class TeacherWorker(TeachingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         self.init_process_group(timeout_seconds=self.config.nccl_timeout)
-        self.start_teachers(None)
+        self.start_teachers()
