@@ -49,8 +49,26 @@ KINDS = {
     "transfer_queue_ppo": ("Batches stay in the store of TransferQueue.", TRANSFER_QUEUE),
 }
 
+PRIME = {
+    "data.filter_accuracy": True,
+    "data.filter_truncate": True,
+    "data.truncation": "right",
+    "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.actor.entropy_coeff": 0.001,
+    "reward_model.enable": True,
+    "reward_model.reward_manager": "prime",
+    "algorithm.adv_estimator": "rloo",
+    "trainer.recipe": "prime",
+    "trainer.project_name": "prime",
+    "trainer.val_before_train": False,
+}
+
 PRESETS: dict[str, Preset] = {
     f"{kind}{variant}_trainer": Preset(f"ppo{variant}_trainer", *told)
     for kind, told in KINDS.items()
     for variant in ("", "_megatron")
+} | {
+    "prime_trainer": Preset(
+        "ppo_trainer", "PRIME: an implicit process reward model is trained beside the policy.", PRIME
+    ),
 }

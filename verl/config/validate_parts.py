@@ -22,6 +22,7 @@ from verl.config.roles import (
     pool_devices,
     rollout_ranks,
     rollout_traits,
+    runs_prime,
     world_size,
 )
 
@@ -46,6 +47,9 @@ def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
     yield from closed_name_faults(config)
     yield from estimator_faults(config)
     yield from correction_faults(config)
+    yield from preference_faults(config)
+    if runs_prime(config):
+        yield from prime_faults(config)
 
 
 def loop_faults(config: Any) -> Iterator[Fault]:
@@ -132,6 +136,53 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
             "must say what has to differ: acc, score, seq_reward or seq_final_reward"
         )
         yield Fault(text, ("algorithm.filter_groups.metric",))
+
+
+def preference_faults(config: Any) -> Iterator[Fault]:
+    """The filter that prefers prompts by accuracy and length."""
+    data, groups = config.data, config.algorithm.filter_groups
+    for name in ("filter_accuracy", "filter_truncate"):
+        if data[name] and groups.enable:
+            text = (
+                f"data.{name} and algorithm.filter_groups.enable are both on; each decides which "
+                "prompts a step trains on: turn one off"
+            )
+            yield Fault(text, (f"data.{name}", "algorithm.filter_groups.enable"))
+    if data.filter_accuracy and data.accuracy_lower_bound > data.accuracy_upper_bound:
+        text = (
+            f"data.accuracy_lower_bound ({data.accuracy_lower_bound:g}) must not be above "
+            f"data.accuracy_upper_bound ({data.accuracy_upper_bound:g})"
+        )
+        yield Fault(text, ("data.accuracy_lower_bound",))
+
+
+def prime_faults(config: Any) -> Iterator[Fault]:
+    """What the recipe prime needs, and what it would not do."""
+    model, algorithm = config.reward_model, config.algorithm
+    if not model.enable:
+        text = (
+            "reward_model.enable is False; trainer.recipe=prime trains an implicit reward model: "
+            "set it to True and reward_model.model.path to a language model"
+        )
+        yield Fault(text, ("reward_model.enable",))
+    if algorithm.adv_estimator != "rloo":
+        text = (
+            f"algorithm.adv_estimator is {shown(algorithm.adv_estimator)}; trainer.recipe=prime has "
+            "an estimator of its own, leave-one-out for each reward: set it to rloo"
+        )
+        yield Fault(text, ("algorithm.adv_estimator",))
+    if algorithm.use_kl_in_reward:
+        text = (
+            "algorithm.use_kl_in_reward is True; trainer.recipe=prime makes advantages from "
+            "outcomes and token rewards alone: use actor_rollout_ref.actor.use_kl_loss"
+        )
+        yield Fault(text, ("algorithm.use_kl_in_reward",))
+    if model.strategy not in ("fsdp", "fsdp2"):
+        text = (
+            f"reward_model.strategy is {shown(model.strategy)}; the implicit model of "
+            "trainer.recipe=prime is trained with fsdp"
+        )
+        yield Fault(text, ("reward_model.strategy",))
 
 
 def correction_faults(config: Any) -> Iterator[Fault]:
