@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.trainer import PPOTrainer
+from verl.trainer.recipes import RECIPES
 from verl.trainer.task_runner import TaskRunner
 from verl.utils.environment import temp_env_var
 
@@ -83,21 +84,31 @@ def toy_run(
     toy: Path,
     output: Path,
     *changes: str,
-    trainer_class: type[PPOTrainer] = PPOTrainer,
+    trainer_class: type[PPOTrainer] | None = None,
     runner_class: "type[KeepsTrainer] | None" = None,
 ) -> tuple[list[dict[str, Any]], PPOTrainer]:
     """Train; the metrics of each reported step (`step` among them), and the trainer.
 
-    `changes` are further settings, such as "algorithm.adv_estimator=rloo".
+    `changes` are further settings, such as "algorithm.adv_estimator=rloo"; with "trainer.recipe=x"
+    trainer and runner are those of the recipe.
     """
+    of_recipe = recipe_runner(*changes)
+    trainer_class = trainer_class or of_recipe.trainer_class
+    runner_class = runner_class or type("Keeps", (KeepsTrainer, of_recipe), {})
     keeps_batch = type(trainer_class.__name__, (KeepsBatch, trainer_class), {})
-    runner = type("Runner", (runner_class or KeepsTrainer,), {"trainer_class": keeps_batch})
+    runner = type("Runner", (runner_class,), {"trainer_class": keeps_batch})
     log = output / "metrics.jsonl"
     log.unlink(missing_ok=True)
     with temp_env_var("VERL_FILE_LOGGER_PATH", str(log)):
         run_ppo(OmegaConf.from_dotlist([*toy_overrides(toy, output), *changes]), runner)
     lines = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
     return [{"step": line["step"], **line["data"]} for line in lines], runner.last
+
+
+def recipe_runner(*changes: str) -> type[TaskRunner]:
+    """The runner of the recipe that the changes name, else the usual one."""
+    names = [one.partition("=")[2] for one in changes if one.startswith("trainer.recipe=")]
+    return RECIPES[names[-1]] if names else TaskRunner
 
 
 class KeepsBatch(PPOTrainer):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.toy import ACTOR, toy_run
+from tests.toy import ACTOR, recipe_runner, toy_run
 from verl.trainer.ppo.trainer import PPOTrainer
 
 STEPS = 6  # two steps an epoch: three epochs
@@ -53,14 +53,17 @@ def _train(toy: Path, output: Path, changes: tuple[str, ...], die: Cue | None) -
     output_file = (output / "output.txt").open("a")
     os.dup2(output_file.fileno(), 1)
     os.dup2(output_file.fileno(), 2)
-    trainer_class = PPOTrainer if die is None else dying_trainer(*die)
+    usual = recipe_runner(*changes).trainer_class
+    trainer_class = usual if die is None else dying_trainer(usual, *die)
     toy_run(toy, output, *CHANGES, *changes, trainer_class=trainer_class)
 
 
-def dying_trainer(stage: str, step: int, *numbers: int) -> type[PPOTrainer]:
+def dying_trainer(
+    usual: type[PPOTrainer], stage: str, step: int, *numbers: int
+) -> type[PPOTrainer]:
     """A trainer that gets a signal when `stage` of `step` has done its work, or amid a save."""
 
-    class Dying(PPOTrainer):
+    class Dying(usual):
         def init_workers(self) -> None:
             super().init_workers()
             if stage == "save":
@@ -68,7 +71,7 @@ def dying_trainer(stage: str, step: int, *numbers: int) -> type[PPOTrainer]:
                 self.checkpoint_manager.roles["actor"] = _KilledAfterSaving(group, step)
 
     def killed_after(self: Any, *arguments: Any) -> Any:
-        result = getattr(PPOTrainer, stage)(self, *arguments)
+        result = getattr(usual, stage)(self, *arguments)
         for number in (numbers or (signal.SIGKILL,)) if self.global_steps == step else ():
             os.kill(0 if number == signal.SIGINT else os.getpid(), number)
         return result

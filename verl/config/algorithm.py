@@ -303,7 +303,9 @@ class AlgoConfig(BaseConfig):
     reward_dpo_coef: float = option(5.0, used_if=PRIME)
     """PRIME: weight of the implicit model's token rewards."""
 
-    prime_baseline: str = option("leave_one_out", choices=("leave_one_out", "scaled"), used_if=PRIME)
+    prime_baseline: str = option(
+        "leave_one_out", choices=("leave_one_out", "scaled"), used_if=PRIME
+    )
     """PRIME: subtract the mean token reward of the group's other responses, as published, or scale
     token rewards by n/(n-1) and subtract the sum of all means over n-1, as verl does."""
 

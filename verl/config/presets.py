@@ -69,6 +69,8 @@ PRESETS: dict[str, Preset] = {
     for variant in ("", "_megatron")
 } | {
     "prime_trainer": Preset(
-        "ppo_trainer", "PRIME: an implicit process reward model is trained beside the policy.", PRIME
+        "ppo_trainer",
+        "PRIME: an implicit process reward model is trained beside the policy.",
+        PRIME,
     ),
 }
