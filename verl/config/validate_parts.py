@@ -167,8 +167,8 @@ def prime_faults(config: Any) -> Iterator[Fault]:
         yield Fault(text, ("reward_model.enable",))
     if algorithm.adv_estimator != "rloo":
         text = (
-            f"algorithm.adv_estimator is {shown(algorithm.adv_estimator)}; trainer.recipe=prime has "
-            "an estimator of its own, leave-one-out for each reward: set it to rloo"
+            f"algorithm.adv_estimator is {shown(algorithm.adv_estimator)}; trainer.recipe=prime "
+            "has an estimator of its own, leave-one-out for each reward: set it to rloo"
         )
         yield Fault(text, ("algorithm.adv_estimator",))
     if algorithm.use_kl_in_reward:

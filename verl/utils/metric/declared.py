@@ -472,6 +472,8 @@ SECTIONS = (
         ("train/total_tokens(B)", "1e9 tokens", MAX, "Tokens since the start."),
         ("train/time(s)", "s", MAX, "Seconds of the step."),
         ("train/tokens_per_second", "tokens/s", MEAN, "Tokens per second."),
+        ("train/accuracy", "ratio", MEAN, "Reward models: pairs whose chosen side scores higher."),
+        ("train/margin", "reward", MEAN, "Reward models: score of the chosen side less the other."),
     ),
 )
 

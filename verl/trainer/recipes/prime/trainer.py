@@ -39,7 +39,7 @@ class PrimeTrainer(PPOTrainer):
         self.checkpoint_manager.roles["reward_model"] = self.rm_wg
 
     def annotate(self, batch: DataProto, step: StepContext) -> DataProto:
-        """`rm_scores` and `acc` too; trains the implicit model as `reward_model.model.update` says."""
+        """`rm_scores` and `acc` too; the implicit model is trained as its `update` option says."""
         batch = super().annotate(batch, step)
         refuse_split_sessions(batch)
         batch.batch[ACCURACY] = outcomes(batch)
