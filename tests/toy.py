@@ -4,12 +4,14 @@
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from tests.tiny_tokenizer import save_tiny_model
+from verl.config.presets import PRESETS
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.context import StepContext
@@ -84,19 +86,15 @@ def toy_run(
     toy: Path,
     output: Path,
     *changes: str,
-    trainer_class: type[PPOTrainer] | None = None,
+    trainer_class: type[PPOTrainer] = PPOTrainer,
     runner_class: "type[KeepsTrainer] | None" = None,
 ) -> tuple[list[dict[str, Any]], PPOTrainer]:
     """Train; the metrics of each reported step (`step` among them), and the trainer.
 
-    `changes` are further settings, such as "algorithm.adv_estimator=rloo"; with "trainer.recipe=x"
-    trainer and runner are those of the recipe.
+    `changes` are further settings, such as "algorithm.adv_estimator=rloo".
     """
-    of_recipe = recipe_runner(*changes)
-    trainer_class = trainer_class or of_recipe.trainer_class
-    runner_class = runner_class or type("Keeps", (KeepsTrainer, of_recipe), {})
     keeps_batch = type(trainer_class.__name__, (KeepsBatch, trainer_class), {})
-    runner = type("Runner", (runner_class,), {"trainer_class": keeps_batch})
+    runner = type("Runner", (runner_class or KeepsTrainer,), {"trainer_class": keeps_batch})
     log = output / "metrics.jsonl"
     log.unlink(missing_ok=True)
     with temp_env_var("VERL_FILE_LOGGER_PATH", str(log)):
@@ -105,10 +103,30 @@ def toy_run(
     return [{"step": line["step"], **line["data"]} for line in lines], runner.last
 
 
-def recipe_runner(*changes: str) -> type[TaskRunner]:
-    """The runner of the recipe that the changes name, else the usual one."""
-    names = [one.partition("=")[2] for one in changes if one.startswith("trainer.recipe=")]
-    return RECIPES[names[-1]] if names else TaskRunner
+def recipe_run(
+    toy: Path,
+    output: Path,
+    recipe: str,
+    *changes: str,
+    cued: Callable[[type[PPOTrainer]], type[PPOTrainer]] = lambda trainer_class: trainer_class,
+) -> tuple[list[dict[str, Any]], PPOTrainer]:
+    """`toy_run` with the defaults and the runner of a recipe; `cued` may vary its trainer."""
+    runner = runner_of_recipe(recipe)
+    values = PRESETS[f"{recipe}_trainer"].values
+    defaults = [f"{key}={'null' if value is None else value}" for key, value in values.items()]
+    return toy_run(
+        toy,
+        output,
+        *defaults,
+        *changes,
+        trainer_class=cued(runner.trainer_class),
+        runner_class=type("Recipe", (KeepsTrainer, runner), {}),
+    )
+
+
+def runner_of_recipe(name: str) -> type[TaskRunner]:
+    """The usual one, if the recipe is settings alone."""
+    return RECIPES[name] if name in set(RECIPES) else TaskRunner
 
 
 class KeepsBatch(PPOTrainer):

@@ -184,7 +184,6 @@ def test_a_policy_learns_what_the_reward_model_prefers(toy, bradley_terry, tmp_p
         trainer_class=CountsSevens,
     )
     rewards = [step["critic/score/mean"] for step in metrics]
-    print(rewards, trainer.shares)
     assert rewards[-1] > rewards[0] + 2
     assert trainer.shares[0] < 0.1
     assert trainer.shares[-1] > 0.5

@@ -62,15 +62,36 @@ PRIME = {
     "trainer.project_name": "prime",
     "trainer.val_before_train": False,
 }
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+PAIRS = {
+    "actor_rollout_ref.rollout.n": 2,
+    LOSS: "dpo",
+    "algorithm.adv_estimator": None,
+}
+"""Two responses to a prompt, compared by their rewards."""
+
+SPPO = {"actor_rollout_ref.rollout.n": 5, LOSS: "sppo", "algorithm.adv_estimator": "sppo"}
+RECIPES = {
+    "online_dpo": (
+        "Online DPO: the best against the worst response to a prompt.",
+        PAIRS | {"trainer.recipe": "online_dpo", "trainer.project_name": "online_dpo"},
+    ),
+    "spin": (
+        "SPIN: DPO against the policy of the step before.",
+        PAIRS | {"trainer.recipe": "spin", "trainer.project_name": "spin"},
+    ),
+    "sppo": (
+        "SPPO: log-ratios that follow the reward above its baseline.",
+        SPPO | {"trainer.project_name": "sppo"},
+    ),
+    "prime": (
+        "PRIME: an implicit process reward model is trained beside the policy.",
+        PRIME,
+    ),
+}
 
 PRESETS: dict[str, Preset] = {
     f"{kind}{variant}_trainer": Preset(f"ppo{variant}_trainer", *told)
     for kind, told in KINDS.items()
     for variant in ("", "_megatron")
-} | {
-    "prime_trainer": Preset(
-        "ppo_trainer",
-        "PRIME: an implicit process reward model is trained beside the policy.",
-        PRIME,
-    ),
-}
+} | {f"{name}_trainer": Preset("ppo_trainer", *told) for name, told in RECIPES.items()}

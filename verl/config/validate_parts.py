@@ -15,6 +15,7 @@ from verl.config.roles import (
     ROLLOUTS,
     STRATEGIES,
     TRACKERS,
+    async_mode,
     did_you_mean,
     has_own_loops,
     may_register_names,
@@ -22,9 +23,10 @@ from verl.config.roles import (
     pool_devices,
     rollout_ranks,
     rollout_traits,
-    runs_prime,
     world_size,
 )
+from verl.config.validate_pairs import pair_faults, sequence_loss_faults
+from verl.config.validate_prime import preference_faults, prime_faults
 
 REJECTION_CRITERIA = (
     *(
@@ -36,6 +38,9 @@ REJECTION_CRITERIA = (
     "seq_max_k3",
 )
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
+RETURNS_ROUTES = ("native",)
+"""Engines whose outputs say which experts each token used."""
+
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -47,9 +52,11 @@ def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
     yield from closed_name_faults(config)
     yield from estimator_faults(config)
     yield from correction_faults(config)
+    yield from sequence_loss_faults(config)
+    yield from pair_faults(config)
+    yield from replay_faults(config)
     yield from preference_faults(config)
-    if runs_prime(config):
-        yield from prime_faults(config)
+    yield from prime_faults(config)
 
 
 def loop_faults(config: Any) -> Iterator[Fault]:
@@ -125,7 +132,7 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
         )
         yield Fault(text, ("actor_rollout_ref.rollout.n",))
     sums = config.actor_rollout_ref.actor.calculate_sum_pi_squared
-    if estimator.endswith("optimal_token_baseline") and not sums:
+    if (estimator or "").endswith("optimal_token_baseline") and not sums:
         key = "actor_rollout_ref.actor.calculate_sum_pi_squared"
         text = f"{key} is False; algorithm.adv_estimator={estimator} needs it: set it to True"
         yield Fault(text, (key,))
@@ -138,51 +145,74 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
         yield Fault(text, ("algorithm.filter_groups.metric",))
 
 
-def preference_faults(config: Any) -> Iterator[Fault]:
-    """The filter that prefers prompts by accuracy and length."""
-    data, groups = config.data, config.algorithm.filter_groups
-    for name in ("filter_accuracy", "filter_truncate"):
-        if data[name] and groups.enable:
-            text = (
-                f"data.{name} and algorithm.filter_groups.enable are both on; each decides which "
-                "prompts a step trains on: turn one off"
-            )
-            yield Fault(text, (f"data.{name}", "algorithm.filter_groups.enable"))
-    if data.filter_accuracy and data.accuracy_lower_bound > data.accuracy_upper_bound:
+def number_format_faults(config: Any) -> Iterator[Fault]:
+    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
+    if rollout.quantization is None:
+        return
+    if rollout.exact:
         text = (
-            f"data.accuracy_lower_bound ({data.accuracy_lower_bound:g}) must not be above "
-            f"data.accuracy_upper_bound ({data.accuracy_upper_bound:g})"
+            f"{key} is {rollout.quantization}, and {ROLLOUT}.exact is True; quantized layers do "
+            "not give the numbers of training: leave one of them out"
         )
-        yield Fault(text, ("data.accuracy_lower_bound",))
+        yield Fault(text, (key, f"{ROLLOUT}.exact"))
+    if rollout.name == "hf":
+        text = f"{key} is {rollout.quantization}, and rollout.name is hf, which has no such layers"
+        yield Fault(f"{text}: set rollout.name=native", (key, f"{ROLLOUT}.name"))
 
 
-def prime_faults(config: Any) -> Iterator[Fault]:
-    """What the recipe prime needs, and what it would not do."""
-    model, algorithm = config.reward_model, config.algorithm
-    if not model.enable:
+def number_format_notices(config: Any) -> list[str]:
+    """Said at the start: what the sampling policy differs by, and what corrects for it."""
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    is_corrected = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
+    if rollout.quantization is None or is_corrected:
+        return []
+    return [
+        f"{ROLLOUT}.quantization is {rollout.quantization}: tokens are sampled by a policy that "
+        "differs from the trained one, and nothing corrects for it; "
+        "algorithm.rollout_correction.rollout_is=token weighs them "
+        "(training/rollout_probs_diff_mean shows the difference)"
+    ]
+
+
+def replay_faults(config: Any) -> Iterator[Fault]:
+    """Routes that are replayed must have been recorded, by the old policy or by the engine."""
+    section, key = config.actor_rollout_ref, "actor_rollout_ref.actor.router_replay.mode"
+    mode, rollout = section.actor.router_replay.mode, section.rollout
+    skips = {
+        "algorithm.rollout_correction.bypass_mode": config.algorithm.rollout_correction.bypass_mode,
+        f"{ROLLOUT}.exact": rollout.exact,
+        "actor_rollout_ref.actor.use_rollout_log_probs": section.actor.use_rollout_log_probs,
+    }
+    for other in (name for name, is_on in skips.items() if is_on and mode == "R2"):
         text = (
-            "reward_model.enable is False; trainer.recipe=prime trains an implicit reward model: "
-            "set it to True and reward_model.model.path to a language model"
+            f"{key} is R2, and {other} is True; then no pass of the old policy records routes: "
+            f"set {other}=False, or mode=R3"
         )
-        yield Fault(text, ("reward_model.enable",))
-    if algorithm.adv_estimator != "rloo":
+        yield Fault(text, (key, other))
+    ranks = section.actor.ulysses_sequence_parallel_size
+    if mode == "R2" and ranks > 1:
         text = (
-            f"algorithm.adv_estimator is {shown(algorithm.adv_estimator)}; trainer.recipe=prime "
-            "has an estimator of its own, leave-one-out for each reward: set it to rloo"
+            f"{key} is R2, and ulysses_sequence_parallel_size is {ranks}; routes are recorded "
+            "where a rank has whole rows: set it to 1, or mode=R3"
         )
-        yield Fault(text, ("algorithm.adv_estimator",))
-    if algorithm.use_kl_in_reward:
+        yield Fault(text, (key,))
+    if mode == "R3" and async_mode(config) != "sync":
         text = (
-            "algorithm.use_kl_in_reward is True; trainer.recipe=prime makes advantages from "
-            "outcomes and token rewards alone: use actor_rollout_ref.actor.use_kl_loss"
+            f"{key} is R3, and async_training.mode is {async_mode(config)}; routes are not stored "
+            "with rows that go on across updates: set it to sync, or mode=R2"
         )
-        yield Fault(text, ("algorithm.use_kl_in_reward",))
-    if model.strategy not in ("fsdp", "fsdp2"):
+        yield Fault(text, (key,))
+    if mode == "R3" and not rollout.enable_rollout_routing_replay:
+        switch = f"{ROLLOUT}.enable_rollout_routing_replay"
+        yield Fault(
+            f"{key} is R3, which replays what the engine returns: set {switch}=True", (key,)
+        )
+    if mode == "R3" and rollout.name not in RETURNS_ROUTES:
         text = (
-            f"reward_model.strategy is {shown(model.strategy)}; the implicit model of "
-            "trainer.recipe=prime is trained with fsdp"
+            f"{key} is R3, but rollout.name is {rollout.name}, which returns no routes; those that "
+            f"do: {', '.join(RETURNS_ROUTES)}. R2 replays the routes of the old policy instead"
         )
-        yield Fault(text, ("reward_model.strategy",))
+        yield Fault(text, (key, f"{ROLLOUT}.name"))
 
 
 def correction_faults(config: Any) -> Iterator[Fault]:
@@ -210,6 +240,7 @@ def correction_faults(config: Any) -> Iterator[Fault]:
             "the trainer's arithmetic: set rollout.name=native or rollout.exact=False"
         )
         yield Fault(text, (key, "actor_rollout_ref.rollout.name"))
+    yield from number_format_faults(config)
     criteria = [name.strip() for name in (correction.rollout_rs or "").split(",") if name.strip()]
     for name in criteria:
         if name not in REJECTION_CRITERIA:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tiny_tokenizer import save_tiny_model
-from tests.toy import ACTOR, ROLLOUT, toy_run
+from tests.toy import ACTOR, ROLLOUT, recipe_run
 from tests.trainer.test_ranks import TWO_LOCAL, assert_same_run
 from verl.algos.prime import implicit_rewards
 from verl.config.engine import FSDPEngineConfig
@@ -38,16 +38,19 @@ def model_path(tmp_path_factory):
     return str(folder)
 
 
-def prime(toy, *changes):
-    return [
-        "trainer.recipe=prime",
-        "reward_model.enable=true",
+def prime_run(toy, output, *changes):
+    return recipe_run(
+        toy,
+        output,
+        "prime",
         f"reward_model.model.path={toy / 'model'}",
         "reward_model.micro_batch_size_per_gpu=64",
-        "algorithm.adv_estimator=rloo",
+        "reward_model.reward_manager=naive",  # the preset's grades in processes
+        "data.filter_accuracy=false",
+        "data.filter_truncate=false",
         "data.val_files=[]",
         *changes,
-    ]
+    )
 
 
 def rows():
@@ -147,7 +150,7 @@ def test_passes_that_train_give_the_log_probs_from_before_their_step(model_path)
 def test_scoring_before_the_update_or_within_it_is_the_same_for_one_mini_batch(toy, tmp_path):
     changes = ["reward_model.model.optim.lr=0.003"]
     after, reverse = (
-        toy_run(toy, tmp_path / style, *prime(toy, *changes, f"reward_model.model.update={style}"))
+        prime_run(toy, tmp_path / style, *changes, f"reward_model.model.update={style}")
         for style in ("after", "reverse")
     )
     assert_same_run(after[0], reverse[0])
@@ -181,7 +184,7 @@ WIDE = (
 
 
 def scores_of(toy, output, *changes):
-    metrics, _ = toy_run(toy, output, *prime(toy, *WIDE, *changes))
+    metrics, _ = prime_run(toy, output, *WIDE, *changes)
     return [step["critic/score/mean"] for step in metrics]
 
 
@@ -212,9 +215,8 @@ def test_rewards_that_have_nothing_to_do_with_the_task_do_not_teach_it(toy, tmp_
     random.seed(0)
     reward = tmp_path / "shuffled.py"
     reward.write_text(SHUFFLED)
-    _, trainer = toy_run(
-        toy, tmp_path / "run", *prime(toy, *WIDE, f"custom_reward_function.path={reward}")
-    )
+    changes = (*WIDE, f"custom_reward_function.path={reward}")
+    _, trainer = prime_run(toy, tmp_path / "run", *changes)
     (seven,) = trainer.tokenizer("7")["input_ids"]
     mask = trainer.batch.batch["response_mask"].bool()
     assert (trainer.batch.batch["responses"][mask] == seven).float().mean() < 0.5
@@ -222,16 +224,15 @@ def test_rewards_that_have_nothing_to_do_with_the_task_do_not_teach_it(toy, tmp_
 
 @pytest.mark.slow
 def test_two_ranks_train_both_models_as_one_does(toy, tmp_path):
-    changes = prime(
-        toy,
+    changes = (
         "reward_model.model.optim.lr=0.003",
         "reward_model.mini_batch_size=2",
         "reward_model.micro_batch_size_per_gpu=3",
         "data.filter_accuracy=true",
         "data.oversample_factor=1.5",
     )
-    expected, _ = toy_run(toy, tmp_path / "one", *changes)
-    found, pair = toy_run(toy, tmp_path / "two", *changes, *TWO_LOCAL)
+    expected, _ = prime_run(toy, tmp_path / "one", *changes)
+    found, pair = prime_run(toy, tmp_path / "two", *changes, *TWO_LOCAL)
     pair.stop_workers()
     assert pair.rm_wg.world_size == 2
     assert_same_run(found, expected)
