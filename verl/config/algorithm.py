@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig, When, option, while_on
+from verl.config.roles import PRIME
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_TYPES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
@@ -333,6 +334,18 @@ class AlgoConfig(BaseConfig):
         used_if=When(lambda here, run: here.filter_groups.enable, "filter_groups.enable is off"),
     )
     """Dynamic sampling: drop prompts that teach nothing."""
+
+    reward_gt_coef: float = option(5.0, used_if=PRIME)
+    """PRIME: weight of the outcome, on the last token of a response."""
+
+    reward_dpo_coef: float = option(5.0, used_if=PRIME)
+    """PRIME: weight of the implicit model's token rewards."""
+
+    prime_baseline: str = option(
+        "leave_one_out", choices=("leave_one_out", "scaled"), used_if=PRIME
+    )
+    """PRIME: subtract the mean token reward of the group's other responses, as published, or scale
+    token rewards by n/(n-1) and subtract the sum of all means over n-1, as verl does."""
 
     rollout_correction: RolloutCorrectionConfig = option(
         default_factory=RolloutCorrectionConfig.disabled

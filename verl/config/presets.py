@@ -49,6 +49,19 @@ KINDS = {
     "transfer_queue_ppo": ("Batches stay in the store of TransferQueue.", TRANSFER_QUEUE),
 }
 
+PRIME = {
+    "data.filter_accuracy": True,
+    "data.filter_truncate": True,
+    "data.truncation": "right",
+    "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.actor.entropy_coeff": 0.001,
+    "reward_model.enable": True,
+    "reward_model.reward_manager": "prime",
+    "algorithm.adv_estimator": "rloo",
+    "trainer.recipe": "prime",
+    "trainer.project_name": "prime",
+    "trainer.val_before_train": False,
+}
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 PAIRS = {
     "actor_rollout_ref.rollout.n": 2,
@@ -70,6 +83,10 @@ RECIPES = {
     "sppo": (
         "SPPO: log-ratios that follow the reward above its baseline.",
         SPPO | {"trainer.project_name": "sppo"},
+    ),
+    "prime": (
+        "PRIME: an implicit process reward model is trained beside the policy.",
+        PRIME,
     ),
 }
 

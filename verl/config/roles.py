@@ -96,7 +96,7 @@ def rollout_traits(name: str) -> RolloutTraits:
 
 
 AGENT_LOOPS = ("single_turn_agent", "tool_agent", "env_agent", "program_agent")
-RECIPES: tuple[str, ...] = ("online_dpo", "spin")
+RECIPES: tuple[str, ...] = ("online_dpo", "prime", "spin")
 PAIR_RECIPES = ("online_dpo", "spin")
 """Recipes that turn rewards into pairs, and have no advantage estimator."""
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
@@ -259,6 +259,11 @@ def is_training(run: Any) -> bool:
     return "actor_rollout_ref" in run
 
 
+def runs_prime(run: Any) -> bool:
+    """Whether the reward model is PRIME's: a language model that is trained beside the policy."""
+    return is_training(run) and run.trainer.get("recipe") == "prime"
+
+
 def async_mode(run: Any) -> str:
     """How training and generation overlap: `sync`, or a mode of `verl.config.async_plan`."""
     if not is_training(run):
@@ -350,6 +355,14 @@ WITH_CRITIC = When(
 )
 REWARD_MODEL = while_on("enable")
 DISTILLED = When(lambda here, run: run.distillation.enabled, "distillation.enabled is off")
+FILTERED = When(
+    lambda here, run: here.filter_accuracy or here.filter_truncate,
+    "filter_accuracy and filter_truncate are off: each step draws what it trains on",
+)
+PRIME = When(lambda here, run: runs_prime(run), "only the recipe prime uses it")
+NOT_PRIME = When(
+    lambda here, run: not runs_prime(run), "the recipe prime gives its model the policy's tokens"
+)
 LIMITED = When(
     lambda here, run: run.reward_manager.name in ("rate_limited", "judge"),
     "only the reward managers rate_limited and judge use it",

@@ -26,6 +26,7 @@ from verl.config.roles import (
     world_size,
 )
 from verl.config.validate_pairs import pair_faults, sequence_loss_faults
+from verl.config.validate_prime import preference_faults, prime_faults
 
 REJECTION_CRITERIA = (
     *(
@@ -54,6 +55,8 @@ def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
     yield from sequence_loss_faults(config)
     yield from pair_faults(config)
     yield from replay_faults(config)
+    yield from preference_faults(config)
+    yield from prime_faults(config)
 
 
 def loop_faults(config: Any) -> Iterator[Fault]:

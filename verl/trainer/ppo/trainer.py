@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from verl.agent_loop.buffer import DynamicSampling, Taken
+from verl.agent_loop.buffer import Taken
 from verl.agent_loop.rollouter import RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
 from verl.algos.rollout_correction.apply import (
@@ -62,7 +62,7 @@ class PPOTrainer(TrainingRun):
     def rollout(self, step: StepContext) -> DataProto:
         """`rollout.n` responses per prompt; with dynamic sampling, to prompts worth training."""
         rollout = self.config.actor_rollout_ref.rollout
-        is_filtered = self.config.algorithm.filter_groups.enable
+        is_filtered = self.buffer.policy.reads_grades
         settle = partial(self._settle_grades, step) if is_filtered else None
         with step.report.timed("gen"):
             for num_prompts in self.buffer.demands(step.step, settle):
@@ -86,11 +86,7 @@ class PPOTrainer(TrainingRun):
         metrics, seconds = self.rollouter.take_report(groups)
         step.report.merge(metrics)
         step.report.timing.update(seconds)
-        policy = self.buffer.policy
-        if isinstance(policy, DynamicSampling):
-            num_dull = sum(g.fault is None and not policy.is_informative(g) for g in groups)
-            step.report.add("train/num_gen_batches", len(groups) // policy.gen_batch_size)
-            step.report.add("train/num_groups_dropped", num_dull)
+        step.report.merge(self.buffer.policy.metrics(taken))
 
     def _settle_grades(self, step: StepContext, groups: Sequence[Group]) -> None:
         """Give groups their final scores; those that have none leave their group."""
