@@ -15,6 +15,7 @@ import numpy as np
 from verl.agent_loop.buffer import DynamicSampling, Taken
 from verl.agent_loop.rollouter import RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
+from verl.algos.components import CE_WEIGHTS, positive_weights
 from verl.algos.rollout_correction.apply import (
     apply_bypass_mode,
     compute_rollout_correction_and_add_to_batch,
@@ -153,7 +154,7 @@ class PPOTrainer(TrainingRun):
     def score(self, batch: DataProto, step: StepContext) -> DataProto:
         """`token_level_scores`; prompts that could not be graded are dropped and counted."""
         if "token_level_scores" in batch.batch.keys():  # noqa: SIM118  # dynamic sampling did it
-            return batch
+            return self._with_positive_examples(batch)
         with step.report.timed("reward"):
             if self.use_rm:
                 batch, found = self.with_model_scores(batch)
@@ -165,7 +166,16 @@ class PPOTrainer(TrainingRun):
         step.report.count(scored.metrics)  # dynamic sampling scores several batches
         step.report.add("reward/ratio_groups_without_spread", groups_without_spread(scored.batch))
         step.report.merge(reported_metrics(scored.batch))
-        return scored.batch
+        return self._with_positive_examples(scored.batch)
+
+    def _with_positive_examples(self, batch: DataProto) -> DataProto:
+        """`ce_weights` on responses that are right, where `actor.positive_nll_coef` asks for it."""
+        actor = self.config.actor_rollout_ref.actor
+        if actor.positive_nll_coef:
+            batch.batch[CE_WEIGHTS] = positive_weights(
+                batch, actor.positive_nll_coef, actor.positive_nll_min_score
+            )
+        return batch
 
     # ---- annotate --------------------------------------------------------------------------------
 
