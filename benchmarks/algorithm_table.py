@@ -236,6 +236,24 @@ ALGORITHMS: dict[str, Algorithm] = {
         "also on responses of earlier steps.",
         watch=("critic/score/mean", "critic/vf_explained_var", *CLIPS),
     ),
+    "pf_ppo_replay": Algorithm(
+        title="PF-PPO with a replay buffer",
+        settings=(
+            "trainer.recipe=pf_ppo",
+            f"{ESTIMATOR}=gae",
+            "algorithm.use_pf_ppo=true",
+            "algorithm.pf_ppo.replay_size=256",
+            "algorithm.rollout_correction.rollout_is=token",
+        ),
+        formula="draw as many responses as were sampled now from those and the last `replay_size`,\n"
+        "by score; weigh each token by min(pi_prox / pi_behave, C)",
+        paper="2409.06957",
+        what="Responses of earlier steps take part again, corrected for the policy that sampled "
+        "them: more updates per response where sampling is what costs.",
+        watch=("training/replayed_ratio", "rollout_corr/rollout_is_mean", *CLIPS),
+        command="recipe.pf_ppo.main_pf_ppo",
+        folder="verl/trainer/recipes/pf_ppo",
+    ),
     "vapo": Algorithm(
         title="VAPO",
         settings=(

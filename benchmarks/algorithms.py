@@ -32,12 +32,12 @@ from typing import Any
 
 from benchmarks.algorithm_table import ACTOR, ALGORITHMS, CONTROLS, ROLLOUT
 
-STEPS, TEST_FREQ, TIMEOUT_SECONDS = 100, 5, 600
+STEPS, TEST_FREQ, TIMEOUT_SECONDS = 80, 5, 600
 ACCURACY = "val-core/sums/acc/mean@4"
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 10: 2.262}
 """97.5% of Student's distribution, by the number of runs."""
 
-REWARD = '''
+REWARD = """
 import random
 
 DRAWS = random.Random(0)
@@ -49,7 +49,7 @@ def shuffled_score(data_source, solution_str, ground_truth, extra_info=None):
     if extra_info["split"] == "train":
         ground_truth = f"{DRAWS.randrange(11):02}"
     return compute_score(data_source, solution_str, ground_truth, extra_info)
-'''
+"""
 SUMS = [(f"{a}+{b}=", f"{a + b:02}") for a in range(6) for b in range(6)]
 DEMONSTRATION_STEPS, SHARE_RIGHT = 400, 0.2
 COMMON = (

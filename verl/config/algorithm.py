@@ -87,6 +87,17 @@ class PFPPOConfig(BaseConfig):
     )
     """Exponent of `pow`."""
 
+    replay_size: int = option(
+        0,
+        minimum=0,
+        used_if=When(
+            lambda here, run: run.trainer.recipe == "pf_ppo",
+            "only the recipe pf_ppo replays: recipe.pf_ppo.main_pf_ppo",
+        ),
+    )
+    """Responses of earlier steps that are drawn from beside those of this one. They are of older
+    policies, so `algorithm.rollout_correction` must choose a correction."""
+
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig(BaseConfig):

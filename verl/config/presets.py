@@ -73,6 +73,14 @@ VAPO = CLIP_HIGHER | {
     "critic.optim.lr": 2.0e-6,
     "trainer.critic_warmup": 50,
 }
+PF_PPO = {
+    "trainer.recipe": "pf_ppo",
+    "algorithm.adv_estimator": "gae",
+    "algorithm.use_pf_ppo": True,
+    "algorithm.pf_ppo.replay_size": 1024,
+    "algorithm.rollout_correction.rollout_is": "token",
+    "actor_rollout_ref.rollout.calculate_log_probs": True,
+}
 KINDS = {
     "one_step_off_ppo": (
         "One step off: train on a batch while the next one is sampled.",
@@ -81,6 +89,7 @@ KINDS = {
     "fully_async_ppo": ("Fully asynchronous: prompts stream, weights follow.", FULLY_ASYNC),
     "dapo": ("DAPO (arXiv:2503.14476): clip-higher, token-mean, dynamic sampling.", DAPO),
     "entropy": ("KL-Cov (arXiv:2505.22617); loss_mode=clip_cov is Clip-Cov.", ENTROPY),
+    "pf_ppo": ("PF-PPO (arXiv:2409.06957) with a replay buffer.", PF_PPO),
     "vapo": ("VAPO (arXiv:2504.05118): value pre-training, decoupled GAE, NLL.", VAPO),
     "transfer_queue_ppo": ("Batches stay in the store of TransferQueue.", TRANSFER_QUEUE),
 }
@@ -89,5 +98,5 @@ PRESETS: dict[str, Preset] = {
     f"{kind}{variant}_trainer": Preset(f"ppo{variant}_trainer", *told)
     for kind, told in KINDS.items()
     for variant in ("", "_megatron")
-    if kind.endswith("ppo") or not variant
+    if not variant or kind not in ("dapo", "entropy", "pf_ppo", "vapo")
 }

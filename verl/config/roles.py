@@ -86,7 +86,7 @@ def rollout_traits(name: str) -> RolloutTraits:
 
 
 AGENT_LOOPS = ("single_turn_agent", "tool_agent", "env_agent", "program_agent")
-RECIPES: tuple[str, ...] = ()
+RECIPES: tuple[str, ...] = ("pf_ppo",)
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
 POOL_ROLES = ("actor_rollout_ref", "critic", "reward_model", "rollout")
 

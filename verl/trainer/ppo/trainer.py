@@ -9,6 +9,7 @@ steps (validation, checkpoints, tracking) is in `verl.trainer.ppo.session`.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -22,7 +23,9 @@ from verl.algos.rollout_correction.apply import (
 )
 from verl.algos.sessions import one_row_per_session
 from verl.config.algorithm import RolloutCorrectionConfig
+from verl.config.convert import to_dictconfig
 from verl.config.correction import correction_of, require_correction
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import POLICY_VERSIONS
 from verl.protocol.trajectory import Group, Score, Trajectory
@@ -40,6 +43,12 @@ ROW_COLUMN = "__row__"
 
 class PPOTrainer(TrainingRun):
     """Trains a policy by reinforcement learning, whatever the estimator and the loss."""
+
+    def init_workers(self) -> None:
+        """A trainer with a loop of its own finds a DictConfig in `self.config` from then on."""
+        super().init_workers()
+        if not type(self).fit.__module__.startswith("verl."):
+            self.config = cast(PPOConfig, to_dictconfig(self.config))
 
     def fit(self) -> None:
         """Train from where the last checkpoint left off until the last step, or the last row."""

@@ -10,7 +10,10 @@ from verl.config.ppo import PPOConfig
 from verl.trainer.task_runner import TaskRunner
 from verl.utils.registry import Registry
 
-RECIPES = Registry[type[TaskRunner]]("recipe")
+RECIPES = Registry[type[TaskRunner]](
+    "recipe",
+    pf_ppo="verl.trainer.recipes.pf_ppo.trainer:PFPPORunner",
+)
 """The runner of each recipe. Users' code may register more."""
 
 

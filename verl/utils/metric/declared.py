@@ -63,6 +63,7 @@ SECTIONS = (
         ),
         ("actor/kl_loss", "nats", SUM, "KL to the reference policy as it enters the loss."),
         ("actor/ce_loss", "nats", SUM, "Cross-entropy on the tokens that have `ce_weights`."),
+        ("training/replayed_ratio", "ratio", MEAN, "Share of PF-PPO's draws from earlier steps."),
         ("actor/kl_coef", "1", MEAN, "What `actor/kl_loss` is multiplied by in the loss."),
         ("actor/entropy_loss", "nats", SUM, "Entropy as it enters the loss."),
         ("critic/vf_loss", "loss", SUM, "Value loss of the critic."),
