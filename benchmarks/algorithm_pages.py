@@ -21,10 +21,11 @@ CURVES = DOCS / "curves"
 NUMBERS = Path("benchmarks/results/algorithms.json")
 NOTE = "<!-- made by `python -m benchmarks.algorithm_pages` from benchmarks/algorithm_table.py -->"
 COMPARISON = """\
-The task is a sum of two digits, the model has 30,000 weights and begins at about 10%; each line is a
-number of runs on one CPU core each. All have the same batch, learning rate and number of steps, which
-suits some better than others: the table says that each learns where the controls do not, and roughly
-how fast, not which is best on your task. `python -m benchmarks.algorithms --jobs 16` makes it again.
+The task is a sum of two digits, the model has 30,000 weights and begins at about 10%; each line is
+a number of runs on one CPU core each. All have the same batch, learning rate and number of steps,
+which suits some better than others: the table says that each learns where the controls do not, and
+roughly how fast, not which is best on your task. `python -m benchmarks.algorithms --jobs 16` makes
+it again.
 """
 
 

@@ -20,7 +20,7 @@ class Algorithm:
     title: str
     settings: tuple[str, ...]
     formula: str
-    """In the notation of the pages: r reward, A advantage, rho = pi / pi_old, g a prompt's group."""
+    """Notation of the pages: r reward, A advantage, rho = pi / pi_old, g a prompt's group."""
 
     paper: str
     """The number at arXiv."""
@@ -52,8 +52,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         settings=(f"{ESTIMATOR}=grpo",),
         formula="A_i = (r_i - mean_g r) / (std_g r + 1e-6)",
         paper="2402.03300",
-        what="Responses to one prompt are compared with each other; no critic. The usual choice for "
-        "verifiable rewards.",
+        what="Responses to one prompt are compared with each other; no critic. The usual choice "
+        "for verifiable rewards.",
         watch=("reward/ratio_groups_without_spread", "critic/score/mean", *CLIPS),
     ),
     "dr_grpo": Algorithm(
@@ -245,8 +245,8 @@ ALGORITHMS: dict[str, Algorithm] = {
             "algorithm.pf_ppo.replay_size=256",
             "algorithm.rollout_correction.rollout_is=token",
         ),
-        formula="draw as many responses as were sampled now from those and the last `replay_size`,\n"
-        "by score; weigh each token by min(pi_prox / pi_behave, C)",
+        formula="draw as many responses as were sampled now from those and the last "
+        "`replay_size`,\nby score; weigh each token by min(pi_prox / pi_behave, C)",
         paper="2409.06957",
         what="Responses of earlier steps take part again, corrected for the policy that sampled "
         "them: more updates per response where sampling is what costs.",

@@ -1,4 +1,4 @@
-"""DAPO (arXiv:2503.14476): `python -m recipe.dapo.main_dapo ...` is `main_ppo` with its defaults."""
+"""DAPO (arXiv:2503.14476), `main_ppo` with its defaults: `python -m recipe.dapo.main_dapo ...`"""
 
 from verl.trainer.main_ppo import Command
 

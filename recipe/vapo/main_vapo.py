@@ -1,4 +1,4 @@
-"""VAPO (arXiv:2504.05118): `python -m recipe.vapo.main_vapo ...` is `main_ppo` with its defaults."""
+"""VAPO (arXiv:2504.05118), `main_ppo` with its defaults: `python -m recipe.vapo.main_vapo ...`"""
 
 from verl.trainer.main_ppo import Command
 

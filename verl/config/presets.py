@@ -81,12 +81,23 @@ PF_PPO = {
     "algorithm.rollout_correction.rollout_is": "token",
     "actor_rollout_ref.rollout.calculate_log_probs": True,
 }
+COLLABLLM = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.rollout.n": 8,
+    "actor_rollout_ref.rollout.agent.default_agent_loop": "collabllm_agent",
+    "actor_rollout_ref.rollout.multi_turn.enable": True,
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": 3,
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": 2,
+    "reward_model.reward_manager": "collabllm",
+    "reward_model.reward_kwargs.metric_weights": {"accuracy": 1.0, "token_amount": -0.0001},
+}
 KINDS = {
     "one_step_off_ppo": (
         "One step off: train on a batch while the next one is sampled.",
         ONE_STEP_OFF,
     ),
     "fully_async_ppo": ("Fully asynchronous: prompts stream, weights follow.", FULLY_ASYNC),
+    "collabllm": ("CollabLLM (arXiv:2502.00640): reward of simulated conversations.", COLLABLLM),
     "dapo": ("DAPO (arXiv:2503.14476): clip-higher, token-mean, dynamic sampling.", DAPO),
     "entropy": ("KL-Cov (arXiv:2505.22617); loss_mode=clip_cov is Clip-Cov.", ENTROPY),
     "pf_ppo": ("PF-PPO (arXiv:2409.06957) with a replay buffer.", PF_PPO),
@@ -98,5 +109,5 @@ PRESETS: dict[str, Preset] = {
     f"{kind}{variant}_trainer": Preset(f"ppo{variant}_trainer", *told)
     for kind, told in KINDS.items()
     for variant in ("", "_megatron")
-    if not variant or kind not in ("dapo", "entropy", "pf_ppo", "vapo")
+    if not variant or kind not in ("collabllm", "dapo", "entropy", "pf_ppo", "vapo")
 }

@@ -143,8 +143,8 @@ def replay_faults(config: Any) -> Iterator[Fault]:
     if not config.algorithm.use_pf_ppo or not size:
         text = (
             f"trainer.recipe is pf_ppo, but algorithm.use_pf_ppo is {config.algorithm.use_pf_ppo} "
-            f"and {key} is {size}; the recipe draws from a replay buffer: set use_pf_ppo=True and a "
-            "size above 0, or start verl.trainer.main_ppo"
+            f"and {key} is {size}; the recipe draws from a replay buffer: set use_pf_ppo=True and "
+            "a size above 0, or start verl.trainer.main_ppo"
         )
         yield Fault(text, (key, "algorithm.use_pf_ppo"))
     elif correction_of(config) is None:
