@@ -356,6 +356,16 @@ class ActorConfig(BaseConfig):
     """Weight of a cross-entropy on the response tokens that the policy did not write: replies of
     tools, users and environments. 0: none."""
 
+    positive_nll_coef: float = option(0.0, minimum=0)
+    """Weight of a cross-entropy on responses that are right (VAPO, arXiv:2504.05118, has 0.1),
+    divided by their tokens; 0 has none."""
+
+    positive_nll_min_score: float = option(
+        1.0,
+        used_if=When(lambda here, run: here.positive_nll_coef > 0, "positive_nll_coef is 0"),
+    )
+    """From which `acc` (or score, where graders report no `acc`) on a response counts as right."""
+
     use_rollout_log_probs: bool = False
     """Take the rollout's log-probabilities as the old policy's (fully asynchronous training)."""
 

@@ -95,8 +95,14 @@ def rollout_traits(name: str) -> RolloutTraits:
     return ROLLOUTS.get(name, RolloutTraits())
 
 
-AGENT_LOOPS = ("single_turn_agent", "tool_agent", "env_agent", "program_agent")
-RECIPES: tuple[str, ...] = ("online_dpo", "prime", "spin")
+AGENT_LOOPS = (
+    "single_turn_agent",
+    "tool_agent",
+    "env_agent",
+    "program_agent",
+    "collabllm_agent",
+)
+RECIPES: tuple[str, ...] = ("online_dpo", "pf_ppo", "prime", "spin")
 PAIR_RECIPES = ("online_dpo", "spin")
 """Recipes that turn rewards into pairs, and have no advantage estimator."""
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
@@ -348,7 +354,16 @@ SEVERAL_TURNS = When(
     "multi_turn.enable is off and the default loop is single_turn_agent, which has one turn and no "
     "tools; only rows that name another loop (agent_name) use it",
 )
-OWN_LOOPS = When(has_own_loops, "no built-in loop reads it, and the run names none of your own")
+OWN_LOOPS = When(
+    lambda here, run: (
+        has_own_loops(here, run)
+        or (
+            is_training(run)
+            and run.actor_rollout_ref.rollout.agent.default_agent_loop == "collabllm_agent"
+        )
+    ),
+    "only the loop collabllm_agent reads it, and the run names no loop of yours",
+)
 WITH_CRITIC = When(
     lambda here, run: needs_critic(run),
     "there is no critic: algorithm.adv_estimator does not use one",

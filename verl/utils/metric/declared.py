@@ -124,6 +124,7 @@ SECTIONS = (
             "Divergence of new and old policy on a token, as DPPO bounds it.",
         ),
         ("actor/dro_penalty", "nats^2", MEAN, "Half the squared log-ratio of a token."),
+        ("training/replayed_ratio", "ratio", MEAN, "Share of PF-PPO's draws from earlier steps."),
         ("actor/kl_coef", "1", MEAN, "What `actor/kl_loss` is multiplied by in the loss."),
         ("actor/entropy_loss", "nats", SUM, "Entropy as it enters the loss."),
         ("critic/vf_loss", "loss", SUM, "Value loss of the critic."),
