@@ -5,7 +5,7 @@
 Builds a random model of a family, gives the built-in engine prompts with an image of random pixels
 each, and prints one line of JSON: the largest difference between log-probs of rollout and training,
 whether greedy tokens are those of an engine in plain torch, times of prefill and decoding with and
-without images. Needs no processor and no pictures, so it runs where only torch and transformers are.
+without images. It needs no processor and no pictures, only torch and transformers.
 """
 
 import argparse

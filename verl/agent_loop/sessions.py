@@ -133,6 +133,7 @@ def fill_trajectory(
             [(turn.token_ids, turn.policy_versions) for turn in turns.outputs],
         ),
     ]
+    trajectory.segments[-1].routed_experts = output.routed_experts
     trajectory.media = tuple(media)
     trajectory.session_id = turns.session_id
     trajectory.reward_score = output.reward_score

@@ -67,6 +67,7 @@ def answer(
         response_ids=output.token_ids,
         response_mask=[1] * len(output.token_ids),
         response_logprobs=output.log_probs,
+        routed_experts=output.routed_experts,
         media=media,
         num_turns=2,
         stop_reason=output.stop_reason,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig, When, never, option, while_on
-from verl.config.roles import async_mode
+from verl.config.roles import async_mode, is_training
 
 
 @dataclass(kw_only=True)
@@ -112,6 +112,16 @@ class DataConfig(BaseConfig):
 
     prompt_key: str = "prompt"
     """Column with the prompt."""
+
+    chosen_key: str | None = option(
+        None,
+        used_if=When(
+            lambda here, run: is_training(run) and run.trainer.recipe == "spin",
+            "only trainer.recipe=spin uses it",
+        ),
+    )
+    """Column with an answer that is preferred to every response; null prefers the response with the
+    best reward."""
 
     reward_fn_key: str = "data_source"
     """Column whose value chooses the reward function."""

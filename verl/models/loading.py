@@ -31,6 +31,7 @@ from transformers import (
 from verl.config.faults import ConfigError, Fault
 from verl.config.model import rope_faults
 from verl.models.attention import ATTENTION
+from verl.models.experts import prepare_experts, set_aux_loss
 from verl.models.head import OutputHead
 from verl.models.vision import has_vision
 
@@ -55,7 +56,8 @@ def load_causal_lm(
         attn_implementation=attention_of(config),
         trust_remote_code=trust_remote_code,
     )
-    return prepare(model).to(device)  # pyright: ignore[reportArgumentType]
+    set_aux_loss(prepare(model), override_config)
+    return model.to(device)  # pyright: ignore[reportArgumentType]
 
 
 def empty_causal_lm(
@@ -74,7 +76,7 @@ def empty_causal_lm(
             attn_implementation=attention_of(config),
             trust_remote_code=trust_remote_code,
         )
-    return prepare(model)
+    return set_aux_loss(prepare(model), override_config)
 
 
 def read_config(
@@ -141,6 +143,7 @@ def prepare_layers(model: PreTrainedModel) -> PreTrainedModel:
     refuse_state_outside_attention(model)
     disable_dropout(model)
     align_weights(model)
+    prepare_experts(model)
     return model.eval()
 
 

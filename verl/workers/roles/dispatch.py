@@ -70,6 +70,8 @@ class UpdateSettings:
     micro_batching: MicroBatching
     epochs: int = 1
     shuffle_seed: int | None = None
+    keeps_prompts_whole: bool = False
+    """`rows_per_step` counts prompts, whose responses the loss compares."""
 
 
 def dispatch_inference(mesh_name: str, model: str) -> ModeFunctions:
@@ -131,8 +133,14 @@ def split_for_update(
         num_ranks=num_ranks,
         epochs=settings.epochs,
         shuffle_seed=settings.shuffle_seed,
-        groups=prompts_to_keep_together(batch, settings.rows_per_step, num_ranks),
+        groups=prompts_to_keep_together(
+            batch,
+            settings.rows_per_step,
+            num_ranks,
+            counts_prompts=settings.keeps_prompts_whole,
+        ),
         sessions=session_labels(batch.batch),
+        units=prompt_groups(batch.batch) if settings.keeps_prompts_whole else None,
         components=component_counts(batch),
     )
     parts = planned_chunks(batch, plan)
@@ -211,15 +219,19 @@ def as_batch(data: DataProto | DataProtoFuture | StoredBatch) -> Any:
 
 
 def prompts_to_keep_together(
-    batch: DataProto | StoredBatch, rows_per_step: int, num_ranks: int
+    batch: DataProto | StoredBatch,
+    rows_per_step: int,
+    num_ranks: int,
+    *,
+    counts_prompts: bool = False,
 ) -> list[int] | None:
     """A label for the prompt of each row: a rank that has all of its responses runs it once.
 
     None where an optimizer step has fewer prompts than ranks, which would leave some without work.
     """
     labels = prompt_groups(batch.batch)
-    num_sessions = len(set(session_labels(batch.batch) or range(len(batch))))
-    num_steps = -(-num_sessions // rows_per_step)
+    counted = labels if counts_prompts else session_labels(batch.batch) or range(len(batch))
+    num_steps = -(-len(set(counted)) // rows_per_step)
     return labels if len(set(labels)) >= num_ranks * num_steps else None
 
 
