@@ -312,6 +312,16 @@ class RolloutConfig(ServingConfig):
     )
     """Generate with linear layers in fp8 (`docs/fp8.md`); null keeps `dtype`."""
 
+    kv_cache_dtype: str = option(
+        "auto",
+        choices=("auto", "fp8"),
+        used_if=When(
+            lambda here, run: here.name in ("native", "native_process"),
+            "name is not native; other engines take it in engine_kwargs",
+        ),
+    )
+    """Number format of keys and values: that of the weights, or fp8, which takes half of it."""
+
     quantization_config_file: str | None = option(
         None, used_if=When(lambda here, run: here.name == "vllm", "name is not vllm")
     )

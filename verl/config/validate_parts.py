@@ -150,15 +150,16 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
 
 def number_format_faults(config: Any) -> Iterator[Fault]:
     rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
-    if rollout.quantization is None:
+    if rollout.quantization is None and rollout.kv_cache_dtype == "auto":
         return
     if rollout.exact:
         text = (
-            f"{key} is {rollout.quantization}, and {ROLLOUT}.exact is True; quantized layers do "
-            "not give the numbers of training: leave one of them out"
+            f"{ROLLOUT}.exact is True, quantization is {rollout.quantization} and kv_cache_dtype "
+            f"is {rollout.kv_cache_dtype}; rounded numbers are not those of training: set "
+            "exact=False, or leave the others out"
         )
         yield Fault(text, (key, f"{ROLLOUT}.exact"))
-    if rollout.name == "hf":
+    if rollout.name == "hf" and rollout.quantization is not None:
         text = f"{key} is {rollout.quantization}, and rollout.name is hf, which has no such layers"
         yield Fault(f"{text}: set rollout.name=native", (key, f"{ROLLOUT}.name"))
 
@@ -167,10 +168,12 @@ def number_format_notices(config: Any) -> list[str]:
     """Said at the start: what the sampling policy differs by, and what corrects for it."""
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     is_corrected = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
-    if rollout.quantization is None or is_corrected:
+    has_own_format = rollout.quantization is not None or rollout.kv_cache_dtype != "auto"
+    if not has_own_format or is_corrected:
         return []
     return [
-        f"{ROLLOUT}.quantization is {rollout.quantization}: tokens are sampled by a policy that "
+        f"{ROLLOUT}.quantization is {rollout.quantization}, kv_cache_dtype is "
+        f"{rollout.kv_cache_dtype}: tokens are sampled by a policy that "
         "differs from the trained one, and nothing corrects for it; "
         "algorithm.rollout_correction.rollout_is=token weighs them "
         "(training/rollout_probs_diff_mean shows the difference)"
