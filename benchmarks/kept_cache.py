@@ -1,13 +1,16 @@
 """Keys and values kept across updates against recomputed ones: KL, effective sample size, speed.
 
-    python -m benchmarks.kept_cache --model runs/smollm2/model --out kept.json [--device cuda]
+    python -m benchmarks.kept_cache --model runs/smollm2/model --out kept.json
+    python -m benchmarks.kept_cache --shape 0.5B --device cuda --segment 64 --out kept.json
 
 Responses run on while the policy is updated every `--segment` tokens, as in asynchronous training:
 one PPO step at learning rate `--rates` on what was sampled since the last update, with advantages
 of +1 for half of the rows and -1 for the others. After each update the next tokens are drawn over
 kept keys and values; they are `age` updates old where they are oldest. What recomputed ones give
 for these tokens comes from a training pass (`verl.workers.rollout.kept_cache`). Speed is that of
-the segment that follows an update, with what is computed again. `behaviour` is the KL between the
+the segment that follows an update, with what is computed again; `stall` is how much longer the
+first step after an update takes than the others. With `--shape` weights are random: then stalls and
+speeds mean something, divergences do not. `behaviour` is the KL between the
 weights that draw a token and those that drew the first of its row, over recomputed keys and values:
 the staleness that any asynchronous run has and that corrections are for.
 """
@@ -18,6 +21,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.gpu.measuring import environment, synchronize, timed
 from benchmarks.gpu.policy import as_rows
+from benchmarks.gpu.shapes import random_model
 from verl.config.actor import FSDPActorConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.loading import load_causal_lm
@@ -38,8 +43,11 @@ from verl.workers.rollout.trained import Answer, log_probs_of
 SUBJECTS = ("rivers", "bread", "clocks", "snow", "trains", "cats", "maps", "glass")
 
 
-def prompts(tokenizer: Any) -> list[list[int]]:
-    """As many as there are subjects, of one length: the ends of the longer ones."""
+def prompts(options: argparse.Namespace) -> list[list[int]]:
+    """Of one length: the ends of the longer ones."""
+    if options.model is None:
+        return [[7 + number] * 32 for number in range(options.prompts)]
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     ids = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": f"Tell me a long story about {subject}."}],
@@ -48,7 +56,7 @@ def prompts(tokenizer: Any) -> list[list[int]]:
         )
         for subject in SUBJECTS
     ]
-    return [one[-min(map(len, ids)) :] for one in ids]
+    return [one[-min(map(len, ids)) :] for one in ids][: options.prompts]
 
 
 class Run:
@@ -59,13 +67,14 @@ class Run:
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
 
         def build() -> Any:
+            if options.model is None:
+                return random_model(options.shape, options.device)
             return load_causal_lm(str(options.model), dtype=dtype, device=options.device)
 
         self.trained = OneDeviceEngine(build, FSDPOptimizerConfig(lr=rate))
         self.first = OneDeviceEngine(build)
         for engine in (self.trained, self.first):
             engine.initialize()
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
         longest = options.segment * (options.ages + 1)
         self.requests = [
             GenerationRequest(
@@ -74,7 +83,7 @@ class Run:
                 params=SamplingParams(max_tokens=longest, seed=number, ignore_eos=True),
                 num_samples=options.samples,
             )
-            for number, ids in enumerate(prompts(tokenizer)[: options.prompts])
+            for number, ids in enumerate(prompts(options))
         ]
         self.engine = NativeEngine(
             self.trained.module,
@@ -84,7 +93,7 @@ class Run:
                 max_response_tokens=longest,
                 tokens_per_step=min(4, options.segment),
             ),
-            eos_token_ids=[tokenizer.eos_token_id],
+            eos_token_ids=[0],
             version=lambda: self.trained.policy_version,
             keeps_cache=keeps_cache,
         )
@@ -100,18 +109,24 @@ class Run:
             goal = options.segment * (age + 1)
             before = sum(len(out.token_ids) for run in running for out in run.outputs)
 
-            def segment(goal: int = goal) -> None:
-                while any(len(out.token_ids) < goal for run in running for out in run.outputs):
-                    core.step()
-
-            seconds, _ = timed(segment, options.device)
+            steps = []
+            while any(len(out.token_ids) < goal for run in running for out in run.outputs):
+                steps.append(timed(core.step, options.device)[0])
+            seconds, stall = sum(steps), steps[0] - median(steps[1:] or steps)
             rows = [
                 Answer(request.prompt_ids, copy.deepcopy(output))
                 for request, run in zip(self.requests, running, strict=True)
                 for output in run.outputs
             ]
             tokens = sum(len(row.output.token_ids) for row in rows) - before
-            found.append({"age": age, "tokens_per_second": tokens / seconds, **self.drift(rows)})
+            found.append(
+                {
+                    "age": age,
+                    "tokens_per_second": tokens / seconds,
+                    "stall": stall,
+                    **self.drift(rows),
+                }
+            )
             if age < options.ages:
                 self.update([[row.output for row in rows]])
         synchronize(options.device)
@@ -159,7 +174,9 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path)
+    which.add_argument("--shape", help="a model of random weights: 0.5B, ...")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5])
@@ -170,8 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of one training pass")
     options = parser.parse_args(arguments)
     found: list[dict[str, Any]] = []
-    print("| learning rate | age | KL of kept | ESS | KL of weights | tok/s kept | recomputed |")
-    print("|---|---|---|---|---|---|---|")
+    columns = ("learning rate", "age", "KL of kept", "ESS", "KL of weights", "tok/s kept",
+               "recomputed", "stall ms kept", "recomputed")  # fmt: skip
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for rate in options.rates:
         kept = Run(options, rate, keeps_cache=True).ages()
         again = Run(options, rate, keeps_cache=False).ages()
@@ -180,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(
                 f"| {rate:g} | {line['age']} | {line['kl']:.2g} | {line['ess']:.4f} | "
                 f"{line['behaviour_kl']:.2g} | {line['tokens_per_second']:.0f} | "
-                f"{other['tokens_per_second']:.0f} |",
+                f"{other['tokens_per_second']:.0f} | {1000 * line['stall']:.1f} | "
+                f"{1000 * other['stall']:.1f} |",
                 flush=True,
             )
         shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}

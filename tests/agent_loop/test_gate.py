@@ -262,7 +262,9 @@ def test_every_group_is_trained_once_and_no_token_is_older_than_the_bound(
 def ks_p_value(left, right):
     """Kolmogorov and Smirnov's two-sample test: how likely so large a distance is by chance."""
     values = sorted({*left, *right})
-    share = [[sum(x <= v for x in sample) / len(sample) for v in values] for sample in (left, right)]
+    share = [
+        [sum(x <= v for x in sample) / len(sample) for v in values] for sample in (left, right)
+    ]
     distance = max(abs(a - b) for a, b in zip(*share, strict=True))
     root = math.sqrt(len(left) * len(right) / (len(left) + len(right)))
     scaled = (root + 0.12 + 0.11 / root) * distance

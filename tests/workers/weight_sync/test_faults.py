@@ -12,7 +12,6 @@ from verl.workers.weight_sync import WeightReceiver, WeightSender, WeightSyncErr
 from verl.workers.weight_sync.bucket import Bucket
 
 
-
 @dataclass
 class Wire:
     """One bucket as bytes."""
