@@ -246,7 +246,7 @@ def build_engine(settings: SFTSettings, ranks: Ranks, *, total_steps: int) -> St
             engine.optimizer.optimizer,
             warmup_steps(optim, total_steps),
             total_steps,
-            min_lr_ratio=optim.min_lr_ratio,
+            min_lr_ratio=optim.min_lr_ratio or 0.0,
             num_cycles=optim.num_cycles,
         )
     return engine
@@ -281,7 +281,7 @@ def engine_optimizer(settings: SFTSettings, total_steps: int) -> FSDPOptimizerCo
         lr_warmup_steps=warmup_steps(optim, total_steps),
         total_training_steps=total_steps,
         lr_scheduler_type="constant" if settings.schedule == "wsd" else settings.schedule,
-        min_lr_ratio=optim.min_lr_ratio,
+        min_lr_ratio=optim.min_lr_ratio or 0.0,
         num_cycles=optim.num_cycles,
         override_optimizer_config=optim.override_optimizer_config,
     )
