@@ -4,6 +4,8 @@ A command is the module and its arguments as a shell gives them. `REFUSED` has t
 part that is not built, with a piece of the message that names it.
 """
 
+# ruff: noqa: E501
+
 DATA = """
     data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=$HOME/data/gsm8k/test.parquet
     data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024

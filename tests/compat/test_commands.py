@@ -65,7 +65,8 @@ USUAL = (
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in ACCEPTED]
+    "name",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in ACCEPTED],
 )
 def test_a_command_reaches_the_plan(name, monkeypatch, tmp_path, capsys):
     start(ACCEPTED[name], monkeypatch, tmp_path)
