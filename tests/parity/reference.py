@@ -86,7 +86,8 @@ def merged(
 def policy_loss(
     logits: Tensor, rows: TensorDict, aggregation: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO with a dual clip, an entropy bonus and a k3 penalty for leaving the reference policy."""
+    """PPO with a dual clip, an entropy bonus, a k3 penalty for leaving the reference policy, and
+    cross-entropy on weighted tokens."""
     mask = rows["response_mask"].bool()
     log_p = (logits / TEMPERATURE).log_softmax(-1)  # (B, T, V)
     log_prob = log_p.gather(-1, rows["responses"][..., None]).squeeze(-1)
@@ -100,11 +101,15 @@ def policy_loss(
     kl = (torch.exp(behind) - 1 - behind).clamp(max=LARGEST_KL)
     pg_loss = aggregate(torch.minimum(worse, bound), mask, aggregation)
     kl_loss = aggregate(kl, mask, aggregation)
+    if "kl_weights" in rows.keys():  # noqa: SIM118 (a TensorDict)
+        kl_loss = weighted(kl, rows["kl_weights"])
+    ce_loss = weighted(-log_prob, rows["ce_weights"])
     bonus = aggregate(entropy, mask, aggregation)
-    loss = pg_loss - ENTROPY_COEFFICIENT * bonus + KL_COEFFICIENT * kl_loss
+    loss = pg_loss - ENTROPY_COEFFICIENT * bonus + KL_COEFFICIENT * kl_loss + ce_loss
     return loss, {
         "pg_loss": pg_loss,
         "kl_loss": kl_loss,
+        "ce_loss": ce_loss,
         "kl_coef": torch.tensor(KL_COEFFICIENT),
         "entropy": entropy[mask].mean(),
         "ppo_kl": -log_ratio[mask].mean(),
@@ -126,6 +131,10 @@ def value_loss(
         "vf_clipfrac": (clipped > plain)[mask].float().mean(),
         "vpred_mean": value[mask].mean(),
     }
+
+
+def weighted(values: Tensor, weights: Tensor) -> Tensor:
+    return (values * weights)[weights != 0].sum() / (weights != 0).sum()
 
 
 def aggregate(values: Tensor, mask: Tensor, mode: str) -> Tensor:

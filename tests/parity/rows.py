@@ -33,7 +33,10 @@ def batch(name: str) -> TensorDict:
         "ref_log_prob": noise_around(-5.5, shape, generator),
         "values": noise_around(0.0, shape, generator),
         "returns": noise_around(0.5, shape, generator),
+        "ce_weights": some_weights(mask[:, PROMPT:], generator),
     }
+    if name == "one prompt":
+        columns["kl_weights"] = some_weights(response_mask, generator)
     return TensorDict(
         {
             "input_ids": ids,
@@ -60,6 +63,12 @@ def ids_and_mask(
         ids[row, first:end] = torch.cat([prompts[prompt], response])
         mask[row, first:end] = 1
     return ids, mask
+
+
+def some_weights(present: Tensor, generator: torch.Generator) -> Tensor:
+    """A weight for about half of the tokens, those of the tool included."""
+    is_chosen = torch.rand(present.shape, generator=generator) < 0.5
+    return torch.rand(present.shape, generator=generator) * is_chosen * present
 
 
 def noise_around(mean: float, shape: torch.Size, generator: torch.Generator) -> Tensor:

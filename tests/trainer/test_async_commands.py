@@ -88,7 +88,7 @@ def test_a_program_may_pass_its_configuration(capsys):
         }
     )
     OmegaConf.set_struct(config, True)
-    main_ppo.main_with(main_ppo.ONE_STEP_OFF, config)
+    main_ppo.ONE_STEP_OFF.main(config)
     assert "Asynchronous schedule" in capsys.readouterr().out
     assert "async_training" not in config
 

@@ -25,7 +25,8 @@ BYPASS_CLIP: dict[str, Any] = {"bypass_mode": True, "loss_type": "ppo_clip"}
 BYPASS_GRADIENT: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
 
 
-def discounts(estimator: str) -> bool:
+def discounts(estimator: str | None) -> bool:
+    estimator = estimator or ""
     return estimator in ("gae", "reinforce_plus_plus", "remax") or "optimal_token" in estimator
 
 
@@ -234,9 +235,9 @@ class AlgoConfig(BaseConfig):
 
     _target_: str = "verl.trainer.config.AlgoConfig"
 
-    adv_estimator: str = "gae"
+    adv_estimator: str | None = "gae"
     """Advantage estimator: `gae` (needs a critic), `grpo`, `rloo`, `reinforce_plus_plus`, `remax`,
-    `opo`, `gpg`, ... or a registered name."""
+    `opo`, `gpg`, `gdpo`, `sppo`, ... or a registered name; null where the recipe makes pairs."""
 
     gamma: float = option(
         1.0,
@@ -262,11 +263,48 @@ class AlgoConfig(BaseConfig):
     norm_adv_by_std_in_grpo: bool = option(
         True,
         used_if=When(
-            lambda here, run: here.adv_estimator.startswith("grpo"),
+            lambda here, run: (here.adv_estimator or "").startswith("grpo"),
             "only the GRPO estimators use it",
         ),
     )
     """Divide GRPO's advantages by the spread of the group; off is Dr.GRPO (arXiv:2503.20783)."""
+
+    gdpo_reward_keys: list[str] = option(
+        default_factory=list,
+        used_if=When(
+            lambda here, run: here.adv_estimator == "gdpo", "only adv_estimator=gdpo uses it"
+        ),
+    )
+    """`gdpo`: numbers that the grader reports for each response, each normalised on its own."""
+
+    gdpo_reward_weights: list[float] | None = option(
+        None,
+        used_if=When(
+            lambda here, run: here.adv_estimator == "gdpo", "only adv_estimator=gdpo uses it"
+        ),
+    )
+    """`gdpo`: weight of each of them in the sum; null weighs all by 1."""
+
+    sppo_baseline: str = option(
+        "mean",
+        choices=("mean", "softmean", "batch_softmean"),
+        used_if=When(
+            lambda here, run: here.adv_estimator == "sppo", "only adv_estimator=sppo uses it"
+        ),
+    )
+    """`sppo`: baseline of a reward: the mean over the prompt's responses, their soft mean, or the
+    soft mean over the whole batch."""
+
+    sppo_eta: float = option(
+        1.0,
+        yaml="${oc.select:actor_rollout_ref.actor.sppo_eta,1.0}",
+        above=0,
+        used_if=When(
+            lambda here, run: here.adv_estimator == "sppo" and here.sppo_baseline != "mean",
+            "only the soft means of adv_estimator=sppo use it",
+        ),
+    )
+    """Sharpness of the soft means; follows `actor.sppo_eta`."""
 
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference policy from each token's reward."""

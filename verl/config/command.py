@@ -10,7 +10,7 @@ a traceback; torch is not imported on the way.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,19 +80,23 @@ class Override:
 
 
 def run(
-    task: Callable[[], None], default_config: str, config_dir: Path, *, option: str | None = None
+    task: Callable[[], None],
+    default_config: str,
+    config_dir: Path,
+    *,
+    options: Sequence[str] | None = None,
 ) -> None:
     """Run a `@hydra.main` function on the rewritten command line; mistakes end the process.
 
-    A command with an `option` of its own starts from `default_config`, whatever the task names.
+    A command with `options` of its own starts from `default_config`, whatever the task names.
     """
     rewritten = Rewritten()
     HydraConfig.instance().cfg = None  # forget the job of an earlier run in this process
     set_variable("HYDRA_FULL_ERROR", "1")  # Hydra raises, so that we choose message and exit code
     try:
         arguments = sys.argv[1:]
-        if option is not None:
-            arguments = with_option(arguments, option, default_config)
+        if options is not None:
+            arguments = with_options(arguments, options, default_config)
         rewritten = rewrite(arguments, default_config, config_dir)
         say(f"{old} is now {new}" for old, new in rewritten.renames.items())
         if rewritten.faults:
@@ -130,12 +134,12 @@ def rewrite(arguments: list[str], default_config: str, config_dir: Path) -> Rewr
     return result
 
 
-def with_option(arguments: list[str], option: str, default_config: str) -> list[str]:
-    """The arguments with a file and an option before the user's, so that theirs come last."""
+def with_options(arguments: list[str], options: Sequence[str], default_config: str) -> list[str]:
+    """The arguments with a file and options before the user's, so that theirs come last."""
     flags, overrides = split(arguments)
     first = arguments.index(overrides[0]) if overrides else len(arguments)
     named = [] if "name" in flags else [f"--config-name={default_config}"]
-    return [*named, *arguments[:first], option, *arguments[first:]]
+    return [*named, *arguments[:first], *options, *arguments[first:]]
 
 
 def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:

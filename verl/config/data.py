@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig, When, never, option, while_on
-from verl.config.roles import async_mode
+from verl.config.roles import async_mode, is_training
 
 
 @dataclass(kw_only=True)
@@ -113,6 +113,16 @@ class DataConfig(BaseConfig):
     prompt_key: str = "prompt"
     """Column with the prompt."""
 
+    chosen_key: str | None = option(
+        None,
+        used_if=When(
+            lambda here, run: is_training(run) and run.trainer.recipe == "spin",
+            "only trainer.recipe=spin uses it",
+        ),
+    )
+    """Column with an answer that is preferred to every response; null prefers the response with the
+    best reward."""
+
     reward_fn_key: str = "data_source"
     """Column whose value chooses the reward function."""
 
@@ -126,6 +136,9 @@ class DataConfig(BaseConfig):
         14, minimum=1, used_if=never("the processor of the model knows the size of its patches")
     )
     """Pixels per side of a vision patch."""
+
+    mm_processor_kwargs: dict[str, Any] = option(default_factory=dict)
+    """More keyword arguments for the model's image processor, for example `size`."""
 
     tokenizer: str | None = None
     """Tokenizer; null takes the model's."""

@@ -49,8 +49,32 @@ KINDS = {
     "transfer_queue_ppo": ("Batches stay in the store of TransferQueue.", TRANSFER_QUEUE),
 }
 
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+PAIRS = {
+    "actor_rollout_ref.rollout.n": 2,
+    LOSS: "dpo",
+    "algorithm.adv_estimator": None,
+}
+"""Two responses to a prompt, compared by their rewards."""
+
+SPPO = {"actor_rollout_ref.rollout.n": 5, LOSS: "sppo", "algorithm.adv_estimator": "sppo"}
+RECIPES = {
+    "online_dpo": (
+        "Online DPO: the best against the worst response to a prompt.",
+        PAIRS | {"trainer.recipe": "online_dpo", "trainer.project_name": "online_dpo"},
+    ),
+    "spin": (
+        "SPIN: DPO against the policy of the step before.",
+        PAIRS | {"trainer.recipe": "spin", "trainer.project_name": "spin"},
+    ),
+    "sppo": (
+        "SPPO: log-ratios that follow the reward above its baseline.",
+        SPPO | {"trainer.project_name": "sppo"},
+    ),
+}
+
 PRESETS: dict[str, Preset] = {
     f"{kind}{variant}_trainer": Preset(f"ppo{variant}_trainer", *told)
     for kind, told in KINDS.items()
     for variant in ("", "_megatron")
-}
+} | {f"{name}_trainer": Preset("ppo_trainer", *told) for name, told in RECIPES.items()}

@@ -30,11 +30,27 @@ CONFIG_DIR = Path(__file__).parent / "config"
 
 @dataclass(frozen=True)
 class Command:
-    """A command that is `main_ppo` with a file and an option of its own."""
+    """A command that is `main_ppo` with a file of defaults, and perhaps an option of its own."""
 
     config_name: str
-    key: str
-    value: Any
+    key: str | None = None
+    value: Any = None
+
+    @classmethod
+    def of_recipe(cls, name: str) -> "Command":
+        """The command of a recipe that has stages of its own."""
+        return cls(f"{name}_trainer", "trainer.recipe", name)
+
+    def main(self, config: DictConfig | None = None) -> None:
+        """Run it: with its file unless the command line names one, or with a configuration."""
+        if config is None:
+            options = [] if self.key is None else [f"{self.key}={self.value}"]
+            command.run(from_hydra, self.config_name, CONFIG_DIR, options=options)
+            return
+        config = config.copy()
+        if self.key is not None:
+            OmegaConf.update(config, self.key, self.value, force_add=True)
+        run_ppo(config)
 
 
 ONE_STEP_OFF = Command("one_step_off_ppo_trainer", "async_training.mode", "one_step_off")
@@ -43,6 +59,7 @@ TRANSFER_QUEUE = Command("transfer_queue_ppo_trainer", "transfer_queue.enable", 
 
 # What loads torch is imported when a run starts, not when a mistake is reported.
 _LAZY = {
+    "runner_of": "verl.trainer.recipes:runner_of",
     "TaskRunner": "verl.trainer.task_runner:TaskRunner",
     "TaskRunnerV1": "verl.trainer.task_runner:TaskRunner",
     "run_on_ray": "verl.trainer.on_ray:run_on_ray",
@@ -61,32 +78,6 @@ def main(config: DictConfig | None = None) -> None:
         run_ppo(config)
     else:
         command.run(from_hydra, CONFIG_NAME, CONFIG_DIR)
-
-
-def main_with(own: Command, config: DictConfig | None = None) -> None:
-    """A command of its own: its file unless the user names one, its option whatever the file."""
-    if config is None:
-        option = f"{own.key}={own.value}"
-        command.run(from_hydra, own.config_name, CONFIG_DIR, option=option)
-    else:
-        config = config.copy()
-        OmegaConf.update(config, own.key, own.value, force_add=True)
-        run_ppo(config)
-
-
-def one_step_off_main(config: DictConfig | None = None) -> None:
-    """`python -m verl.experimental.one_step_off_policy.main_ppo`."""
-    main_with(ONE_STEP_OFF, config)
-
-
-def fully_async_main(config: DictConfig | None = None) -> None:
-    """`python -m verl.experimental.fully_async_policy.fully_async_main`."""
-    main_with(FULLY_ASYNC, config)
-
-
-def transfer_queue_main(config: DictConfig | None = None) -> None:
-    """`python -m verl.experimental.transfer_queue.main_ppo`."""
-    main_with(TRANSFER_QUEUE, config)
 
 
 @hydra.main(config_path="config", config_name=CONFIG_NAME, version_base=None)
@@ -139,7 +130,7 @@ def train(loaded: Loaded, task_runner_class: type[Any] | None) -> None:
     elif task_runner_class is not None:
         task_runner_class().run(to_dictconfig(config))
     else:
-        lazy_attribute(__name__, _LAZY, "TaskRunner")().run(config)
+        lazy_attribute(__name__, _LAZY, "runner_of")(config)().run(config)
 
 
 if __name__ == "__main__":

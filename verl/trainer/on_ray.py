@@ -23,6 +23,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.roles import ranks_beside, world_size
 from verl.trainer.common import Termination
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.trainer.recipes import runner_of
 from verl.trainer.task_runner import TaskRunner
 from verl.utils.environment import EndsTheRun, ray_address, variables_of_verl
 from verl.utils.import_utils import require
@@ -76,7 +77,7 @@ def cpus_for_cpu_ranks(config: PPOConfig) -> int:
 
 
 def _run(ray: Any, config: PPOConfig, task_runner_class: Any) -> None:
-    cls = task_runner_class or TaskRunner
+    cls = task_runner_class or runner_of(config)
     plain = cls if isinstance(cls, type) else cls.__ray_metadata__.modified_class
     actor_class = ray.remote(num_cpus=1)(cls) if isinstance(cls, type) else cls
     run_id = uuid.uuid4().hex[:8]

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
+from verl.config.ppo import PPOConfig
+from verl.config.roles import needs_reference
 from verl.single_controller.base import Worker
 
 WorkerType = type[Worker]
@@ -45,12 +47,15 @@ _NAMES = {
 
 
 def need_reference_policy(config: Any) -> bool:
-    """Whether the KL term of the reward or the loss compares with a reference policy.
+    """Whether the KL term of the reward or the loss, or DPO, compares with a reference policy.
 
-    Takes the configuration, or a mapping from role to worker, which says so by holding the role.
+    Takes the configuration (a recipe's own may have no more than the keys of the KL), or a mapping
+    from role to worker, which says so by holding the role.
     """
     if _is_role_mapping(config):
         return Role.RefPolicy in config
+    if isinstance(config, PPOConfig):
+        return needs_reference(config)
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
 
 

@@ -1,14 +1,22 @@
 """The policy and its reference: log-probabilities of responses, and the policy-gradient update."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import agg_loss
+from verl.algos.components import CE_WEIGHTS, KL_WEIGHTS, weighted_mean
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_losses.reinforce import bypassed_loss
+from verl.algos.policy_losses.sequences import (
+    couples_prompts,
+    is_on_sequences,
+    prepare_sequences,
+)
 from verl.algos.policy_losses.terms import behaviour_metrics, is_prepared, prepare_loss
 from verl.algos.policy_losses.whole_sessions import compares_sequences, prepare_sessions
 from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
@@ -18,6 +26,8 @@ from verl.models.lora import as_started
 from verl.protocol.padded import POLICY_VERSIONS
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
+from verl.workers.engine.inputs import PROMPT_INDEX, prompt_groups
+from verl.workers.engine.routes import AUX_LOSS, MISMATCHES, load_metrics
 from verl.workers.mini_batch import (
     NUM_TOKENS,
     global_counts,
@@ -36,20 +46,29 @@ class Policy:
         self.config = config
         self.engine = engine
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+        self.keeps_prompts_whole = couples_prompts(config)
 
     def compute_log_prob(
         self, data: TensorDict, *, micro_batching: MicroBatching | Passes, temperature: float
     ) -> Columns:
         """`log_probs` and `entropy` of the response tokens, (B, T) each.
 
-        With `calculate_sum_pi_squared` also `sum_pi_squared`, which some baselines weigh by.
+        With `calculate_sum_pi_squared` also `sum_pi_squared`, which some baselines weigh by; with
+        `router_replay.mode=R2` also `routed_experts`, which the update replays.
         """
-        return self.engine.infer_batch(
+        if self.engine.routes is not None:
+            self.engine.routes.records = self.config.router_replay.mode == "R2"
+        columns = self.engine.infer_batch(
             data,
             micro_batching=micro_batching,
             temperature=temperature,
             with_sum_pi_squared=self.config.calculate_sum_pi_squared,
         )
+        if self.engine.routes is not None:
+            self.engine.routes.records = False
+            if MISMATCHES in columns:
+                self.engine.routes.check(columns.pop(MISMATCHES).mean().item())
+        return columns
 
     def update_policy(
         self,
@@ -63,7 +82,8 @@ class Policy:
         """Go over the batch `ppo_epochs` times, one optimizer step per mini-batch.
 
         On several ranks `data` is this rank's chunk and `plan` has the rows of each step, on all of
-        them. A rank alone makes its own plan, with `rows_per_step` rows in a mini-batch.
+        them. A rank alone makes its own plan, with `rows_per_step` sessions in a mini-batch, or as
+        many prompts where the loss compares their responses.
 
         `old_policy_version` is the engine's version when `old_log_probs` were computed. While it is
         still current, old and new policy are the same, and the ratio is exactly 1 by construction.
@@ -76,6 +96,7 @@ class Policy:
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
             micro_batching=self.micro_batching(),
+            keeps_prompts_whole=self.keeps_prompts_whole,
         )
         num_columns = data["response_mask"].shape[-1]
         results: list[tuple[TrainResult, dict[str, Metric]]] = []
@@ -84,20 +105,31 @@ class Policy:
             config.global_batch_info = dict(counts)
             is_on_policy = old_policy_version == engine.policy_version
             prepared = self._prepared(data, step)
-            if SESSION_INDEX in data.keys() and compares_sequences(config):  # noqa: SIM118
-                prepared |= self._prepared_sessions(
+            has_sessions = SESSION_INDEX in data.keys()  # noqa: SIM118 (a TensorDict)
+            if is_on_sequences(config) or (has_sessions and compares_sequences(config)):
+                prepared |= self._prepared_sequences(
                     data, step, temperature=temperature, is_on_policy=is_on_policy
                 )
             result = engine.train_batch(
                 data.copy().update(prepared),
-                partial(self.loss, prepared=tuple(prepared), is_on_policy=is_on_policy),
+                partial(
+                    self.loss,
+                    prepared=tuple(prepared),
+                    is_on_policy=is_on_policy,
+                    component_tokens=step.component_tokens,
+                ),
                 micro_batching=step.passes[engine.get_data_parallel_rank()],
                 temperature=temperature,
             )
             report = merge_reports(result.metrics, engine.get_data_parallel_group())
+            if is_on_policy and "actor/router_mismatch" in report:
+                engine.routes.check(report["actor/router_mismatch"].aggregate())
             results.append((result, report))
         engine.lr_scheduler_step()
-        return summarise(results, "actor")
+        metrics = summarise(results, "actor")
+        if engine.routes is not None:
+            metrics |= load_metrics(engine.routes.load, engine.get_data_parallel_group())
+        return metrics
 
     def _prepared(self, data: TensorDict, step: StepPlan) -> dict[str, Tensor]:
         """Columns that the loss wants made from all rows of the step, those of all ranks."""
@@ -115,7 +147,7 @@ class Policy:
         )
         return self._own_rows(data, step, made)
 
-    def _prepared_sessions(
+    def _prepared_sequences(
         self, data: TensorDict, step: StepPlan, *, temperature: float, is_on_policy: bool
     ) -> dict[str, Tensor]:
         """Columns of a loss on whole sequences, from all rows of the sessions of the step.
@@ -127,19 +159,28 @@ class Policy:
             passes = step.passes[self.engine.get_data_parallel_rank()]
             found = self.engine.infer_batch(data, micro_batching=passes, temperature=temperature)
             log_probs = found["log_probs"].to(log_probs.device)
-        names = ["old_log_probs", "advantages", "response_mask", SESSION_INDEX]
-        names += [name for name in ("rollout_is_weights",) if name in data.keys()]  # noqa: SIM118
-        rows = data.select(*names).update({"log_probs": log_probs})
-        columns = whole_step_columns(rows, [*names, "log_probs"], step, self.engine)
-        made = prepare_sessions(
-            log_prob=columns["log_probs"],
-            old_log_prob=columns["old_log_probs"],
-            advantages=columns["advantages"],
-            response_mask=columns["response_mask"],
-            session_index=columns[SESSION_INDEX],
-            config=self.config,
-            rollout_is_weights=columns.get("rollout_is_weights"),
-        )
+        is_coupled = is_on_sequences(self.config)
+        names = ["old_log_probs", "advantages", "response_mask"]
+        further = "ref_log_prob" if is_coupled else "rollout_is_weights"
+        names += [name for name in (SESSION_INDEX, further) if name in data.keys()]  # noqa: SIM118
+        prompts = torch.tensor(prompt_groups(data), device=log_probs.device)
+        rows = data.select(*names).update({"log_probs": log_probs, PROMPT_INDEX: prompts})
+        names += ["log_probs", PROMPT_INDEX]
+        columns = whole_step_columns(rows, names, step, self.engine)
+        common: dict[str, Any] = {
+            "log_prob": columns["log_probs"],
+            "old_log_prob": columns["old_log_probs"],
+            "advantages": columns["advantages"],
+            "response_mask": columns["response_mask"],
+            "config": self.config,
+            further: columns.get(further),
+        }
+        if is_coupled:
+            each_row = torch.arange(len(columns[PROMPT_INDEX]), device=log_probs.device)
+            sessions, prompts = columns.get(SESSION_INDEX, each_row), columns[PROMPT_INDEX]
+            made = prepare_sequences(session_index=sessions, prompt_index=prompts, **common)
+        else:
+            made = prepare_sessions(session_index=columns[SESSION_INDEX], **common)
         return self._own_rows(data, step, made)
 
     def _own_rows(
@@ -154,9 +195,16 @@ class Policy:
         return columns
 
     def loss(
-        self, columns: Columns, rows: TensorDict, *, prepared: tuple[str, ...], is_on_policy: bool
+        self,
+        columns: Columns,
+        rows: TensorDict,
+        *,
+        prepared: tuple[str, ...],
+        is_on_policy: bool,
+        component_tokens: Mapping[str, int],
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of some rows, divided by the counts in `config.global_batch_info`.
+        """The loss of some rows, divided by the counts in `config.global_batch_info`, and its
+        further components (`verl.algos.components`), each divided by its `component_tokens`.
 
         `prepared` are columns that the policy loss asked for. On-policy, old and new are the same.
         """
@@ -188,10 +236,24 @@ class Policy:
         report["actor/entropy"] = mean_entropy
         if config.use_kl_loss:
             kl = kl_penalty(log_prob, rows["ref_log_prob"], config.kl_loss_type)
-            kl_loss = self._aggregate(kl, mask)
+            if KL_WEIGHTS in component_tokens:
+                kl_loss = weighted_mean(kl, rows[KL_WEIGHTS], component_tokens[KL_WEIGHTS])
+            else:
+                kl_loss = self._aggregate(kl, mask)
             loss = loss + config.kl_loss_coef * kl_loss
             report["actor/kl_loss"] = kl_loss.detach()
             report["actor/kl_coef"] = config.kl_loss_coef
+        if CE_WEIGHTS in component_tokens:
+            ce_loss = weighted_mean(-log_prob, rows[CE_WEIGHTS], component_tokens[CE_WEIGHTS])
+            loss = loss + ce_loss
+            report["actor/ce_loss"] = ce_loss.detach()
+        if AUX_LOSS in columns:
+            aux_loss = columns[AUX_LOSS].sum() / config.global_batch_info["global_batch_size"]
+            loss = loss + self.engine.routes.aux_loss_coef * aux_loss
+            report["actor/router_aux_loss"] = aux_loss.detach()
+        if MISMATCHES in columns:
+            share = columns[MISMATCHES].sum() / config.global_batch_info["global_batch_size"]
+            report["actor/router_mismatch"] = share
         return loss, report
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:

@@ -30,9 +30,12 @@ from verl.single_controller.base.decorator import (
 from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import FlopsCounter
+from verl.utils.fs import copy_to_local
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
+from verl.utils.tokenizer import WithProcessorFiles
 from verl.workers.actor.dp_actor import Policy, Reference
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
+from verl.workers.engine.routes import ROUTED_EXPERTS
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
@@ -190,11 +193,13 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
                 activation_offload=config.model.enable_activation_offload,
                 probe_micro_batch=actor.probe_micro_batch,
                 is_exact=config.rollout.exact,
+                freezes_tower=actor.freeze_vision_tower,
                 keeps_start=self.is_ref,
                 is_shared=self.is_rollout and not has_own_process(config.rollout.name),
                 sequence_group=self.sequence_group,
             )
         )
+        self._prepare_replay()
         self.flops = FlopsCounter(self.engine.module.config)
         self.policy = Policy(actor, self.engine)
         self.generator = self.build_generator()
@@ -205,11 +210,21 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         self.checkpoints = checkpoint_manager(
             self.engine.module,
             self.engine,
-            processing_class=self.tokenizer,
+            processing_class=WithProcessorFiles(self.tokenizer, copy_to_local(config.model.path)),
             checkpoint_config=actor.checkpoint,
             rank=self.rank,
             world_size=self.world_size,
         )
+
+    def _prepare_replay(self) -> None:
+        mode, routes = self.config.actor.router_replay.mode, self.engine.routes
+        if mode != "disabled" and routes is None:
+            raise ValueError(
+                f"actor.router_replay.mode is {mode}, but {type(self.engine.module).__name__} has "
+                "no experts whose routes could be replayed: leave it out"
+            )
+        if routes is not None:
+            routes.must_agree = mode == "R3" and self.config.rollout.exact
 
     def _build_reference(self) -> Reference:
         """The policy itself where its adapters can be taken off, else a frozen model beside it."""
@@ -249,13 +264,23 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         """How the rows of an update are split into optimizer steps and micro-batches."""
         actor = self.config.actor
         return UpdateSettings(
-            rows_per_step=actor.ppo_mini_batch_size * self.config.rollout.n,
+            rows_per_step=self._rows_per_step,
             micro_batching=self.policy.micro_batching(),
             epochs=actor.ppo_epochs,
             shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
+            keeps_prompts_whole=self.policy.keeps_prompts_whole,
         )
 
-    @register(dispatch_mode=dispatch_inference(MESH, "actor"), columns=INFERENCE_COLUMNS)
+    @property
+    def _rows_per_step(self) -> int:
+        """Sessions of an optimizer step, or prompts where the loss compares their responses."""
+        prompts = self.config.actor.ppo_mini_batch_size
+        return prompts if self.policy.keeps_prompts_whole else prompts * self.config.rollout.n
+
+    @register(
+        dispatch_mode=dispatch_inference(MESH, "actor"),
+        columns=(*INFERENCE_COLUMNS, ROUTED_EXPERTS),
+    )
     @DistProfiler.annotate(role="actor_compute_log_prob")
     @tqbridge()
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -305,7 +330,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         with self.profiler.annotated("actor_update"):
             metrics = self.policy.update_policy(
                 model_rows(data),
-                rows_per_step=config.actor.ppo_mini_batch_size * config.rollout.n,
+                rows_per_step=self._rows_per_step,
                 temperature=config.rollout.temperature,
                 old_policy_version=data.meta_info.get("old_policy_version"),
                 plan=update_plan(data),

@@ -14,6 +14,7 @@ from verl import __version__
 from verl.models.exact import make_exact
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
+from verl.models.vision import has_vision
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
@@ -37,6 +38,7 @@ def native_options(
     override_config: Mapping[str, Any] | None = None,
     exact: bool = False,
     keeps_cache: bool = False,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Options of `build` as plain values; requests without a seed are seeded from `seed` on. With
     `exact` a token gets the same bits however it is computed."""
@@ -51,6 +53,7 @@ def native_options(
         "override_config": dict(override_config or {}),
         "exact": exact,
         "keeps_cache": keeps_cache,
+        "quantization": quantization,
     }
 
 
@@ -76,6 +79,7 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
         decode_text=lambda ids: str(tokenizer.decode(ids)),
         seed=options["seed"],
         keeps_cache=options["keeps_cache"],
+        quantization=options["quantization"],
     )
     return HostedNativeEngine(engine)
 
@@ -104,6 +108,7 @@ class HostedNativeEngine(HostedEngine):
             can_sleep=True,
             max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
             can_pause=True,
+            media="inputs" if has_vision(self.engine.runner.module.config) else "",
             keeps_cache=self.engine.keeps_cache,
         )
 

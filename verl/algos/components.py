@@ -1,0 +1,31 @@
+"""What a policy is trained by beside the policy gradient: cross-entropy and KL, weighted by token.
+
+    L = L_pg + sum_t ce_t (-log pi_t) / N_ce + kl_loss_coef sum_t kl_t KL_t / N_kl
+
+A batch may have the columns `ce_weights` and `kl_weights`, (B, T), which are ce_t and kl_t. N_ce
+and N_kl are the tokens of the whole optimizer step, over all ranks, whose weight is not 0, so the
+components neither dilute each other nor depend on how the step is split. The policy gradient
+counts the tokens of `response_mask`, whatever the weights are; without `kl_weights` so does the KL
+(`actor.use_kl_loss`), and without `ce_weights` there is no cross-entropy. Distillation beside
+rewards, demonstrations among the responses, a term on what tools replied: all are weights.
+"""
+
+from collections.abc import Mapping
+
+from tensordict import TensorDict
+from torch import Tensor
+
+CE_WEIGHTS, KL_WEIGHTS = "ce_weights", "kl_weights"
+COMPONENTS = (CE_WEIGHTS, KL_WEIGHTS)
+"""Columns that need not be there."""
+
+
+def component_tokens(rows: TensorDict | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """(B,) for each component that the rows have: their tokens with a weight in it."""
+    present = [name for name in COMPONENTS if name in rows.keys()]  # noqa: SIM118 (a TensorDict)
+    return {name: (rows[name] != 0).sum(-1) for name in present}
+
+
+def weighted_mean(values: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
+    """sum_t w_t v_t / num_tokens; what has weight 0 has no influence, even if it is NaN."""
+    return (values.masked_fill(weights == 0, 0) * weights).sum() / max(num_tokens, 1)
