@@ -210,6 +210,11 @@ ACCEPTED = {
         "actor_rollout_ref.rollout.multi_turn.interaction_config_path=interactions.yaml "
         "actor_rollout_ref.rollout.multi_turn.max_user_turns=3"
     ),
+    "vision": (
+        f"main_ppo {GRPO} data.image_key=images actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct "
+        "actor_rollout_ref.actor.freeze_vision_tower=True "
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True"
+    ),
     "one step off": (
         f"experimental.one_step_off_policy.main_ppo {GRPO} actor_rollout_ref.hybrid_engine=False "
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2 "
@@ -311,11 +316,5 @@ REFUSED = {
         "data.output_path=out.parquet model.path=deepseek-ai/deepseek-llm-7b-chat "
         "rollout.tensor_model_parallel_size=16",
         "must divide trainer.n_gpus_per_node (8)",
-    ),
-    "vision": (
-        f"main_ppo {GRPO} data.image_key=images actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct "
-        "actor_rollout_ref.actor.freeze_vision_tower=True "
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True",
-        "vision",
     ),
 }
