@@ -127,6 +127,34 @@ class RouterReplayConfig(BaseConfig):
     """File from which routing is replayed."""
 
 
+REPLAYED = When(lambda here, run: here.files is not None, "sft_replay.files is null")
+
+
+@dataclass(kw_only=True)
+class SFTReplayConfig(BaseConfig):
+    """Demonstrations that join the rows of an update, trained by cross-entropy."""
+
+    files: str | list[str] | None = None
+    """File or files with prompts and responses, as for supervised fine-tuning. Null: none."""
+
+    rows_per_mini_batch: int = option(1, minimum=1, used_if=REPLAYED)
+    """Demonstrations in each optimizer step, beside the sequences of `ppo_mini_batch_size`."""
+
+    coef: float = option(1.0, above=0, used_if=REPLAYED)
+    """Factor on their cross-entropy, which is a mean over their response tokens."""
+
+    prompt_key: str = option("prompt", used_if=REPLAYED)
+    """Column with the prompt: text, or messages."""
+
+    response_key: str = option("response", used_if=REPLAYED)
+    """Column with the response."""
+
+    @property
+    def num_rows(self) -> int:
+        """Demonstrations in each optimizer step."""
+        return 0 if self.files is None else self.rows_per_mini_batch
+
+
 @dataclass(kw_only=True)
 class ActorConfig(BaseConfig):
     """What every actor has."""
@@ -322,6 +350,23 @@ class ActorConfig(BaseConfig):
         used_if=while_on("use_kl_loss"),
     )
     """Estimator of that KL. A trailing `+` takes its value with the gradient of `k2`."""
+
+    sft_replay: SFTReplayConfig = option(default_factory=SFTReplayConfig)
+    """Demonstrations that join the rows of an update, trained by cross-entropy."""
+
+    ce_on_tool_text_coef: float = option(0.0, minimum=0)
+    """Weight of a cross-entropy on the response tokens that the policy did not write: replies of
+    tools, users and environments. 0: none."""
+
+    positive_nll_coef: float = option(0.0, minimum=0)
+    """Weight of a cross-entropy on responses that are right (VAPO, arXiv:2504.05118, has 0.1),
+    divided by their tokens; 0 has none."""
+
+    positive_nll_min_score: float = option(
+        1.0,
+        used_if=When(lambda here, run: here.positive_nll_coef > 0, "positive_nll_coef is 0"),
+    )
+    """From which `acc` (or score, where graders report no `acc`) on a response counts as right."""
 
     use_rollout_log_probs: bool = False
     """Take the rollout's log-probabilities as the old policy's (fully asynchronous training)."""
