@@ -33,7 +33,11 @@ def printed(capsys, monkeypatch, module, *arguments):
             ),
             "reference all ranks: a frozen copy",
         ),
-        ("recipe.sppo.main_sppo", ("actor_rollout_ref.actor.sppo_eta=2.0",), "responses per prompt 5"),
+        (
+            "recipe.sppo.main_sppo",
+            ("actor_rollout_ref.actor.sppo_eta=2.0",),
+            "responses per prompt 5",
+        ),
     ],
 )
 def test_a_command_has_the_defaults_of_its_recipe(capsys, monkeypatch, module, arguments, said):
