@@ -131,6 +131,7 @@ class Conversation:
                 "response_ids": self.response_ids,
                 "response_mask": self.response_mask,
                 "response_logprobs": self.response_logprobs,
+                "routed_experts": self.turns[-1].routed_experts if self.turns else None,
                 "num_turns": self.num_turns,
                 "stop_reason": self.turns[-1].stop_reason if self.turns else "",
                 "metrics": self.metrics,

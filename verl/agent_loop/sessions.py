@@ -127,6 +127,7 @@ def fill_trajectory(
             [(turn.token_ids, turn.policy_versions) for turn in turns.outputs],
         ),
     ]
+    trajectory.segments[-1].routed_experts = output.routed_experts
     trajectory.session_id = turns.session_id
     trajectory.reward_score = output.reward_score
     trajectory.num_turns = output.num_turns

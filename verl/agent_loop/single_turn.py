@@ -62,6 +62,7 @@ def answer(prompt_ids: list[int], output: TokenOutput, start: float) -> AgentLoo
         response_ids=output.token_ids,
         response_mask=[1] * len(output.token_ids),
         response_logprobs=output.log_probs,
+        routed_experts=output.routed_experts,
         num_turns=2,
         stop_reason=output.stop_reason,
         metrics=AgentLoopMetrics(

@@ -16,7 +16,7 @@ from verl.config.base import Absent, BaseConfig, When, never, option, runtime_va
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.roles import BACK_END, CHUNKED, FUSED, ON_GPU, PACKED, ROUTES, shares_weights
+from verl.config.roles import BACK_END, CHUNKED, FUSED, ON_GPU, PACKED, ROUTE_FILES, shares_weights
 from verl.config.trainer import CheckpointConfig
 
 LOSS_AGG_MODES = (
@@ -114,13 +114,14 @@ class RouterReplayConfig(BaseConfig):
 
     _target_: str = "verl.workers.config.RouterReplayConfig"
 
-    mode: str = option("disabled", choices=("disabled", "R2", "R3"), absent=ROUTES)
-    """Replay the routing of the old policy (R2) or of the rollout engine (R3) in the update."""
+    mode: str = option("disabled", choices=("disabled", "R2", "R3"))
+    """Replay the routing of the old policy (R2) or of the rollout engine (R3) in the update: the
+    selected experts are replayed, their weights come from the live router."""
 
-    record_file: str | None = option(None, absent=ROUTES)
+    record_file: str | None = option(None, absent=ROUTE_FILES)
     """File to which routing is recorded."""
 
-    replay_file: str | None = option(None, absent=ROUTES)
+    replay_file: str | None = option(None, absent=ROUTE_FILES)
     """File from which routing is replayed."""
 
 

@@ -353,6 +353,27 @@ LIMITED = When(
     lambda here, run: run.reward_manager.name in ("rate_limited", "judge"),
     "only the reward managers rate_limited and judge use it",
 )
+
+
+def engine_size(rollout: Any) -> int:
+    """Devices of one engine."""
+    parts = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    return parts * rollout.pipeline_model_parallel_size
+
+
+def replicas(config: Any) -> int:
+    """Engines that generate side by side."""
+    ranks = rollout_ranks(config)
+    return max(1, ranks // engine_size(config.actor_rollout_ref.rollout))
+
+
+def engine_has_whole_weights(config: Any) -> bool:
+    """Whether every rank is sure to hold the whole model, and an engine is one rank."""
+    is_alone = role_ranks(config, "actor_rollout_ref") == 1
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return is_alone or (has_whole_weights(config) and size == 1)
+
+
 PROFILED = (
     When(lambda here, run: here.tool is not None, "no tool: global_profiler.tool is null"),
     When(
@@ -373,7 +394,7 @@ FULLY_ASYNC = When(
     "the run is not fully asynchronous: start it with "
     "verl.experimental.fully_async_policy.fully_async_main, or set async_training.mode=fully_async",
 )
-ROUTES = Absent("expert routes are not recorded or replayed yet: leave it out")
+ROUTE_FILES = Absent("routes travel with the batch, not in files: leave it out")
 BACK_END = Absent(
     "this training back-end is not built in yet: use fsdp", values=("megatron", "veomni")
 )

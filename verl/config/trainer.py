@@ -95,6 +95,15 @@ class TrainerConfig(BaseConfig):
     log_val_generations: int = option(0, minimum=0)
     """Validation samples shown in the trackers."""
 
+    board: bool = False
+    """Record steps and samples beside the checkpoints, and serve them as a page on this machine
+    while the run goes on; afterwards `python -m verl.board FOLDER` shows them."""
+
+    board_megabytes: int = option(
+        1024, minimum=1, used_if=When(lambda here, run: here.board, "board is off")
+    )
+    """Size of that record; beyond it the samples of the oldest steps are removed."""
+
     rollout_data_dir: str | None = None
     """Folder for all training responses, one JSON Lines file per step; null writes none."""
 

@@ -15,6 +15,7 @@ from verl.config.roles import (
     ROLLOUTS,
     STRATEGIES,
     TRACKERS,
+    async_mode,
     did_you_mean,
     has_own_loops,
     may_register_names,
@@ -36,6 +37,9 @@ REJECTION_CRITERIA = (
     "seq_max_k3",
 )
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
+RETURNS_ROUTES = ("native",)
+"""Engines whose outputs say which experts each token used."""
+
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -49,6 +53,7 @@ def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
     yield from correction_faults(config)
     yield from sequence_loss_faults(config)
     yield from pair_faults(config)
+    yield from replay_faults(config)
 
 
 def loop_faults(config: Any) -> Iterator[Fault]:
@@ -137,6 +142,76 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
         yield Fault(text, ("algorithm.filter_groups.metric",))
 
 
+def number_format_faults(config: Any) -> Iterator[Fault]:
+    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
+    if rollout.quantization is None:
+        return
+    if rollout.exact:
+        text = (
+            f"{key} is {rollout.quantization}, and {ROLLOUT}.exact is True; quantized layers do "
+            "not give the numbers of training: leave one of them out"
+        )
+        yield Fault(text, (key, f"{ROLLOUT}.exact"))
+    if rollout.name == "hf":
+        text = f"{key} is {rollout.quantization}, and rollout.name is hf, which has no such layers"
+        yield Fault(f"{text}: set rollout.name=native", (key, f"{ROLLOUT}.name"))
+
+
+def number_format_notices(config: Any) -> list[str]:
+    """Said at the start: what the sampling policy differs by, and what corrects for it."""
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    is_corrected = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
+    if rollout.quantization is None or is_corrected:
+        return []
+    return [
+        f"{ROLLOUT}.quantization is {rollout.quantization}: tokens are sampled by a policy that "
+        "differs from the trained one, and nothing corrects for it; "
+        "algorithm.rollout_correction.rollout_is=token weighs them "
+        "(training/rollout_probs_diff_mean shows the difference)"
+    ]
+
+
+def replay_faults(config: Any) -> Iterator[Fault]:
+    """Routes that are replayed must have been recorded, by the old policy or by the engine."""
+    section, key = config.actor_rollout_ref, "actor_rollout_ref.actor.router_replay.mode"
+    mode, rollout = section.actor.router_replay.mode, section.rollout
+    skips = {
+        "algorithm.rollout_correction.bypass_mode": config.algorithm.rollout_correction.bypass_mode,
+        f"{ROLLOUT}.exact": rollout.exact,
+        "actor_rollout_ref.actor.use_rollout_log_probs": section.actor.use_rollout_log_probs,
+    }
+    for other in (name for name, is_on in skips.items() if is_on and mode == "R2"):
+        text = (
+            f"{key} is R2, and {other} is True; then no pass of the old policy records routes: "
+            f"set {other}=False, or mode=R3"
+        )
+        yield Fault(text, (key, other))
+    ranks = section.actor.ulysses_sequence_parallel_size
+    if mode == "R2" and ranks > 1:
+        text = (
+            f"{key} is R2, and ulysses_sequence_parallel_size is {ranks}; routes are recorded "
+            "where a rank has whole rows: set it to 1, or mode=R3"
+        )
+        yield Fault(text, (key,))
+    if mode == "R3" and async_mode(config) != "sync":
+        text = (
+            f"{key} is R3, and async_training.mode is {async_mode(config)}; routes are not stored "
+            "with rows that go on across updates: set it to sync, or mode=R2"
+        )
+        yield Fault(text, (key,))
+    if mode == "R3" and not rollout.enable_rollout_routing_replay:
+        switch = f"{ROLLOUT}.enable_rollout_routing_replay"
+        yield Fault(
+            f"{key} is R3, which replays what the engine returns: set {switch}=True", (key,)
+        )
+    if mode == "R3" and rollout.name not in RETURNS_ROUTES:
+        text = (
+            f"{key} is R3, but rollout.name is {rollout.name}, which returns no routes; those that "
+            f"do: {', '.join(RETURNS_ROUTES)}. R2 replays the routes of the old policy instead"
+        )
+        yield Fault(text, (key, f"{ROLLOUT}.name"))
+
+
 def correction_faults(config: Any) -> Iterator[Fault]:
     correction = config.algorithm.rollout_correction
     path = "algorithm.rollout_correction"
@@ -162,6 +237,7 @@ def correction_faults(config: Any) -> Iterator[Fault]:
             "the trainer's arithmetic: set rollout.name=native or rollout.exact=False"
         )
         yield Fault(text, (key, "actor_rollout_ref.rollout.name"))
+    yield from number_format_faults(config)
     criteria = [name.strip() for name in (correction.rollout_rs or "").split(",") if name.strip()]
     for name in criteria:
         if name not in REJECTION_CRITERIA:

@@ -43,6 +43,7 @@ from verl.models.fused_norms import (
 )
 from verl.models.joined_linears import JoinedLinears, can_join
 from verl.models.kernels.availability import can_run_triton
+from verl.models.routing import is_generating
 
 logger = logging.getLogger(__name__)
 ROTARY = "apply_rotary_pos_emb"
@@ -201,8 +202,14 @@ class FusedGate(FusedForward):
 
 def is_untouched(layer: nn.Module) -> bool:
     """Whether calling it is a product with its weight and nothing else."""
-    is_plain = type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer)
+    is_plain = type(layer) is nn.Linear and layer.bias is None
+    # A layer that only the rollout engine computes otherwise is itself in all other passes.
+    is_plain &= "forward" not in vars(layer) or (has_other_form(layer) and not is_generating())
     return is_plain and not has_hooks(layer) and type(layer.weight) is nn.Parameter
+
+
+def has_other_form(layer: nn.Module) -> bool:
+    return type(layer.forward).__name__ == "Fp8Forward"
 
 
 class FusedAttention(FusedForward):

@@ -30,6 +30,7 @@ from transformers import (
 from verl.config.faults import ConfigError, Fault
 from verl.config.model import rope_faults
 from verl.models.attention import ATTENTION
+from verl.models.experts import prepare_experts, set_aux_loss
 from verl.models.head import OutputHead
 
 ROPE = ("rope_scaling", "rope_parameters", "rope_theta")
@@ -52,7 +53,8 @@ def load_causal_lm(
         attn_implementation=ATTENTION,
         trust_remote_code=trust_remote_code,
     )
-    return prepare(model).to(device)  # pyright: ignore[reportArgumentType]
+    set_aux_loss(prepare(model), override_config)
+    return model.to(device)  # pyright: ignore[reportArgumentType]
 
 
 def empty_causal_lm(
@@ -70,7 +72,7 @@ def empty_causal_lm(
             attn_implementation=ATTENTION,
             trust_remote_code=trust_remote_code,
         )
-    return prepare(model)
+    return set_aux_loss(prepare(model), override_config)
 
 
 def read_config(
@@ -125,6 +127,7 @@ def prepare_layers(model: PreTrainedModel) -> PreTrainedModel:
     refuse_state_outside_attention(model)
     disable_dropout(model)
     align_weights(model)
+    prepare_experts(model)
     return model.eval()
 
 

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from verl.config.base import BaseConfig
 from verl.config.critic import FSDPCriticModelCfg
 from verl.config.model import HFModelConfig
+from verl.models.experts import prepare_experts
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import require
 
@@ -372,6 +373,7 @@ def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     copy.tie_weights()
     if model.can_generate():
         copy.generation_config = model.generation_config
+    prepare_experts(copy)
     return copy.eval()
 
 

@@ -95,7 +95,7 @@ def usual_fields(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict[str, Tensor]:
     """`prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, and
-    `rollout_log_probs` and `rm_scores` where every trajectory has them."""
+    `rollout_log_probs`, `routed_experts` and `rm_scores` where every trajectory has them."""
     P, T = padding.prompt_length, padding.response_length
     ids = np.full((len(trajectories), P + T), padding.pad_token_id, dtype=np.int64)  # (B, L)
     is_token = np.zeros_like(ids)
@@ -137,10 +137,29 @@ def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict
     }
     if has_log_probs:
         columns["rollout_log_probs"] = torch.from_numpy(log_probs)
+    if all(t.segments[-1].routed_experts is not None for t in trajectories):
+        columns["routed_experts"] = padded_routes(trajectories, padding)
     scores = [0.0 if t.rows_after else t.reward_score for t in trajectories]
     if any(t.reward_score is not None for t in trajectories):
         columns["rm_scores"] = loop_scores(scores, attention_mask[:, P:])
     return columns
+
+
+def padded_routes(trajectories: Sequence[Trajectory], padding: Padding) -> Tensor:
+    """The experts of each token, (B, L, layers, k); the first k for tokens that have none, padding
+    and the last token of a row, whose outputs nobody reads."""
+    P, T = padding.prompt_length, padding.response_length
+    parts = [t.segments[-1].routed_experts for t in trajectories]
+    known = [part for part in parts if part is not None]
+    largest = max((int(part.max()) for part in known if part.size), default=0)
+    dtype = np.uint8 if largest < 256 else np.int16
+    layers, k = known[0].shape[1:]
+    routes = np.tile(np.arange(k, dtype=dtype), (len(known), P + T, layers, 1))
+    for row, (trajectory, part) in enumerate(zip(trajectories, known, strict=True)):
+        start = P - len(trajectory.prompt_ids)
+        count = min(len(part), P + T - start)
+        routes[row, start : start + count] = part[:count]
+    return torch.from_numpy(routes)
 
 
 def padded_versions(trajectories: Sequence[Trajectory], response_length: int) -> Tensor:

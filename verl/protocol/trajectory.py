@@ -91,6 +91,9 @@ class Segment:
 
     media: tuple[MediaRef, ...] = ()
     routed_experts: np.ndarray | None = None
+    """(tokens, layers, k) the experts of all tokens of the path that ends with this segment, the
+    last token perhaps left out; it is there on the last segment of a row, where they are recorded.
+    """
 
 
 @dataclass(kw_only=True)

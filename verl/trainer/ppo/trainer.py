@@ -200,8 +200,11 @@ class PPOTrainer(TrainingRun):
         with step.report.timed("old_log_prob"):
             found = self.actor_rollout_wg.compute_log_prob(batch)
         step.report.merge(found.meta_info.pop("metrics"))
-        entropy = masked_mean(found.batch.pop("entropys"), batch.batch["response_mask"])
+        entropys = found.batch.pop("entropys")
+        entropy = masked_mean(entropys, batch.batch["response_mask"])
         step.report.add("actor/entropy", entropy.item())
+        if self.config.trainer.board:
+            batch.batch["entropys"] = entropys
         batch = batch.union(found)
         if "rollout_log_probs" in batch.batch.keys():  # noqa: SIM118
             version = batch.meta_info.get("old_policy_version")

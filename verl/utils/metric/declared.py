@@ -462,13 +462,17 @@ SECTIONS = (
         ("val/<name>", "as reported", MEAN, "Validation of supervised training, such as val/loss."),
     ),
     _section(
+        "Experts",
+        ("actor/router_aux_loss", "1", SUM, "Load-balance loss per row; k when even."),
+        ("actor/router_mismatch", "ratio", SUM, "Replayed routes the router would not choose."),
+        ("actor/expert_load_max", "1", MAX, "Largest load of an expert over the mean."),
+        ("actor/expert_load_max/<layer>", "1", MAX, "The same of one layer."),
+        ("actor/expert_load_max_mean", "1", MAX, "Its mean over layers."),
+        ("actor/idle_experts", "ratio", MAX, "Share of experts that no token went to."),
+    ),
+    _section(
         "Time, speed, memory",
-        (
-            "timing_s/update_weights",
-            "s",
-            MAX,
-            "Seconds in which the rollout engines got the new weights, the drift check included.",
-        ),
+        ("timing_s/update_weights", "s", MAX, "Seconds until engines had new, checked weights."),
         (
             "timing_s/update_weights/<phase>",
             "s",

@@ -27,6 +27,7 @@ from verl.protocol.padded import POLICY_VERSIONS
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
 from verl.workers.engine.inputs import PROMPT_INDEX, prompt_groups
+from verl.workers.engine.routes import AUX_LOSS, MISMATCHES, load_metrics
 from verl.workers.mini_batch import (
     NUM_TOKENS,
     global_counts,
@@ -52,14 +53,22 @@ class Policy:
     ) -> Columns:
         """`log_probs` and `entropy` of the response tokens, (B, T) each.
 
-        With `calculate_sum_pi_squared` also `sum_pi_squared`, which some baselines weigh by.
+        With `calculate_sum_pi_squared` also `sum_pi_squared`, which some baselines weigh by; with
+        `router_replay.mode=R2` also `routed_experts`, which the update replays.
         """
-        return self.engine.infer_batch(
+        if self.engine.routes is not None:
+            self.engine.routes.records = self.config.router_replay.mode == "R2"
+        columns = self.engine.infer_batch(
             data,
             micro_batching=micro_batching,
             temperature=temperature,
             with_sum_pi_squared=self.config.calculate_sum_pi_squared,
         )
+        if self.engine.routes is not None:
+            self.engine.routes.records = False
+            if MISMATCHES in columns:
+                self.engine.routes.check(columns.pop(MISMATCHES).mean().item())
+        return columns
 
     def update_policy(
         self,
@@ -113,9 +122,14 @@ class Policy:
                 temperature=temperature,
             )
             report = merge_reports(result.metrics, engine.get_data_parallel_group())
+            if is_on_policy and "actor/router_mismatch" in report:
+                engine.routes.check(report["actor/router_mismatch"].aggregate())
             results.append((result, report))
         engine.lr_scheduler_step()
-        return summarise(results, "actor")
+        metrics = summarise(results, "actor")
+        if engine.routes is not None:
+            metrics |= load_metrics(engine.routes.load, engine.get_data_parallel_group())
+        return metrics
 
     def _prepared(self, data: TensorDict, step: StepPlan) -> dict[str, Tensor]:
         """Columns that the loss wants made from all rows of the step, those of all ranks."""
@@ -233,6 +247,13 @@ class Policy:
             ce_loss = weighted_mean(-log_prob, rows[CE_WEIGHTS], component_tokens[CE_WEIGHTS])
             loss = loss + ce_loss
             report["actor/ce_loss"] = ce_loss.detach()
+        if AUX_LOSS in columns:
+            aux_loss = columns[AUX_LOSS].sum() / config.global_batch_info["global_batch_size"]
+            loss = loss + self.engine.routes.aux_loss_coef * aux_loss
+            report["actor/router_aux_loss"] = aux_loss.detach()
+        if MISMATCHES in columns:
+            share = columns[MISMATCHES].sum() / config.global_batch_info["global_batch_size"]
+            report["actor/router_mismatch"] = share
         return loss, report
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:

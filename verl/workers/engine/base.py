@@ -71,6 +71,9 @@ class BaseEngine(ABC):
     """Ranks that hold the same rows and split the tokens of a micro-batch; None: no others.
     Gradients are summed over all ranks, these included."""
 
+    routes: Any = None
+    """`routes.RouteOptions` of a model with experts; None for any other."""
+
     @classmethod
     @abstractmethod
     def from_spec(cls, spec: EngineSpec) -> "BaseEngine":

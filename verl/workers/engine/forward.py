@@ -19,6 +19,7 @@ from verl.models.ulysses import SequenceShard, UlyssesLayout
 from verl.utils.device import without_waiting
 from verl.workers.engine.base import Columns
 from verl.workers.engine.inputs import HOST_COLUMNS, ModelInputs
+from verl.workers.engine.routes import PassRoutes, RouteOptions
 
 
 def forward_rows(
@@ -31,15 +32,19 @@ def forward_rows(
     prefix_sharing: bool,
     with_sum_pi_squared: bool,
     sequence_group: dist.ProcessGroup | None,
+    routes: RouteOptions | None = None,
 ) -> Columns:
     """`log_probs` and `entropy` of the response tokens, or `values`; (B, T), 0 where there is none.
 
-    `sequence_group` has the ranks that split the tokens of these rows.
+    `sequence_group` has the ranks that split the tokens of these rows; `routes` says what a model
+    with experts adds.
     """
     inputs = ModelInputs.of(rows, prefix_sharing=prefix_sharing).to(device)
-    layout = packed_layout(module, inputs.parts)
+    layout, shard = packed_layout(module, inputs.parts), None
     if sequence_group is not None:
         shard = SequenceShard(len(inputs.input_ids), inputs.sources, sequence_group)
+    experts = None if routes is None else PassRoutes(module, rows, inputs, shard)
+    if shard is not None:
         inputs, layout = inputs.shard(shard), UlyssesLayout(layout, shard)
     hidden = hidden_states(module, inputs.input_ids, inputs.position_ids, layout, **inputs.extra)
     sources = gather_rows(hidden, inputs.sources)
@@ -50,7 +55,10 @@ def forward_rows(
     columns = {"log_probs": log_probs, "entropy": entropy}
     if with_sum_pi_squared:
         columns["sum_pi_squared"] = sum_squared_probs(sources, head, temperature=temperature)
-    return {name: inputs.unpack(values) for name, values in columns.items()}
+    columns = {name: inputs.unpack(values) for name, values in columns.items()}
+    if experts is not None and routes is not None:
+        columns |= experts.columns(routes, inputs.sources)
+    return columns
 
 
 def rows_on_host(data: TensorDict) -> TensorDict:

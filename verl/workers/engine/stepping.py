@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.lora import hf_weights, without_adapters
+from verl.models.routing import Routing
 from verl.models.ulysses import refuse_unshardable
 from verl.utils.distributed import all_reduce_
 from verl.workers.engine.base import BaseEngine, Columns, LossFunction, TrainResult
@@ -39,6 +40,7 @@ from verl.workers.engine.memory import CudaMemory, DeviceMemory, MemoryOptions, 
 from verl.workers.engine.optimizer import MasterOptimizer, StepResult
 from verl.workers.engine.passes import GradientArrivals, PassScheduler
 from verl.workers.engine.residency import Residency
+from verl.workers.engine.routes import RouteOptions
 from verl.workers.engine.sharding import RankGroups
 from verl.workers.schedule import MicroBatching, Passes
 
@@ -105,6 +107,7 @@ class SteppingEngine(BaseEngine):
             prefix_sharing=self.prefix_sharing,
             with_sum_pi_squared=with_sum_pi_squared,
             sequence_group=self.sequence_group,
+            routes=self.routes,
         )
 
     def optimizer_step(self) -> StepResult:
@@ -123,6 +126,9 @@ class SteppingEngine(BaseEngine):
 
     def initialize(self) -> None:
         self.module = self.load_module()
+        routing = Routing.of(self.module)
+        if routing is not None:
+            self.routes = RouteOptions(aux_loss_coef=routing.aux_loss_coef)
         if self.sequence_group is not None:
             refuse_unshardable(self.module, self.sequence_group)
         self.device = self._compute_device or next(self.module.parameters()).device

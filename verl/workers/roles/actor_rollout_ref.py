@@ -33,6 +33,7 @@ from verl.utils.flops_counter import FlopsCounter
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
 from verl.workers.actor.dp_actor import Policy, Reference
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
+from verl.workers.engine.routes import ROUTED_EXPERTS
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
@@ -195,6 +196,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
                 sequence_group=self.sequence_group,
             )
         )
+        self._prepare_replay()
         self.flops = FlopsCounter(self.engine.module.config)
         self.policy = Policy(actor, self.engine)
         self.generator = self.build_generator()
@@ -210,6 +212,16 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
             rank=self.rank,
             world_size=self.world_size,
         )
+
+    def _prepare_replay(self) -> None:
+        mode, routes = self.config.actor.router_replay.mode, self.engine.routes
+        if mode != "disabled" and routes is None:
+            raise ValueError(
+                f"actor.router_replay.mode is {mode}, but {type(self.engine.module).__name__} has "
+                "no experts whose routes could be replayed: leave it out"
+            )
+        if routes is not None:
+            routes.must_agree = mode == "R3" and self.config.rollout.exact
 
     def _build_reference(self) -> Reference:
         """The policy itself where its adapters can be taken off, else a frozen model beside it."""
@@ -262,7 +274,10 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         prompts = self.config.actor.ppo_mini_batch_size
         return prompts if self.policy.keeps_prompts_whole else prompts * self.config.rollout.n
 
-    @register(dispatch_mode=dispatch_inference(MESH, "actor"), columns=INFERENCE_COLUMNS)
+    @register(
+        dispatch_mode=dispatch_inference(MESH, "actor"),
+        columns=(*INFERENCE_COLUMNS, ROUTED_EXPERTS),
+    )
     @DistProfiler.annotate(role="actor_compute_log_prob")
     @tqbridge()
     def compute_log_prob(self, data: DataProto) -> DataProto:

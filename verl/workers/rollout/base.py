@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from verl.utils.registry import Registry
 
 WAKE_SECONDS = 10.0
@@ -118,6 +120,10 @@ class TokenOutput:
 
     stop_reason: str = ""
     """`stop`, `length` or `abort`; empty while it runs."""
+
+    routed_experts: np.ndarray | None = None
+    """(tokens, layers, k) the experts of all tokens of prompt and response but the last, which no
+    pass has seen; None where the engine does not record them."""
 
     num_preempted: int = 0
     """Times its keys and values were computed again: the weights changed while it ran, or their

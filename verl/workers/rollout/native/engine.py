@@ -42,6 +42,8 @@ class NativeEngine(Rollout):
         seed: int = 0,
         tp_group: ProcessGroup | None = None,
         keeps_cache: bool = False,
+        quantization: str | None = None,
+        records_routes: bool = False,
     ) -> None:
         self.core = EngineCore(
             module,
@@ -52,6 +54,8 @@ class NativeEngine(Rollout):
             seed=seed,
             tp_group=tp_group,
             keeps_cache=keeps_cache,
+            quantization=quantization,
+            records_routes=records_routes,
         )
         self.limits = limits
         self._submissions: dict[RunningRequest, Submission] = {}

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.exact import exact_capacity
-from verl.models.forward import hidden_states
+from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, scaled_logits
+from verl.models.routing import generation_pass
 from verl.workers.rollout.native.attention import DecodeLayout, PrefillSequence
 from verl.workers.rollout.native.cache import CacheShape, HeadShape, KVCache
 from verl.workers.rollout.native.rows import RowTable, in_one_copy
@@ -45,6 +46,9 @@ class ModelRunner:
         self.tp_group = tp_group
         self.device = next(module.parameters()).device
         self.dtype = next(module.parameters()).dtype
+        self.recorder: RouteKeeper | None = None
+        """What keeps the expert routes of each pass, if somebody asks for them."""
+
         self.vocabulary = int(module.config.get_text_config().vocab_size)
 
     @property
@@ -93,7 +97,14 @@ class ModelRunner:
     def run_one_token(self, layout: AttentionLayout) -> Tensor:
         """Run one token, for a `layout` that records its inputs; the hidden state, (1, hidden)."""
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
-        return hidden_states(self.module, zero, zero, layout)
+        with generation_pass():
+            return hidden_states(self.module, zero, zero, layout)
+
+    @torch.no_grad()
+    def run_tokens(self, ids: Tensor) -> Tensor:
+        """The hidden states of one sequence, (n, hidden); nothing is kept."""
+        positions = torch.arange(len(ids), device=ids.device)
+        return self._hidden_states(ids, positions, packed_layout(self.module, [len(ids)]))
 
     def prefill(self, layout: AttentionLayout, sequences: Sequence[PrefillSequence]) -> Tensor:
         """Bring sequences into the cache; the hidden state of the last token of each."""
@@ -140,13 +151,28 @@ class ModelRunner:
         num_missing = -num_rows % ROW_TILE
         if num_missing:
             ids, positions = (F.pad(x, (0, num_missing)) for x in (ids, positions))
-        return hidden_states(self.module, ids, positions, layout)[:num_rows]
+        with generation_pass(self.recorder):
+            return hidden_states(self.module, ids, positions, layout)[:num_rows]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         num_rows = len(hidden)
         hidden = F.pad(hidden, (0, 0, 0, -num_rows % ROW_TILE))
         return scaled_logits(hidden, OutputHead.of(self.module), 1.0)[:num_rows]
+
+
+class RouteKeeper:
+    """The expert routes of the last pass."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._layers: list[Tensor] = [torch.empty(0)] * num_layers
+
+    def keep_routes(self, number: int, routes: Tensor) -> None:
+        self._layers[number] = routes
+
+    def routes(self, num_tokens: int) -> Tensor:
+        """(tokens, layers, k) on the host, without those of padding."""
+        return torch.stack([x[:num_tokens] for x in self._layers], 1).to("cpu", torch.int16)
 
 
 def packed_tokens(

@@ -47,6 +47,8 @@ class KnownTokens:
     the cache."""
 
     kept: KeptMemory | None = None
+    routes: "Tensor | None" = None
+    """Their experts, (tokens, layers, k), where these are recorded."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +57,9 @@ class KnownTokens:
 
     def prefix(self, num_tokens: int) -> "KnownTokens":
         layers = [(keys[:num_tokens], values[:num_tokens]) for keys, values in self.layers]
-        return KnownTokens(self.token_ids[:num_tokens], layers, self.kept if num_tokens else None)
+        routes = None if self.routes is None else self.routes[:num_tokens]
+        kept = self.kept if num_tokens else None
+        return KnownTokens(self.token_ids[:num_tokens], layers, kept, routes)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,6 +74,8 @@ class Sample:
     session_id: str | None = None
     slot: int = -1
     output: TokenOutput = field(default_factory=TokenOutput)
+    routes: "list[Tensor]" = field(default_factory=list)
+    """Experts of its tokens so far, in pieces of (tokens, layers, k), where these are recorded."""
 
     @property
     def num_tokens(self) -> int:

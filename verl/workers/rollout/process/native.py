@@ -37,6 +37,7 @@ def native_options(
     override_config: Mapping[str, Any] | None = None,
     exact: bool = False,
     keeps_cache: bool = False,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Options of `build` as plain values; requests without a seed are seeded from `seed` on. With
     `exact` a token gets the same bits however it is computed."""
@@ -51,6 +52,7 @@ def native_options(
         "override_config": dict(override_config or {}),
         "exact": exact,
         "keeps_cache": keeps_cache,
+        "quantization": quantization,
     }
 
 
@@ -76,6 +78,7 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
         decode_text=lambda ids: str(tokenizer.decode(ids)),
         seed=options["seed"],
         keeps_cache=options["keeps_cache"],
+        quantization=options["quantization"],
     )
     return HostedNativeEngine(engine)
 
