@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.algorithm import KL_TYPES, RolloutCorrectionConfig
-from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value, while_on
+from verl.config.base import BaseConfig, When, never, option, runtime_value, while_on
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -332,9 +332,7 @@ class ActorConfig(BaseConfig):
     )
     """Compute that sum again in the backward pass instead of keeping its inputs."""
 
-    freeze_vision_tower: bool = option(
-        False, absent=Absent("vision-language models are not trained yet: leave it out")
-    )
+    freeze_vision_tower: bool = False
     """Vision-language models: do not train the vision encoder."""
 
     use_prefix_grouper: bool = option(

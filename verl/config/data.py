@@ -137,6 +137,9 @@ class DataConfig(BaseConfig):
     )
     """Pixels per side of a vision patch."""
 
+    mm_processor_kwargs: dict[str, Any] = option(default_factory=dict)
+    """More keyword arguments for the model's image processor, for example `size`."""
+
     tokenizer: str | None = None
     """Tokenizer; null takes the model's."""
 

@@ -226,4 +226,7 @@ def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:
             f"name that the Hugging Face hub gave one for; name an existing folder. {error}"
         ) from error
     set_chat_template(tokenizer, config.data.chat_template or model.custom_chat_template)
-    return tokenizer, hf_processor(path, trust_remote_code=trusts)
+    processor = hf_processor(path, trust_remote_code=trusts)
+    if tokenizer.chat_template is None and processor is not None:
+        set_chat_template(tokenizer, processor.chat_template)  # older files have it there alone
+    return tokenizer, processor

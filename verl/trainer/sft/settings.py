@@ -41,7 +41,7 @@ from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import resolve_device
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs, load_extern_object
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.torch_functional import get_wsd_schedule_with_warmup
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.one_device import OneDeviceEngine
@@ -191,11 +191,22 @@ def build_dataset(
         return cls(files, tokenizer, settings.data, max_samples=max_samples)
     if settings.conversations is not None:
         return MultiTurnSFTDataset(
-            files, tokenizer, settings.conversations, max_samples=max_samples
+            files,
+            tokenizer,
+            settings.conversations,
+            build_processor(settings),
+            max_samples=max_samples,
         )
     dataset = SFTDataset(files, tokenizer, settings.data, max_samples=max_samples)
     dataset.check_lengths()
     return dataset
+
+
+def build_processor(settings: SFTSettings) -> Any:
+    """What turns images into the model's inputs; None for a model of text."""
+    model = settings.model
+    path = local_path(model.path, use_shm=model.use_shm)
+    return hf_processor(path, trust_remote_code=model.trust_remote_code)
 
 
 def create_sft_dataset(

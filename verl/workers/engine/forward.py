@@ -12,13 +12,15 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from verl.models.exact import is_exact
 from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, gather_rows, sum_squared_probs, token_log_probs
 from verl.models.loading import score_head
 from verl.models.ulysses import SequenceShard, UlyssesLayout
+from verl.models.vision import placed_features
 from verl.utils.device import without_waiting
 from verl.workers.engine.base import Columns
-from verl.workers.engine.inputs import HOST_COLUMNS, ModelInputs
+from verl.workers.engine.inputs import HOST_COLUMNS, MEDIA_ROW, MEDIA_TABLE, ModelInputs
 from verl.workers.engine.routes import PassRoutes, RouteOptions
 
 
@@ -46,7 +48,8 @@ def forward_rows(
     experts = None if routes is None else PassRoutes(module, rows, inputs, shard)
     if shard is not None:
         inputs, layout = inputs.shard(shard), UlyssesLayout(layout, shard)
-    hidden = hidden_states(module, inputs.input_ids, inputs.position_ids, layout, **inputs.extra)
+    features = placed_features(module, inputs.media, one_by_one=is_exact(module))
+    hidden = hidden_states(module, inputs.input_ids, inputs.position_ids, layout, features)
     sources = gather_rows(hidden, inputs.sources)
     if is_value_model:
         return {"values": inputs.unpack(score_head(module)(sources).squeeze(-1).float())}
@@ -73,8 +76,13 @@ def rows_on_host(data: TensorDict) -> TensorDict:
 
 def rows_on_device(rows: TensorDict, device: torch.device) -> TensorDict:
     """All columns on the device, without waiting for it."""
-    columns: Any = {name: without_waiting(rows[name], device) for name in rows.keys()}  # noqa: SIM118
+    columns: Any = {name: without_waiting(rows[name], device) for name in column_names(rows)}
     return TensorDict(columns, batch_size=rows.batch_size)
+
+
+def column_names(rows: TensorDict) -> list[str]:
+    """The names of tensors: all but the table of media."""
+    return [name for name in rows.keys() if name != MEDIA_TABLE]  # noqa: SIM118 (a TensorDict)
 
 
 def take_rows(data: TensorDict, rows: list[int]) -> TensorDict:
@@ -84,12 +92,18 @@ def take_rows(data: TensorDict, rows: list[int]) -> TensorDict:
         index = torch.tensor(rows)
         columns: Any = {
             name: data[name][without_waiting(index, data[name].device)]
-            for name in data.keys()  # noqa: SIM118
+            for name in column_names(data)
         }
-        return TensorDict(columns, batch_size=len(rows))
-    blank = {
-        name: torch.zeros(1, *column.shape[1:], dtype=column.dtype, device=column.device)
-        for name, column in data.items()
+        chosen = TensorDict(columns, batch_size=len(rows))
+        if MEDIA_TABLE in data.keys():  # noqa: SIM118 (a TensorDict)
+            chosen.set_non_tensor(MEDIA_TABLE, data.get_non_tensor(MEDIA_TABLE))
+        return chosen
+    blank: Any = {
+        name: torch.zeros(
+            1, *data[name].shape[1:], dtype=data[name].dtype, device=data[name].device
+        )
+        for name in column_names(data)
+        if name != MEDIA_ROW
     }
     blank["attention_mask"][:, 0] = 1
     return TensorDict(blank, batch_size=1)

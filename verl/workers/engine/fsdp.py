@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from verl.config.engine import FSDPEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.lora import hf_weights
+from verl.models.vision import vision_parts
 from verl.utils.checkpoint.pieces import Part
 from verl.workers.engine.base import Columns
 from verl.workers.engine.optimizer import LossScale, MasterOptimizer
@@ -166,7 +167,15 @@ class ForwardPass(nn.Module):
 
     def forward(self, *arguments: Any) -> Columns:
         # Copies: a hook that gathers weights for the backward pass would be lost on a view.
-        return {name: column.clone() for name, column in self._run(*arguments).items()}
+        unseen = self._nothing_of_the_tower()
+        return {name: column + unseen for name, column in self._run(*arguments).items()}
+
+    def _nothing_of_the_tower(self) -> Tensor | float:
+        """0, with a gradient of 0 for all trained weights of a vision tower: ranks sum the gradients
+        of the same weights, also where their rows have no images."""
+        towers = vision_parts(self.module) if torch.is_grad_enabled() else []
+        weights = [p for tower in towers for p in tower.parameters() if p.requires_grad]
+        return sum((weight.sum() * 0.0 for weight in weights), 0.0)
 
 
 class ShardedOptimizer(MasterOptimizer):

@@ -30,7 +30,9 @@ from verl.single_controller.base.decorator import (
 from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import FlopsCounter
+from verl.utils.fs import copy_to_local
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
+from verl.utils.tokenizer import WithProcessorFiles
 from verl.workers.actor.dp_actor import Policy, Reference
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
 from verl.workers.engine.routes import ROUTED_EXPERTS
@@ -191,6 +193,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
                 activation_offload=config.model.enable_activation_offload,
                 probe_micro_batch=actor.probe_micro_batch,
                 is_exact=config.rollout.exact,
+                freezes_tower=actor.freeze_vision_tower,
                 keeps_start=self.is_ref,
                 is_shared=self.is_rollout and not has_own_process(config.rollout.name),
                 sequence_group=self.sequence_group,
@@ -207,7 +210,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         self.checkpoints = checkpoint_manager(
             self.engine.module,
             self.engine,
-            processing_class=self.tokenizer,
+            processing_class=WithProcessorFiles(self.tokenizer, copy_to_local(config.model.path)),
             checkpoint_config=actor.checkpoint,
             rank=self.rank,
             world_size=self.world_size,
