@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from verl.config.async_training import V1Config
 from verl.config.base import Absent, BaseConfig, When, never, option
-from verl.config.roles import WITH_CRITIC
+from verl.config.roles import WITH_CRITIC, needs_reference
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 DEVICES = ("auto", "cuda", "cpu", "npu")
@@ -39,7 +39,10 @@ class TrainerConfig(BaseConfig):
     ref_update_freq: int = option(
         1,
         minimum=0,
-        used_if=When(lambda here, run: here.recipe == "spin", "only trainer.recipe=spin uses it"),
+        used_if=(
+            When(lambda here, run: here.recipe == "spin", "only trainer.recipe=spin uses it"),
+            When(lambda here, run: needs_reference(run), "there is no reference"),
+        ),
     )
     """Training steps after which the policy becomes the reference; 0 keeps the first one."""
 
