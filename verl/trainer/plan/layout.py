@@ -36,6 +36,7 @@ from verl.config.roles import (
     replicas,
     role_ranks,
     runs_prime,
+    teacher_ranks,
     world_size,
 )
 
@@ -211,7 +212,8 @@ def controller(config: Any) -> str:
     """Who starts the workers; `auto` is this process for one device and Ray otherwise."""
     if config.trainer.controller != "auto":
         return config.trainer.controller
-    return "local" if world_size(config) + ranks_beside(config) == 1 else "ray"
+    num_ranks = world_size(config) + ranks_beside(config) + teacher_ranks(config)
+    return "local" if num_ranks == 1 else "ray"
 
 
 def pool(config: Any, role: str) -> str:
