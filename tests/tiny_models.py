@@ -38,6 +38,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 8, **MOE},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_local_experts": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
     "gpt_oss": {
         "head_dim": 8,
         "sliding_window": 6,
@@ -65,8 +80,9 @@ def tiny_model(model_type: str, scale: float = 0.2, **changes: Any) -> PreTraine
 
 
 def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in an unmodified transformers model with its eager attention."""
+    """The same weights in an unmodified transformers model with its eager attention and experts."""
     config = deepcopy(model.config)  # from_config writes the attention into the config it is given
+    config._experts_implementation = "eager"
     twin = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     twin.load_state_dict(model.state_dict())
     return twin.eval()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, product
 
-from tests.parity.models import ARCHITECTURES
+from tests.parity.models import ARCHITECTURES, WITH_EXPERTS
 from tests.parity.rows import ROWS
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
@@ -42,7 +42,7 @@ def every_combination(num_ranks: int) -> list[Combination]:
     is_alone = num_ranks == 1
     setups = product(
         [1] if is_alone else [1, 2],
-        ["none"] if is_alone else ["zero1", "full"],
+        ["none"] if is_alone else ["zero1", "full", "experts"],
         [False, True],
         ARCHITECTURES,
         ["actor", "critic"],
@@ -66,6 +66,7 @@ def every_combination(num_ranks: int) -> list[Combination]:
         )
         for ranks_per_sequence, sharding, prefix_sharing, architecture, role, adapters in setups
         for cut, aggregation, rows in updates
+        if sharding != "experts" or (architecture in WITH_EXPERTS and not adapters)
     ]
 
 

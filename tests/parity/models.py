@@ -10,7 +10,8 @@ from verl.models.loading import empty_causal_lm, empty_value_model, load_causal_
 from verl.models.lora import LoraOptions, add_lora
 
 LORA = LoraOptions(rank=4, alpha=12)
-ARCHITECTURES = ("llama", "qwen2")  # qwen2: tied embeddings, biases
+ARCHITECTURES = ("llama", "qwen2", "qwen3_moe")  # qwen2: tied embeddings, biases
+WITH_EXPERTS = ("qwen3_moe",)
 
 
 def save_models(folder: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from verl.trainer.plan.memory import FAMILIES, model_shape, read_model_shape
+from verl.trainer.plan.shape import FAMILIES, model_shape, read_model_shape
 
 SMALL = {
     "vocab_size": 1000,
@@ -31,6 +31,21 @@ TRAITS = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**EXPERTS, "head_dim": 32, "mlp_only_layers": [1]},
     "olmoe": {"num_experts": 8},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_local_experts": 8,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+    },
 }
 
 
@@ -42,7 +57,7 @@ def real_count(config):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_count_is_exact(family, tmp_path):
-    config = CONFIG_MAPPING[family](**SMALL, **TRAITS.get(family, {}))
+    config = CONFIG_MAPPING[family](**{**SMALL, **TRAITS.get(family, {})})
     config.save_pretrained(tmp_path)
     assert read_model_shape(tmp_path).params == real_count(config)
 

@@ -171,6 +171,10 @@ class FSDPEngineConfig(EngineConfig):
     )
     """Accepted for older scripts: FSDP2 always keeps the original parameters."""
 
+    expert_parallel_size: int = option(1, minimum=1, used_if=SHARDED)
+    """Ranks over which the experts of each layer are spread; tokens travel to them. 1, or all ranks
+    that shard the weights."""
+
     ulysses_sequence_parallel_size: int = option(1, minimum=1)
     """Devices that share one sequence, for long contexts. Must divide the number of attention
     heads."""

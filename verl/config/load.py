@@ -35,6 +35,7 @@ from verl.config.schema import (
     flattened,
     nested,
 )
+from verl.config.validate_parts import number_format_notices
 
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)")
 
@@ -98,6 +99,8 @@ def load_config(
     user_set = set_by_user(modern.values, variant, written)
     sizes = sizes_per_gpu(tree.config, user_set, variant.keys)
     meant, said = async_values(tree.config, user_set) if is_training(tree.config) else ({}, [])
+    if is_training(tree.config):
+        said = [*said, *number_format_notices(tree.config)]
     if sizes.values or meant:
         tree = Tree(variant, modern.values | sizes.values | dict(meant))
     return Loaded(

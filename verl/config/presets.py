@@ -97,17 +97,57 @@ KINDS = {
         ONE_STEP_OFF,
     ),
     "fully_async_ppo": ("Fully asynchronous: prompts stream, weights follow.", FULLY_ASYNC),
+    "transfer_queue_ppo": ("Batches stay in the store of TransferQueue.", TRANSFER_QUEUE),
+}
+
+PRIME = {
+    "data.filter_accuracy": True,
+    "data.filter_truncate": True,
+    "data.truncation": "right",
+    "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.actor.entropy_coeff": 0.001,
+    "reward_model.enable": True,
+    "reward_model.reward_manager": "prime",
+    "algorithm.adv_estimator": "rloo",
+    "trainer.recipe": "prime",
+    "trainer.project_name": "prime",
+    "trainer.val_before_train": False,
+}
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+PAIRS = {
+    "actor_rollout_ref.rollout.n": 2,
+    LOSS: "dpo",
+    "algorithm.adv_estimator": None,
+}
+"""Two responses to a prompt, compared by their rewards."""
+
+SPPO = {"actor_rollout_ref.rollout.n": 5, LOSS: "sppo", "algorithm.adv_estimator": "sppo"}
+RECIPES = {
     "collabllm": ("CollabLLM (arXiv:2502.00640): reward of simulated conversations.", COLLABLLM),
     "dapo": ("DAPO (arXiv:2503.14476): clip-higher, token-mean, dynamic sampling.", DAPO),
     "entropy": ("KL-Cov (arXiv:2505.22617); loss_mode=clip_cov is Clip-Cov.", ENTROPY),
     "pf_ppo": ("PF-PPO (arXiv:2409.06957) with a replay buffer.", PF_PPO),
     "vapo": ("VAPO (arXiv:2504.05118): value pre-training, decoupled GAE, NLL.", VAPO),
-    "transfer_queue_ppo": ("Batches stay in the store of TransferQueue.", TRANSFER_QUEUE),
+    "online_dpo": (
+        "Online DPO: the best against the worst response to a prompt.",
+        PAIRS | {"trainer.recipe": "online_dpo", "trainer.project_name": "online_dpo"},
+    ),
+    "spin": (
+        "SPIN: DPO against the policy of the step before.",
+        PAIRS | {"trainer.recipe": "spin", "trainer.project_name": "spin"},
+    ),
+    "sppo": (
+        "SPPO: log-ratios that follow the reward above its baseline.",
+        SPPO | {"trainer.project_name": "sppo"},
+    ),
+    "prime": (
+        "PRIME: an implicit process reward model is trained beside the policy.",
+        PRIME,
+    ),
 }
 
 PRESETS: dict[str, Preset] = {
     f"{kind}{variant}_trainer": Preset(f"ppo{variant}_trainer", *told)
     for kind, told in KINDS.items()
     for variant in ("", "_megatron")
-    if not variant or kind not in ("collabllm", "dapo", "entropy", "pf_ppo", "vapo")
-}
+} | {f"{name}_trainer": Preset("ppo_trainer", *told) for name, told in RECIPES.items()}

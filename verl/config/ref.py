@@ -74,7 +74,10 @@ class RefConfig(BaseConfig):
     profiler: ProfilerConfig = option(default_factory=ProfilerConfig, used_if=RECORDED_WITH_ACTOR)
     """Profiling of this role."""
 
-    router_replay: RouterReplayConfig = option(default_factory=RouterReplayConfig)
+    router_replay: RouterReplayConfig = option(
+        default_factory=RouterReplayConfig,
+        used_if=never("the reference is another policy, whose routers choose for themselves"),
+    )
     """Replaying the routing of mixture-of-experts layers."""
 
 

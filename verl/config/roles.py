@@ -23,12 +23,14 @@ GROUP_ESTIMATORS = (
     "grpo",
     "grpo_passk",
     "grpo_vectorized",
+    "gdpo",
     "gpg",
     "opo",
     "optimal_token_baseline",
     "reinforce_plus_plus_baseline",
     "rloo",
     "rloo_vectorized",
+    "sppo",
     "tir_optimal_token_baseline",
 )
 ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "remax")
@@ -37,12 +39,20 @@ POLICY_LOSSES = (
     "bypass_mode",
     "cispo",
     "clip_cov",
+    "dpo",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
     "geo_mean",
     "gpg",
     "gspo",
+    "gvpo",
     "kl_cov",
     "sapo",
+    "sppo",
 )
+SEQUENCE_LOSSES = ("dpo", "gvpo", "sppo")
+"""On the log-ratio of whole sequences; their aggregation is their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +102,9 @@ AGENT_LOOPS = (
     "program_agent",
     "collabllm_agent",
 )
-RECIPES: tuple[str, ...] = ("pf_ppo",)
+RECIPES: tuple[str, ...] = ("online_dpo", "pf_ppo", "prime", "spin")
+PAIR_RECIPES = ("online_dpo", "spin")
+"""Recipes that turn rewards into pairs, and have no advantage estimator."""
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
 POOL_ROLES = ("actor_rollout_ref", "critic", "reward_model", "rollout")
 
@@ -131,8 +143,11 @@ def needs_critic(config: Any) -> bool:
 
 
 def needs_reference(config: Any) -> bool:
-    """Whether the run has a reference policy: exactly when some KL is taken to it."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    """Whether the run has a reference policy: when some KL is taken to it, or DPO compares with
+    it."""
+    actor = config.actor_rollout_ref.actor
+    is_compared = actor.policy_loss.loss_mode == "dpo" and not actor.dpo_reference_free
+    return config.algorithm.use_kl_in_reward or actor.use_kl_loss or is_compared
 
 
 def uses_lora(config: Any) -> bool:
@@ -250,6 +265,11 @@ def is_training(run: Any) -> bool:
     return "actor_rollout_ref" in run
 
 
+def runs_prime(run: Any) -> bool:
+    """Whether the reward model is PRIME's: a language model that is trained beside the policy."""
+    return is_training(run) and run.trainer.get("recipe") == "prime"
+
+
 def async_mode(run: Any) -> str:
     """How training and generation overlap: `sync`, or a mode of `verl.config.async_plan`."""
     if not is_training(run):
@@ -349,10 +369,40 @@ WITH_CRITIC = When(
     "there is no critic: algorithm.adv_estimator does not use one",
 )
 REWARD_MODEL = while_on("enable")
+DISTILLED = When(lambda here, run: run.distillation.enabled, "distillation.enabled is off")
+FILTERED = When(
+    lambda here, run: here.filter_accuracy or here.filter_truncate,
+    "filter_accuracy and filter_truncate are off: each step draws what it trains on",
+)
+PRIME = When(lambda here, run: runs_prime(run), "only the recipe prime uses it")
+NOT_PRIME = When(
+    lambda here, run: not runs_prime(run), "the recipe prime gives its model the policy's tokens"
+)
 LIMITED = When(
     lambda here, run: run.reward_manager.name in ("rate_limited", "judge"),
     "only the reward managers rate_limited and judge use it",
 )
+
+
+def engine_size(rollout: Any) -> int:
+    """Devices of one engine."""
+    parts = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    return parts * rollout.pipeline_model_parallel_size
+
+
+def replicas(config: Any) -> int:
+    """Engines that generate side by side."""
+    ranks = rollout_ranks(config)
+    return max(1, ranks // engine_size(config.actor_rollout_ref.rollout))
+
+
+def engine_has_whole_weights(config: Any) -> bool:
+    """Whether every rank is sure to hold the whole model, and an engine is one rank."""
+    is_alone = role_ranks(config, "actor_rollout_ref") == 1
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return is_alone or (has_whole_weights(config) and size == 1)
+
+
 PROFILED = (
     When(lambda here, run: here.tool is not None, "no tool: global_profiler.tool is null"),
     When(
@@ -373,7 +423,7 @@ FULLY_ASYNC = When(
     "the run is not fully asynchronous: start it with "
     "verl.experimental.fully_async_policy.fully_async_main, or set async_training.mode=fully_async",
 )
-ROUTES = Absent("expert routes are not recorded or replayed yet: leave it out")
+ROUTE_FILES = Absent("routes travel with the batch, not in files: leave it out")
 BACK_END = Absent(
     "this training back-end is not built in yet: use fsdp", values=("megatron", "veomni")
 )

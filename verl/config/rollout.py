@@ -19,7 +19,6 @@ from verl.config.roles import (
     OWN_LOOPS,
     OWN_PROCESS,
     RECORDED_WITH_ACTOR,
-    ROUTES,
     SEVERAL_TURNS,
     async_mode,
     is_training,
@@ -309,14 +308,24 @@ class RolloutConfig(ServingConfig):
     quantization: str | None = option(
         None,
         choices=("fp8", "torchao"),
-        absent=Absent("rollouts with quantized weights are not built in yet: leave it out"),
+        absent=Absent("only fp8 is built in: set quantization=fp8", values=("torchao",)),
     )
-    """Generate with quantized weights; null keeps `dtype`."""
+    """Generate with linear layers in fp8 (`docs/fp8.md`); null keeps `dtype`."""
+
+    kv_cache_dtype: str = option(
+        "auto",
+        choices=("auto", "fp8"),
+        used_if=When(
+            lambda here, run: here.name in ("native", "native_process"),
+            "name is not native; other engines take it in engine_kwargs",
+        ),
+    )
+    """Number format of keys and values: that of the weights, or fp8, which takes half of it."""
 
     quantization_config_file: str | None = option(
-        None, absent=Absent("rollouts with quantized weights are not built in yet: leave it out")
+        None, used_if=When(lambda here, run: here.name == "vllm", "name is not vllm")
     )
-    """JSON file with more quantization settings."""
+    """vLLM: JSON file with more quantization settings."""
 
     layered_summon: bool = option(
         False, used_if=never("whole tensors are always put together one at a time")
@@ -433,7 +442,15 @@ class RolloutConfig(ServingConfig):
     """Updates of the rollout's weights between validations of a fully asynchronous run; null goes
     by `trainer.test_freq`, which counts training steps."""
 
-    enable_rollout_routing_replay: bool = option(False, absent=ROUTES)
+    enable_rollout_routing_replay: bool = option(
+        False,
+        used_if=When(
+            lambda here, run: (
+                not is_training(run) or run.actor_rollout_ref.actor.router_replay.mode == "R3"
+            ),
+            "actor.router_replay.mode is not R3",
+        ),
+    )
     """Return which experts each token used, for `actor.router_replay.mode=R3`."""
 
     mtp: MtpConfig | None = option(

@@ -16,6 +16,7 @@ from verl.config.roles import (
     ROLLOUTS,
     STRATEGIES,
     TRACKERS,
+    async_mode,
     did_you_mean,
     has_own_loops,
     may_register_names,
@@ -25,6 +26,8 @@ from verl.config.roles import (
     rollout_traits,
     world_size,
 )
+from verl.config.validate_pairs import pair_faults, sequence_loss_faults
+from verl.config.validate_prime import preference_faults, prime_faults
 
 REJECTION_CRITERIA = (
     *(
@@ -36,6 +39,9 @@ REJECTION_CRITERIA = (
     "seq_max_k3",
 )
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
+RETURNS_ROUTES = ("native",)
+"""Engines whose outputs say which experts each token used."""
+
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -47,6 +53,11 @@ def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
     yield from closed_name_faults(config)
     yield from estimator_faults(config)
     yield from correction_faults(config)
+    yield from sequence_loss_faults(config)
+    yield from pair_faults(config)
+    yield from replay_faults(config)
+    yield from preference_faults(config)
+    yield from prime_faults(config)
 
 
 def loop_faults(config: Any) -> Iterator[Fault]:
@@ -116,7 +127,7 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
         )
         yield Fault(text, ("algorithm.use_pf_ppo", "algorithm.adv_estimator"))
     if config.trainer.recipe == "pf_ppo":
-        yield from replay_faults(config)
+        yield from old_response_faults(config)
     if estimator == "grpo_passk" and n < 2:
         text = (
             f"actor_rollout_ref.rollout.n is {n}; algorithm.adv_estimator=grpo_passk compares the "
@@ -124,7 +135,7 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
         )
         yield Fault(text, ("actor_rollout_ref.rollout.n",))
     sums = config.actor_rollout_ref.actor.calculate_sum_pi_squared
-    if estimator.endswith("optimal_token_baseline") and not sums:
+    if (estimator or "").endswith("optimal_token_baseline") and not sums:
         key = "actor_rollout_ref.actor.calculate_sum_pi_squared"
         text = f"{key} is False; algorithm.adv_estimator={estimator} needs it: set it to True"
         yield Fault(text, (key,))
@@ -137,7 +148,80 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
         yield Fault(text, ("algorithm.filter_groups.metric",))
 
 
+def number_format_faults(config: Any) -> Iterator[Fault]:
+    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
+    if rollout.quantization is None and rollout.kv_cache_dtype == "auto":
+        return
+    if rollout.exact:
+        text = (
+            f"{ROLLOUT}.exact is True, quantization is {rollout.quantization} and kv_cache_dtype "
+            f"is {rollout.kv_cache_dtype}; rounded numbers are not those of training: set "
+            "exact=False, or leave the others out"
+        )
+        yield Fault(text, (key, f"{ROLLOUT}.exact"))
+    if rollout.name == "hf" and rollout.quantization is not None:
+        text = f"{key} is {rollout.quantization}, and rollout.name is hf, which has no such layers"
+        yield Fault(f"{text}: set rollout.name=native", (key, f"{ROLLOUT}.name"))
+
+
+def number_format_notices(config: Any) -> list[str]:
+    """Said at the start: what the sampling policy differs by, and what corrects for it."""
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    is_corrected = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
+    has_own_format = rollout.quantization is not None or rollout.kv_cache_dtype != "auto"
+    if not has_own_format or is_corrected:
+        return []
+    return [
+        f"{ROLLOUT}.quantization is {rollout.quantization}, kv_cache_dtype is "
+        f"{rollout.kv_cache_dtype}: tokens are sampled by a policy that "
+        "differs from the trained one, and nothing corrects for it; "
+        "algorithm.rollout_correction.rollout_is=token weighs them "
+        "(training/rollout_probs_diff_mean shows the difference)"
+    ]
+
+
 def replay_faults(config: Any) -> Iterator[Fault]:
+    """Routes that are replayed must have been recorded, by the old policy or by the engine."""
+    section, key = config.actor_rollout_ref, "actor_rollout_ref.actor.router_replay.mode"
+    mode, rollout = section.actor.router_replay.mode, section.rollout
+    skips = {
+        "algorithm.rollout_correction.bypass_mode": config.algorithm.rollout_correction.bypass_mode,
+        f"{ROLLOUT}.exact": rollout.exact,
+        "actor_rollout_ref.actor.use_rollout_log_probs": section.actor.use_rollout_log_probs,
+    }
+    for other in (name for name, is_on in skips.items() if is_on and mode == "R2"):
+        text = (
+            f"{key} is R2, and {other} is True; then no pass of the old policy records routes: "
+            f"set {other}=False, or mode=R3"
+        )
+        yield Fault(text, (key, other))
+    ranks = section.actor.ulysses_sequence_parallel_size
+    if mode == "R2" and ranks > 1:
+        text = (
+            f"{key} is R2, and ulysses_sequence_parallel_size is {ranks}; routes are recorded "
+            "where a rank has whole rows: set it to 1, or mode=R3"
+        )
+        yield Fault(text, (key,))
+    if mode == "R3" and async_mode(config) != "sync":
+        text = (
+            f"{key} is R3, and async_training.mode is {async_mode(config)}; routes are not stored "
+            "with rows that go on across updates: set it to sync, or mode=R2"
+        )
+        yield Fault(text, (key,))
+    if mode == "R3" and not rollout.enable_rollout_routing_replay:
+        switch = f"{ROLLOUT}.enable_rollout_routing_replay"
+        yield Fault(
+            f"{key} is R3, which replays what the engine returns: set {switch}=True", (key,)
+        )
+    if mode == "R3" and rollout.name not in RETURNS_ROUTES:
+        text = (
+            f"{key} is R3, but rollout.name is {rollout.name}, which returns no routes; those that "
+            f"do: {', '.join(RETURNS_ROUTES)}. R2 replays the routes of the old policy instead"
+        )
+        yield Fault(text, (key, f"{ROLLOUT}.name"))
+
+
+def old_response_faults(config: Any) -> Iterator[Fault]:
     """Responses of earlier steps are drawn by PF-PPO, and need a correction as other old ones."""
     size, key = config.algorithm.pf_ppo.replay_size, "algorithm.pf_ppo.replay_size"
     if not config.algorithm.use_pf_ppo or not size:
@@ -180,6 +264,7 @@ def correction_faults(config: Any) -> Iterator[Fault]:
             "the trainer's arithmetic: set rollout.name=native or rollout.exact=False"
         )
         yield Fault(text, (key, "actor_rollout_ref.rollout.name"))
+    yield from number_format_faults(config)
     criteria = [name.strip() for name in (correction.rollout_rs or "").split(",") if name.strip()]
     for name in criteria:
         if name not in REJECTION_CRITERIA:

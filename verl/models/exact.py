@@ -16,7 +16,7 @@ through other code than the rest. It is slower, and meant for proof.
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,14 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.kernels.availability import can_run_triton
+from verl.models.routing import RoutedForward, Routing, routers
+from verl.models.vision import vision_parts
 
 ROWS = 64
 QUERIES = 16
 
 _capacities: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+_exact: "WeakSet[nn.Module]" = WeakSet()
 
 
 def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
@@ -38,20 +41,37 @@ def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
     `capacity` is the longest sequence there will be, prompt and response together. On a GPU this
     holds for the whole process from now on.
     """
-    odd = [name for name, p in model.named_parameters() if p.dim() > 2]
-    if odd:
-        raise ValueError(
-            f"exact mode covers linear layers; {type(model).__name__} also has {odd[0]} "
-            f"of {dict(model.named_parameters())[odd[0]].dim()} dimensions: turn exact mode off"
-        )
+    vision = {id(module) for part in vision_parts(model) for module in part.modules()}
+    routing = Routing.of(model)
+    refuse_other_weights(model)
+    _exact.add(model)
+    for layer in () if routing is None else routing.layers:
+        layer.is_exact = True
     if model.device.type == "cuda" and can_run_triton(model.device):
         never_split_sums()
         return model
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        # A vision tower runs one image at a time, with the same shapes in rollout and training.
+        if isinstance(module, nn.Linear) and id(module) not in vision:
             module.forward = _TiledForward(module)
+        elif isinstance(module.forward, RoutedForward):
+            for router in routers(module):
+                router.forward = _TiledRouter(router)
     _capacities[model] = capacity
     return model
+
+
+def refuse_other_weights(model: PreTrainedModel) -> None:
+    """Exact are linear layers, the experts of transformers' own layers, and vision towers, which
+    run one image at a time."""
+    covered = {id(p) for m in model.modules() if "routing" in vars(m) for p in m.parameters()}
+    covered |= {id(p) for part in vision_parts(model) for p in part.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 2 and id(parameter) not in covered:
+            raise ValueError(
+                f"exact mode covers linear layers and experts; {type(model).__name__} also has "
+                f"{name} of {parameter.dim()} dimensions: turn exact mode off"
+            )
 
 
 def never_split_sums() -> None:
@@ -66,12 +86,31 @@ def exact_capacity(model: nn.Module) -> int | None:
     return _capacities.get(model)
 
 
+def is_exact(model: nn.Module) -> bool:
+    return model in _exact
+
+
 class _TiledForward:
     def __init__(self, module: nn.Linear) -> None:
         self.module = module
 
     def __call__(self, input: Tensor) -> Tensor:
         return exact_linear(input, self.module.weight, self.module.bias)
+
+
+class _TiledRouter:
+    """A router's own forward, which treats tokens one by one, in tiles of `ROWS` tokens."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.own_forward = module.forward
+
+    def __call__(self, hidden: Tensor) -> Any:
+        rows = hidden.flatten(0, -2)
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
+        parts = [self.own_forward(tile) for tile in padded.split(ROWS)]
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts)[: len(rows)]
+        return tuple(torch.cat(columns)[: len(rows)] for columns in zip(*parts, strict=True))
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -112,7 +151,8 @@ class ExactPackedLayout(AttentionLayout):
         parts = (x[:num_tokens].split(self.lengths) for x in (query, key, value))
         for q, k, v in zip(*parts, strict=True):
             outputs.append(exact_sequence_attention(q, k, v, self.capacity, options))
-        outputs.append(torch.zeros_like(query[num_tokens:]))  # padding of the pass
+        num_missing = len(query) - num_tokens  # padding of the pass
+        outputs.append(query.new_zeros(num_missing, query.shape[1], value.shape[2]))
         return torch.cat(outputs)
 
 

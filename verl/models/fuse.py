@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from verl.models.fused_norms import (
     FusedForward,
@@ -43,6 +44,8 @@ from verl.models.fused_norms import (
 )
 from verl.models.joined_linears import JoinedLinears, can_join
 from verl.models.kernels.availability import can_run_triton
+from verl.models.routing import is_generating
+from verl.models.vision import vision_parts
 
 logger = logging.getLogger(__name__)
 ROTARY = "apply_rotary_pos_emb"
@@ -68,7 +71,9 @@ def _fuse_modules(
 ) -> list[str]:
     verdicts: dict[Hashable, int | str] = {}
     fused, left = dict[str, None](), dict[str, str]()
-    for module in list(model.modules()):
+    parts = vision_parts(model) if isinstance(model, PreTrainedModel) else []
+    towers = {id(module) for part in parts for module in part.modules()}  # stay as they are
+    for module in [module for module in model.modules() if id(module) not in towers]:
         options = [] if isinstance(module.forward, FusedForward) else options_for(module)
         if not options:
             continue
@@ -201,8 +206,14 @@ class FusedGate(FusedForward):
 
 def is_untouched(layer: nn.Module) -> bool:
     """Whether calling it is a product with its weight and nothing else."""
-    is_plain = type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer)
+    is_plain = type(layer) is nn.Linear and layer.bias is None
+    # A layer that only the rollout engine computes otherwise is itself in all other passes.
+    is_plain &= "forward" not in vars(layer) or (has_other_form(layer) and not is_generating())
     return is_plain and not has_hooks(layer) and type(layer.weight) is nn.Parameter
+
+
+def has_other_form(layer: nn.Module) -> bool:
+    return type(layer.forward).__name__ == "Fp8Forward"
 
 
 class FusedAttention(FusedForward):

@@ -10,11 +10,20 @@ storage, so whoever moves it (weights that wait in CPU memory) frees it, and may
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class LowPrecision(Protocol):
+    """The same product in another number format, for some passes (`fp8`)."""
+
+    @property
+    def is_used(self) -> bool: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class JoinedLinears:
@@ -29,6 +38,7 @@ class JoinedLinears:
         if linears[0].bias is not None:
             _join([linear.bias for linear in linears])
         self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        self.low_precision: LowPrecision | None = None
 
     def install(self) -> None:
         """Let a call of the first layer compute for all; the others take what is theirs."""
@@ -62,6 +72,8 @@ class JoinedLinears:
 
     def product(self, x: Tensor) -> Tensor:
         """The outputs of all layers side by side, (..., sum of sizes)."""
+        if self.low_precision is not None and self.low_precision.is_used:
+            return self.low_precision(x)
         weight, bias = self.weight, self.bias
         if not torch.is_grad_enabled():
             return F.linear(x, weight, bias)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.protocol.data_proto import DataProto
 from verl.protocol.trajectory import Segment, Trajectory, response_segments
+from verl.utils.media import MEDIA, media_of, rope_positions
 from verl.utils.model import compute_position_id_with_mask
 
 REQUEST_ROW = "request_row"
@@ -57,6 +58,8 @@ def padded_batch(
     for name in names:
         columns[name] = [t.extra_fields.get(name) for t in trajectories]
     columns |= usual_fields(trajectories)
+    if any(t.media for t in trajectories):
+        columns[MEDIA] = plain_media(trajectories)
     if names:  # all of a row's extra fields, for reward functions
         columns["tool_extra_fields"] = [dict(t.extra_fields) for t in trajectories]
     if any(t.rows_after for t in trajectories):
@@ -95,7 +98,7 @@ def usual_fields(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict[str, Tensor]:
     """`prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, and
-    `rollout_log_probs` and `rm_scores` where every trajectory has them."""
+    `rollout_log_probs`, `routed_experts` and `rm_scores` where every trajectory has them."""
     P, T = padding.prompt_length, padding.response_length
     ids = np.full((len(trajectories), P + T), padding.pad_token_id, dtype=np.int64)  # (B, L)
     is_token = np.zeros_like(ids)
@@ -133,14 +136,54 @@ def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict
         "response_mask": torch.from_numpy(is_trained),
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "position_ids": compute_position_id_with_mask(attention_mask),
+        "position_ids": padded_positions(trajectories, attention_mask),
     }
     if has_log_probs:
         columns["rollout_log_probs"] = torch.from_numpy(log_probs)
+    if all(t.segments[-1].routed_experts is not None for t in trajectories):
+        columns["routed_experts"] = padded_routes(trajectories, padding)
     scores = [0.0 if t.rows_after else t.reward_score for t in trajectories]
     if any(t.reward_score is not None for t in trajectories):
         columns["rm_scores"] = loop_scores(scores, attention_mask[:, P:])
     return columns
+
+
+def padded_routes(trajectories: Sequence[Trajectory], padding: Padding) -> Tensor:
+    """The experts of each token, (B, L, layers, k); the first k for tokens that have none, padding
+    and the last token of a row, whose outputs nobody reads."""
+    P, T = padding.prompt_length, padding.response_length
+    parts = [t.segments[-1].routed_experts for t in trajectories]
+    known = [part for part in parts if part is not None]
+    largest = max((int(part.max()) for part in known if part.size), default=0)
+    dtype = np.uint8 if largest < 256 else np.int16
+    layers, k = known[0].shape[1:]
+    routes = np.tile(np.arange(k, dtype=dtype), (len(known), P + T, layers, 1))
+    for row, (trajectory, part) in enumerate(zip(trajectories, known, strict=True)):
+        start = P - len(trajectory.prompt_ids)
+        count = min(len(part), P + T - start)
+        routes[row, start : start + count] = part[:count]
+    return torch.from_numpy(routes)
+
+
+def padded_positions(trajectories: Sequence[Trajectory], attention_mask: Tensor) -> Tensor:
+    """(B, L), or (B, 3, L) where some row has images with positions in three axes."""
+    positions = compute_position_id_with_mask(attention_mask)
+    if all(one.grid is None for t in trajectories for one in t.media):
+        return positions
+    positions = positions[:, None].repeat(1, 3, 1)
+    for row, (trajectory, mask) in enumerate(zip(trajectories, attention_mask.bool(), strict=True)):
+        found = rope_positions(int(mask.sum()), trajectory.media)
+        if found is not None:
+            positions[row][:, mask] = torch.from_numpy(found)
+    return positions
+
+
+def plain_media(trajectories: Sequence[Trajectory]) -> list[list[dict[str, Any]] | None]:
+    """Images of rows as plain data, the same object for the same image."""
+    plain: dict[int, dict[str, Any]] = {}
+    return [
+        [plain.setdefault(id(one), one.as_plain()) for one in t.media] or None for t in trajectories
+    ]
 
 
 def padded_versions(trajectories: Sequence[Trajectory], response_length: int) -> Tensor:
@@ -194,13 +237,14 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
     own |= {"rollout_log_probs", POLICY_VERSIONS}
     versions = tensors[POLICY_VERSIONS].tolist() if POLICY_VERSIONS in tensors else None
     turns = batch.non_tensor_batch.get("__num_turns__", np.zeros(len(batch), dtype=np.int32))
+    media: Any = batch.non_tensor_batch.get(MEDIA, [None] * len(batch))
     found: list[Trajectory] = []
     for row in range(len(batch)):
         extras = {name: tensors[name][row] for name in tensors.keys() - own}
         extras |= {
             name: column[row]
             for name, column in batch.non_tensor_batch.items()
-            if name not in ("__num_turns__", "tool_extra_fields", SESSION_UID, REQUEST_ROW)
+            if name not in ("__num_turns__", "tool_extra_fields", SESSION_UID, REQUEST_ROW, MEDIA)
         }
         response = tensors["responses"][row][is_token[row, P:]].tolist()
         segments = response_segments(
@@ -227,6 +271,7 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
                     *segments,
                 ],
                 num_turns=int(turns[row]),
+                media=media_of(media[row]),
                 extra_fields=extras,
             )
         )

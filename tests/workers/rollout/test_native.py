@@ -62,7 +62,11 @@ def test_attention_sinks_belong_to_their_heads():
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", "qwen2", "qwen3", "gemma2", "mistral", "phi", "olmo2"]
+    "model_type",
+    [
+        *("llama", "qwen2", "qwen3", "gemma2", "mistral", "phi", "olmo2"),
+        *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"),
+    ],
 )
 def test_in_exact_mode_log_probs_are_bit_equal_to_the_training_pass(model_type):
     model = make_exact(tiny_model(model_type), CAPACITY)

@@ -25,6 +25,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.faults import Fault
 from verl.config.roles import (
     data_parallel_size,
+    engine_has_whole_weights,
     engine_of,
     is_own_reference,
     needs_critic,
@@ -32,8 +33,8 @@ from verl.config.roles import (
     pool_devices,
     ranks_beside,
     ranks_per_sequence,
+    replicas,
     role_ranks,
-    rollout_ranks,
     world_size,
 )
 
@@ -242,18 +243,6 @@ def layout(config: Any, role: str) -> str:
     return text
 
 
-def engine_size(rollout: Any) -> int:
-    """Devices of one engine."""
-    parts = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    return parts * rollout.pipeline_model_parallel_size
-
-
-def replicas(config: Any) -> int:
-    """Engines that generate side by side."""
-    ranks = rollout_ranks(config)
-    return max(1, ranks // engine_size(config.actor_rollout_ref.rollout))
-
-
 def rollout_placement(config: Any) -> RolePlacement:
     rollout = config.actor_rollout_ref.rollout
     count = replicas(config)
@@ -261,7 +250,7 @@ def rollout_placement(config: Any) -> RolePlacement:
     text = f"{rollout.name}, {engines}, tensor parallel {rollout.tensor_model_parallel_size}"
     if not config.actor_rollout_ref.hybrid_engine:
         return RolePlacement("rollout", rollout_pool(config), f"{text}, weights sent by the actor")
-    if rollout.name == "native" and has_whole_weights(config):
+    if rollout.name == "native" and engine_has_whole_weights(config):
         text += ", on the trainer's own weights"
     return RolePlacement("rollout", pool(config, "actor_rollout_ref"), text)
 
@@ -272,14 +261,6 @@ def rollout_pool(config: Any) -> str:
     if ranks_beside(config):
         return f"a pool of {rollout.nnodes} x {rollout.n_gpus_per_node}"
     return pool(config, "rollout")
-
-
-def has_whole_weights(config: Any) -> bool:
-    """Whether every rank is sure to hold the whole model, and an engine is one rank."""
-    engine, rollout = engine_of(config, "actor_rollout_ref"), config.actor_rollout_ref.rollout
-    is_alone = role_ranks(config, "actor_rollout_ref") == 1
-    is_zero1 = isinstance(engine, FSDPEngineConfig) and engine.sharding == "zero1"
-    return is_alone or (is_zero1 and rollout.tensor_model_parallel_size == 1)
 
 
 def reward_placement(config: Any) -> RolePlacement:

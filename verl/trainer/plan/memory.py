@@ -18,21 +18,10 @@ Per token of a micro-batch, with h hidden, i inner units and q, k the width of q
     head                       chunks of tokens, in fp32: 8 * V to train, 4 * V to score
 
 Framework overhead and fragmentation come on top; a tenth of the device is a fair allowance.
-
-The number of parameters follows from a model's `config.json`. A decoder is an embedding, L layers
-of attention and MLP, a last norm and a head; families differ in a few terms, which are named below.
-With h hidden units, n query heads and k key/value heads of size d, i inner units and V words,
-
-    attention = h*n*d + 2*h*k*d + n*d*h    (+ biases, + norms of queries and keys)
-    mlp       = 3*h*i                      (per expert, + h*E for the router of E experts)
-    total     = V*h + L*(attention + mlp + norms) + h    (+ V*h unless the head is tied)
 """
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from verl.config.engine import FSDPEngineConfig
@@ -40,127 +29,23 @@ from verl.config.ref import McoreRefConfig
 from verl.config.roles import (
     critic_lora_rank,
     data_parallel_size,
+    engine_has_whole_weights,
     engine_of,
     is_own_reference,
     needs_critic,
     needs_reference,
     ranks_per_sequence,
+    replicas,
     role_ranks,
+    rollout_traits,
     shares_weights,
     uses_lora,
 )
-from verl.trainer.plan.layout import has_whole_weights, replicas
+from verl.trainer.plan.shape import ModelShape, shape_at
+from verl.trainer.plan.sync import SyncPlan, sync_plan
 
 HEAD_CHUNK = 1024  # tokens whose logits exist at the same time
 FULL_DTYPES = ("float32", "fp32")
-# model_type -> what differs from Llama.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "phi3": {},
-    "qwen2": {"has_qkv_bias": True},
-    "qwen3": {"has_qk_norm": True},
-    "gemma": {"is_tied_by_default": True},
-    "gemma2": {"is_tied_by_default": True, "norms_per_layer": 4},
-    "gemma3_text": {"is_tied_by_default": True, "norms_per_layer": 4, "has_qk_norm": True},
-    "mixtral": {},
-    "qwen2_moe": {"has_qkv_bias": True},
-    "qwen3_moe": {"has_qk_norm": True},
-    "olmoe": {"has_wide_qk_norm": True},
-    "smollm3": {"is_tied_by_default": True},
-}
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes that parameter counts and memory estimates need."""
-
-    model_type: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    vocab: int
-    is_tied: bool
-    is_family_known: bool
-    norms_per_layer: int = 2
-    has_qkv_bias: bool = False
-    has_output_bias: bool = False
-    has_mlp_bias: bool = False
-    has_qk_norm: bool = False
-    has_wide_qk_norm: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_inner: int = 0
-    shared_inner: int = 0
-    dense_layers: int = 0
-
-    @property
-    def attention_params(self) -> int:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        count = self.hidden * (2 * queries + 2 * keys)
-        count += (queries + 2 * keys) if self.has_qkv_bias else 0
-        count += self.hidden if self.has_output_bias else 0
-        count += 2 * self.head_dim if self.has_qk_norm else 0
-        count += queries + keys if self.has_wide_qk_norm else 0
-        return count
-
-    @property
-    def dense_mlp_params(self) -> int:
-        bias = 2 * self.inner + self.hidden if self.has_mlp_bias else 0
-        return 3 * self.hidden * self.inner + bias
-
-    @property
-    def sparse_mlp_params(self) -> int:
-        """All experts, the router, and the shared expert with its gate."""
-        count = self.experts * (3 * self.hidden * self.expert_inner + self.hidden)
-        if self.shared_inner:
-            count += 3 * self.hidden * self.shared_inner + self.hidden
-        return count
-
-    @property
-    def embedding_params(self) -> int:
-        return self.vocab * self.hidden
-
-    @property
-    def layer_params(self) -> int:
-        """The largest layer: what FSDP gathers at a time."""
-        mlp = self.sparse_mlp_params if self.experts else self.dense_mlp_params
-        return self.attention_params + mlp + self.norms_per_layer * self.hidden
-
-    @property
-    def body_params(self) -> int:
-        """Everything but the head: what a critic or reward model shares with a policy."""
-        sparse = self.layers - self.dense_layers if self.experts else 0
-        dense = self.layers - sparse
-        per_layer = self.attention_params + self.norms_per_layer * self.hidden
-        return (
-            self.embedding_params
-            + self.layers * per_layer
-            + dense * self.dense_mlp_params
-            + sparse * self.sparse_mlp_params
-            + self.hidden
-        )
-
-    @property
-    def params(self) -> int:
-        return self.body_params + (0 if self.is_tied else self.embedding_params)
-
-    @property
-    def value_model_params(self) -> int:
-        """The body with one output per token instead of a head."""
-        return self.body_params + self.hidden
-
-    def lora_params(self, rank: int) -> int:
-        """Adapters of this rank on every linear layer of the body (router and head excluded)."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * (self.hidden + queries) + 2 * (self.hidden + keys)
-        mlp = 3 * (self.hidden + self.inner)
-        if self.experts:
-            mlp = 3 * (self.hidden + self.expert_inner) * self.experts
-        return rank * self.layers * (attention + mlp)
 
 
 @dataclass(frozen=True)
@@ -182,6 +67,7 @@ class MemoryPlan:
     shape: ModelShape | None
     reason: str = ""
     phases: list[Phase] = field(default_factory=list)
+    sync: SyncPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -222,18 +108,7 @@ def memory_plan(config: Any) -> MemoryPlan:
         busy = {"critic": critic.weights + critic.optimizer, "working weights": critic.gathered}
         update = {"gradients": critic.gradients, "activations": training}
         phases.append(Phase("update critic", at_rest | busy | update))
-    return MemoryPlan(shape, phases=phases)
-
-
-def shape_at(path: str) -> tuple[ModelShape | None, str]:
-    """The shape of the model in a folder, or None and the reason why it is not known."""
-    folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        return None, f"config.json not found at {folder}"
-    try:
-        return read_model_shape(folder), ""
-    except (KeyError, json.JSONDecodeError) as error:
-        return None, f"config.json at {folder} does not describe a model we can count ({error!r})"
+    return MemoryPlan(shape, phases=phases, sync=sync_plan(config, shape))
 
 
 def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State:
@@ -256,7 +131,11 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
         weights, gradients = stored * params / shards, 4 * trained / shards
         optimizer = (8 + (4 if stored == 2 else 0)) * trained / shards
         whole = params if not engine.reshard_after_forward else 0
-        gathered = compute * (whole or 2 * shape.layer_params + shape.embedding_params)
+        layer = shape.layer_params
+        if engine.expert_parallel_size > 1:  # rows travel to the experts, which stay where they are
+            layer -= shape.expert_params
+            gathered = compute * shape.layers * shape.expert_params / shards if stored == 4 else 0
+        gathered += compute * (whole or 2 * layer + shape.embedding_params)
     return State(
         weights=weights,
         optimizer=optimizer,
@@ -305,18 +184,24 @@ def reference_bytes(config: Any, shape: ModelShape) -> float:
 def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
     """The engine's own weights, if it has any, and a KV cache for all sequences it runs at once."""
     rollout = config.actor_rollout_ref.rollout
-    size = 4 if config.trainer.device == "cpu" else (1 if rollout.quantization == "fp8" else 2)
+    size = 4 if config.trainer.device == "cpu" else 2
     tensor = rollout.tensor_model_parallel_size
     parts: dict[str, float] = {}
     is_built_in = rollout.name in ("native", "hf")
     is_apart = not config.actor_rollout_ref.hybrid_engine
-    if is_apart or not (is_built_in and has_whole_weights(config)):
+    in_fp8 = shape.linear_params if rollout.quantization == "fp8" else 0
+    if is_apart or not (is_built_in and engine_has_whole_weights(config)):
         parts["engine weights"] = size * shape.params / tensor
+    if rollout_traits(rollout.name).is_builtin:  # beside the weights that they are made from
+        parts["fp8 weights"] = in_fp8 / tensor
+    else:  # instead of them, experts included
+        experts = shape.expert_params * (shape.layers - shape.dense_layers) if in_fp8 else 0
+        parts["engine weights"] -= (size - 1) * (in_fp8 + experts) / tensor
     sequences = math.ceil(config.data.train_batch_size * rollout.n / replicas(config))
     running = min(sequences, rollout.max_num_seqs)
     tokens = running * (rollout.prompt_length + rollout.response_length)
-    per_token = 2 * max(size, 2) * shape.layers * shape.kv_heads * shape.head_dim / tensor
-    parts["KV cache"] = tokens * per_token
+    size = 1 if rollout.kv_cache_dtype == "fp8" else size
+    parts["KV cache"] = tokens * size * shape.layers * shape.kv_width / tensor
     return parts
 
 
@@ -326,7 +211,7 @@ def activation_bytes(config: Any, shape: ModelShape) -> tuple[float, float]:
     compute = compute_bytes(config, engine)
     trained = tokens_per_micro_batch(config, config.actor_rollout_ref.actor, "ppo_")
     scored = tokens_per_micro_batch(config, config.actor_rollout_ref.rollout, "log_prob_")
-    width = 5 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    width = 5 * shape.hidden + shape.attention_width
     layer = compute * (width + 3 * active_inner(shape))
     if config.actor_rollout_ref.model.enable_gradient_checkpointing:
         kept = shape.layers * compute * shape.hidden + layer
@@ -362,58 +247,3 @@ def compute_bytes(config: Any, engine: Any) -> int:
     if config.trainer.device == "cpu":
         return 4
     return 4 if engine.dtype in FULL_DTYPES else 2
-
-
-def read_model_shape(folder: str | Path) -> ModelShape:
-    """Read `config.json` in a model's folder; FileNotFoundError when there is none."""
-    text = (Path(folder).expanduser() / "config.json").read_text()
-    return model_shape(json.loads(text))
-
-
-def model_shape(described: Mapping[str, Any]) -> ModelShape:
-    """The shape that a `config.json` describes; of a multimodal model, its language part."""
-    if "text_config" in described:
-        described = {
-            "tie_word_embeddings": described.get("tie_word_embeddings"),
-            **described["text_config"],
-        }
-    model_type = str(described["model_type"])
-    traits = dict(FAMILIES.get(model_type, {}))
-    tied = described.get("tie_word_embeddings")
-    is_tied_by_default = traits.pop("is_tied_by_default", False)
-    heads, layers = described["num_attention_heads"], described["num_hidden_layers"]
-    has_bias = bool(described.get("attention_bias"))
-    traits.setdefault("has_qkv_bias", has_bias)
-    return ModelShape(
-        model_type=model_type,
-        hidden=described["hidden_size"],
-        layers=layers,
-        heads=heads,
-        kv_heads=described.get("num_key_value_heads") or heads,
-        head_dim=described.get("head_dim") or described["hidden_size"] // heads,
-        inner=described["intermediate_size"],
-        vocab=described["vocab_size"],
-        is_tied=is_tied_by_default if tied is None else bool(tied),
-        is_family_known=model_type in FAMILIES,
-        has_output_bias=has_bias,
-        has_mlp_bias=bool(described.get("mlp_bias")),
-        **traits,
-        **expert_sizes(described, layers),
-    )
-
-
-def expert_sizes(described: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Sizes of a mixture of experts, under the names that the families use."""
-    experts = described.get("num_experts") or described.get("num_local_experts") or 0
-    if not experts:
-        return {}
-    step = described.get("decoder_sparse_step") or 1
-    dense_only = set(described.get("mlp_only_layers") or [])
-    sparse = [n for n in range(layers) if n not in dense_only and (n + 1) % step == 0]
-    return {
-        "experts": experts,
-        "experts_per_token": described.get("num_experts_per_tok") or 2,
-        "expert_inner": described.get("moe_intermediate_size") or described["intermediate_size"],
-        "shared_inner": described.get("shared_expert_intermediate_size") or 0,
-        "dense_layers": layers - len(sparse),
-    }

@@ -22,6 +22,7 @@ from verl.config.schema import walk_leaves
 from verl.config.validate import advice
 from verl.trainer.plan.layout import BatchTable, Placement, batch_table, placement
 from verl.trainer.plan.memory import MemoryPlan, memory_plan
+from verl.trainer.plan.sync import BETWEEN_NODES, IN_NODE
 
 WIDTH = 100
 GIB = 1024**3
@@ -210,9 +211,23 @@ def memory_table(plan: MemoryPlan) -> RenderableType:
     for phase in plan.phases:
         parts = [f"{name} {gib(size)}" for name, size in phase.parts.items() if size]
         table.add_row(phase.name, gib(phase.total), ", ".join(parts))
+    sync = sync_line(plan)
     family = "" if plan.shape.is_family_known else ", counted like Llama"
     model = Text(f"{plan.shape.model_type}, {billions(plan.shape.params)} parameters{family}")
-    return Group(model, table)
+    return Group(model, table, *sync)
+
+
+def sync_line(plan: MemoryPlan) -> list[Text]:
+    """What an update of the rollout's weights takes, with what is assumed of the machines."""
+    if plan.sync is None:
+        return []
+    text = f"weight update: {plan.sync.how}"
+    if plan.sync.num_bytes:
+        text += (
+            f"; {gib(plan.sync.num_bytes)} GiB in about {plan.sync.seconds:.1f} s at "
+            f"{IN_NODE / 1e9:.0f} GB/s in a node and {BETWEEN_NODES / 1e9:.0f} GB/s between nodes"
+        )
+    return [Text(text)]
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -24,11 +24,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from verl.config.engine import FSDPEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.models.experts import ExpertGroup, expert_modules
+from verl.models.lora import has_lora
+from verl.models.vision import vision_parts
 from verl.utils.distributed import all_reduce_, broadcast_dict_tensor, collective_device
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -150,6 +153,39 @@ def shard_mesh(group: dist.ProcessGroup, shard_size: int, device_type: str) -> D
     return DeviceMesh(device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
+def spread_experts(
+    module: PreTrainedModel, mesh: DeviceMesh, config: FSDPEngineConfig, dtype: torch.dtype
+) -> set[nn.Parameter]:
+    """Give each rank whole experts, an equal share of every layer's; those parameters.
+
+    They are sharded along their first dimension as FSDP would, but never gathered: rows travel to
+    their experts instead (`verl.models.experts`).
+    """
+    size = config.expert_parallel_size
+    if size == 1:
+        return set()
+    experts, key = expert_modules(module), "fsdp_config.expert_parallel_size"
+    if not experts or mesh.ndim != 1 or mesh.size() != size or has_lora(module):
+        raise ValueError(
+            f"{key} is {size}; it spreads the experts of a model that has some (this one has "
+            f"{len(experts)} layers of them), over all {mesh.size()} ranks, which hold one copy of "
+            f"the weights (fsdp_size=-1), and without adapters: set it to 1 or {mesh.size()}"
+        )
+    group, spread = ExpertGroup(mesh.get_group(), dtype), set[nn.Parameter]()
+    for name, part in experts.items():
+        routing = vars(part)["routing"]
+        if routing.num_experts % size:
+            text = f"{key} ({size}) must divide the {routing.num_experts} experts of {name}"
+            raise ValueError(text)
+        routing.group = group
+        for leaf, weight in list(part.named_parameters(recurse=False)):
+            local = weight.detach()[: weight.shape[0] // size]
+            whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            part.register_parameter(leaf, nn.Parameter(whole, requires_grad=weight.requires_grad))
+            spread.add(part.get_parameter(leaf))
+    return spread
+
+
 def shard(
     root: nn.Module,
     module: PreTrainedModel,
@@ -165,7 +201,7 @@ def shard(
         reduce_dtype=PrecisionType.to_dtype(config.mixed_precision.reduce_dtype),
         cast_forward_inputs=False,  # ids and columns are what they are
     )
-    units = []
+    units, spread = [], spread_experts(module, mesh, config, compute_dtype)
     for part in (*decoder_layers(module), root):
         unit = fully_shard(
             part,
@@ -173,6 +209,7 @@ def shard(
             reshard_after_forward=config.reshard_after_forward,
             mp_policy=precision,
             offload_policy=offload,
+            ignored_params=spread,
         )
         # Gradients are summed: losses are divided by counts over all ranks already.
         unit.set_gradient_divide_factor(1.0)
@@ -185,9 +222,13 @@ def shard(
 
 
 def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
-    """The layers that the model declares in `_no_split_modules`."""
+    """The layers that the model declares in `_no_split_modules`, but those of a vision tower: a
+    rank whose rows have no images does not run these."""
     names = set(module._no_split_modules or ())
-    layers = [part for part in module.modules() if type(part).__name__ in names]
+    seeing = {id(part) for tower in vision_parts(module) for part in tower.modules()}
+    layers = [
+        part for part in module.modules() if type(part).__name__ in names and id(part) not in seeing
+    ]
     if not layers:
         raise ValueError(
             f"{type(module).__name__} does not declare which of its modules are layers "

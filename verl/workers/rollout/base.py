@@ -14,6 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from verl.utils.media import Media
 from verl.utils.registry import Registry
 
 WAKE_SECONDS = 10.0
@@ -119,6 +122,10 @@ class TokenOutput:
     stop_reason: str = ""
     """`stop`, `length` or `abort`; empty while it runs."""
 
+    routed_experts: np.ndarray | None = None
+    """(tokens, layers, k) the experts of all tokens of prompt and response but the last, which no
+    pass has seen; None where the engine does not record them."""
+
     num_preempted: int = 0
     """Times its keys and values were computed again: the weights changed while it ran, or their
     memory was needed by who came before."""
@@ -145,6 +152,9 @@ class GenerationRequest:
     and stop texts may begin in them, so with equal weights the built-in engine gives what the uncut
     request would have given (bit for bit in exact mode). `max_tokens` counts new tokens. vLLM and
     SGLang draw with other random numbers: their seed is derived from (seed, `num_sampled`)."""
+
+    media: tuple[Media, ...] = ()
+    """Images of the prompt, in order; their tokens are in `prompt_ids`, expanded."""
 
 
 @dataclass(frozen=True, kw_only=True)

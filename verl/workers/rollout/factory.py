@@ -131,6 +131,9 @@ def native(spec: ModuleEngineSpec) -> Rollout:
         seed=spec.seed * SEEDS_PER_ENGINE,
         tp_group=spec.tp_group,
         keeps_cache=spec.rollout.kv_after_update == "keep",
+        quantization=spec.rollout.quantization,
+        records_routes=spec.rollout.enable_rollout_routing_replay,
+        kv_cache_dtype=spec.rollout.kv_cache_dtype,
     )
 
 
@@ -184,6 +187,8 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
         override_config=spec.override_config,
         keeps_cache=spec.rollout.kv_after_update == "keep",
         exact=spec.rollout.exact,
+        quantization=spec.rollout.quantization,
+        kv_cache_dtype=spec.rollout.kv_cache_dtype,
     )
     return process_spec(spec, build=BUILD_NATIVE, options=options)
 

@@ -123,6 +123,7 @@ class RunningBatch(Batch):
         self.cache.reserve(num_groups, rows.stop)
         layout = PrefillLayout(self.cache, sequences, self.runner.exact_capacity)
         hidden = self.runner.prefill(layout, sequences)
+        self._keep_routes(samples, sequences)
         table = RowTable.of(samples, self.limits.max_stop_tokens)
         self._table[rows] = table.to(self.runner.device)
         self._seen.enter(samples)
@@ -137,9 +138,18 @@ class RunningBatch(Batch):
         num_steps = min(sample.group.token_limit - sample.num_tokens for sample in samples)
         num_steps = min(num_steps, self.limits.tokens_per_step)
         layout = self.runner.decode_layout(self.cache, samples, table, num_steps)
+        routes, recorder = [], self.runner.recorder
         for step in range(num_steps):
             self._emit(step, rows, table, self.runner.decode(layout, table), needs)
-        return self._read(samples, rows, num_steps)
+            if recorder is not None:
+                routes.append(recorder.routes(len(samples)))
+        outputs = self._read(samples, rows, num_steps)
+        for row, output in enumerate(outputs if routes else ()):
+            # A step computes the token before the one that it gives.
+            output.sample.routes += [
+                step[row : row + 1] for step in routes[: len(output.token_ids)]
+            ]
+        return outputs
 
     def move_rows(self, moves: Sequence[tuple[Move, Sample]]) -> None:
         for move, sample in moves:
@@ -153,10 +163,23 @@ class RunningBatch(Batch):
     def keep(self, sample: Sample) -> KnownTokens:
         group, num_own = sample.group, sample.num_own - 1
         layers = self.cache.read(group.slot, group.num_shared, sample.slot, num_own)
-        return KnownTokens(sample.token_ids[:-1], layers)
+        routes = torch.cat(sample.routes) if sample.routes else None
+        return KnownTokens(sample.identity[:-1], layers, routes=routes)
 
     def reset(self) -> None:
         """Rows are filled whole when samples are admitted."""
+
+    def _keep_routes(self, samples: Sequence[Sample], sequences: Sequence[PrefillSequence]) -> None:
+        """Samples begin with the routes of what was computed for them, and of what was known."""
+        if self.runner.recorder is None:
+            return
+        counts = [sequence.num_new for sequence in sequences]
+        parts = self.runner.recorder.routes(sum(counts)).split(counts)
+        entered = iter(samples)
+        for sequence, part in zip(sequences, parts, strict=True):
+            known = [] if sequence.known.routes is None else [sequence.known.routes]
+            for _ in sequence.slots:
+                next(entered).routes = [*known, part]
 
     def _emit(self, step: int, rows: slice, table: RowTable, logits: Tensor, needs: Needs) -> None:
         """Sample a token for each of the rows and write it down; nothing goes to the host."""

@@ -14,18 +14,23 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from verl.models.exact import exact_capacity
+from verl.models.fp8 import Fp8Linears
 from verl.models.kernels.availability import can_run_triton
+from verl.models.routing import Routing
 from verl.models.tensor_parallel import load_weights, shard_model
 from verl.workers.rollout.base import GenerationRequest
 from verl.workers.rollout.native.attention import PrefillSequence, portions
 from verl.workers.rollout.native.batch import Batch, RunningBatch, StepOutput
 from verl.workers.rollout.native.cache import slots_or_pages
-from verl.workers.rollout.native.model_runner import ModelRunner
+from verl.workers.rollout.native.model_runner import ModelRunner, RouteKeeper
 from verl.workers.rollout.native.scheduler import Scheduler
 from verl.workers.rollout.native.sequence import (
     EngineLimits,
@@ -59,14 +64,32 @@ class EngineCore:
         seed: int = 0,
         tp_group: ProcessGroup | None = None,
         keeps_cache: bool = False,
+        quantization: str | None = None,
+        records_routes: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
-        """With `keeps_cache`, keys and values computed with older weights are used on."""
-        self.limits = limits
+        """With `keeps_cache`, keys and values computed with older weights are used on.
+
+        `quantization` "fp8" generates with quantized linear layers, which take memory of their own
+        beside the cache. With `records_routes` outputs say which experts each token used; steps are
+        then plain torch, which is slow on a GPU. `kv_cache_dtype` "fp8" keeps keys and values in
+        e4m3, with which twice as many fit.
+        """
         self.keeps_cache = keeps_cache
         self.eos_token_ids = frozenset(eos_token_ids)
         if tp_group is not None:
             shard_model(module, tp_group)
         self.runner = ModelRunner(module, tp_group)
+        if kv_cache_dtype == "fp8":
+            refuse_exact(module, "rollout.kv_cache_dtype")
+            self.runner.cache_dtype = torch.float8_e4m3fn
+        self.quantized = None if quantization is None else quantize(module, quantization)
+        if self.quantized is not None:
+            num_bytes = max(1, limits.max_cache_bytes - self.quantized.num_bytes)
+            limits = replace(limits, max_cache_bytes=num_bytes)
+        self.limits = limits
+        if records_routes:
+            self.runner.recorder = route_keeper(module)
         self.batch = build_batch(self.runner, limits)
         self.cache = self.batch.cache
         self.scheduler = Scheduler(
@@ -215,6 +238,8 @@ class EngineCore:
             return
         self.flush()  # what is in flight was computed with the old ones
         self._weights = weights
+        if self.quantized is not None:
+            self.quantized.refresh(self.runner.run_tokens)
         if self.keeps_cache:
             return
         self.sessions.clear()
@@ -232,6 +257,7 @@ class EngineCore:
                     num_shared=group.num_shared,
                     prompt_slot=group.slot,
                     slots=[sample.slot],
+                    media=group.media,
                     fills_prompt=sample is samples[0],
                 )
                 for sample in samples
@@ -243,6 +269,7 @@ class EngineCore:
                 num_shared=group.num_shared,
                 prompt_slot=group.slot,
                 slots=[sample.slot for sample in samples],
+                media=group.media,
                 known=known,
             )
         ]
@@ -297,6 +324,10 @@ class EngineCore:
 
     def _end(self, samples: Sequence[Sample]) -> None:
         """Take out samples that have their stop reason, and groups that have no others left."""
+        for sample in samples if self.runner.recorder is not None else ():
+            if sample.routes:
+                routes = torch.cat(sample.routes)[: len(sample.token_ids) - 1]
+                sample.output.routed_experts = routes.numpy()
         rows = sorted((s for s in samples if s.slot >= 0), key=lambda sample: sample.slot)
         for row in rows:
             self._keep_for_session(row)
@@ -342,9 +373,44 @@ class EngineCore:
         self.cache.free()  # what is in it may be half-written, or not finite
 
 
+def quantize(module: PreTrainedModel, quantization: str) -> Fp8Linears:
+    if quantization != "fp8":
+        raise ValueError(
+            f"rollout.quantization is {quantization}; the built-in engine quantizes to fp8: set "
+            "rollout.quantization=fp8 or null"
+        )
+    refuse_exact(module, "rollout.quantization")
+    return Fp8Linears(module)
+
+
+def refuse_exact(module: PreTrainedModel, key: str) -> None:
+    if exact_capacity(module) is not None:
+        raise ValueError(
+            f"{key} is fp8, and the model is exact; rounded numbers are not those of training: set "
+            "rollout.exact=False or leave it out"
+        )
+
+
+def route_keeper(module: PreTrainedModel) -> RouteKeeper:
+    routing = Routing.of(module)
+    if routing is None:
+        raise ValueError(
+            f"rollout.enable_rollout_routing_replay is True, but {type(module).__name__} has no "
+            "experts whose routes could be recorded: leave it out"
+        )
+    device = next(module.parameters()).device
+    if can_run_triton(device):
+        logger.warning(
+            "expert routes are recorded by plain torch, without graphs and kernels: slow. In exact "
+            "mode routers agree without replay (rollout.exact=True)"
+        )
+    return RouteKeeper(len(routing.layers))
+
+
 def build_batch(runner: ModelRunner, limits: EngineLimits) -> Batch:
     """Through kernels where there are some; plain torch is exact and runs anywhere."""
-    if runner.exact_capacity is None and can_run_triton(runner.device):
+    has_kernels = runner.exact_capacity is None and can_run_triton(runner.device)
+    if has_kernels and runner.recorder is None:
         from verl.workers.rollout.native.kernel_batch import (  # noqa: PLC0415 (Triton)
             KernelBatch,
             PagedBatch,

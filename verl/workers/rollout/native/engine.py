@@ -42,6 +42,9 @@ class NativeEngine(Rollout):
         seed: int = 0,
         tp_group: ProcessGroup | None = None,
         keeps_cache: bool = False,
+        quantization: str | None = None,
+        records_routes: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.core = EngineCore(
             module,
@@ -52,6 +55,9 @@ class NativeEngine(Rollout):
             seed=seed,
             tp_group=tp_group,
             keeps_cache=keeps_cache,
+            quantization=quantization,
+            records_routes=records_routes,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.limits = limits
         self._submissions: dict[RunningRequest, Submission] = {}

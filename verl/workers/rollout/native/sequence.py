@@ -8,10 +8,12 @@ only place where the engine looks at text.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.utils.media import Media, identity_ids
 from verl.utils.scramble import GOLDEN, keyed_seed, scramble
 from verl.workers.rollout.base import GenerationRequest, TokenOutput
 
@@ -42,11 +44,15 @@ class KnownTokens:
     """Tokens whose keys and values need not be computed, and where these are."""
 
     token_ids: list[int] = field(default_factory=list)
+    """As sequences are compared (`Sample.identity`)."""
+
     layers: "list[tuple[Tensor, Tensor]]" = field(default_factory=list)
     """Copies of them per layer, (tokens, KV heads, head dim) each; none where they have stayed in
     the cache."""
 
     kept: KeptMemory | None = None
+    routes: "Tensor | None" = None
+    """Their experts, (tokens, layers, k), where these are recorded."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +61,9 @@ class KnownTokens:
 
     def prefix(self, num_tokens: int) -> "KnownTokens":
         layers = [(keys[:num_tokens], values[:num_tokens]) for keys, values in self.layers]
-        return KnownTokens(self.token_ids[:num_tokens], layers, self.kept if num_tokens else None)
+        routes = None if self.routes is None else self.routes[:num_tokens]
+        kept = self.kept if num_tokens else None
+        return KnownTokens(self.token_ids[:num_tokens], layers, kept, routes)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,6 +78,8 @@ class Sample:
     session_id: str | None = None
     slot: int = -1
     output: TokenOutput = field(default_factory=TokenOutput)
+    routes: "list[Tensor]" = field(default_factory=list)
+    """Experts of its tokens so far, in pieces of (tokens, layers, k), where these are recorded."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +99,11 @@ class Sample:
     def token_ids(self) -> list[int]:
         """Prompt and response."""
         return self.group.prompt_ids + self.output.token_ids
+
+    @property
+    def identity(self) -> list[int]:
+        """Prompt and response as sequences are compared: images by their content."""
+        return identity_ids(self.token_ids, self.group.media)
 
     @property
     def is_finished(self) -> bool:
@@ -136,6 +151,15 @@ class Group:
     @property
     def request(self) -> GenerationRequest:
         return self.owner.request
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        return self.owner.request.media
+
+    @cached_property
+    def identity(self) -> list[int]:
+        """The prompt as sequences are compared: images by their content."""
+        return identity_ids(self.prompt_ids, self.media)
 
     @property
     def sampled_ids(self) -> list[int]:
@@ -346,6 +370,8 @@ def refuse_what_cannot_run(
             f"{name} has num_sampled {request.num_sampled} and a prompt of {length} tokens; it "
             "counts the last prompt tokens that begin the response: 0 to all of them"
         )
+    if request.media and max(one.places[-1] for one in request.media) >= length:
+        raise ValueError(f"{name} has an image behind the end of its prompt of {length} tokens")
     if request.num_samples < 1:
         raise ValueError(f"{name} asks for {request.num_samples} samples; ask for 1 or more")
     if request.seeds is not None and len(request.seeds) != request.num_samples:

@@ -14,6 +14,7 @@ from verl import __version__
 from verl.models.exact import make_exact
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
+from verl.models.vision import has_vision
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
@@ -37,6 +38,8 @@ def native_options(
     override_config: Mapping[str, Any] | None = None,
     exact: bool = False,
     keeps_cache: bool = False,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Options of `build` as plain values; requests without a seed are seeded from `seed` on. With
     `exact` a token gets the same bits however it is computed."""
@@ -51,6 +54,8 @@ def native_options(
         "override_config": dict(override_config or {}),
         "exact": exact,
         "keeps_cache": keeps_cache,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
     }
 
 
@@ -76,6 +81,8 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
         decode_text=lambda ids: str(tokenizer.decode(ids)),
         seed=options["seed"],
         keeps_cache=options["keeps_cache"],
+        quantization=options["quantization"],
+        kv_cache_dtype=options["kv_cache_dtype"],
     )
     return HostedNativeEngine(engine)
 
@@ -104,6 +111,7 @@ class HostedNativeEngine(HostedEngine):
             can_sleep=True,
             max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
             can_pause=True,
+            media="inputs" if has_vision(self.engine.runner.module.config) else "",
             keeps_cache=self.engine.keeps_cache,
         )
 

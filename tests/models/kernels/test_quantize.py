@@ -1,0 +1,24 @@
+"""Quantizing rows to e4m3: the kernel against plain torch."""
+
+import pytest
+import torch
+
+from tests.models.kernels.devices import on_each_device, on_each_dtype, random
+from verl.models.fp8 import reference_quantize_rows
+
+
+@on_each_device
+@on_each_dtype
+@pytest.mark.parametrize("width", [16, 100, 5000])
+def test_rows_are_quantized_as_in_plain_torch(device, dtype, width):
+    from verl.models.kernels.quantize import quantize_rows
+
+    x = random(5, width, dtype=dtype, device=device).detach() * 30
+    x[2] = 0
+    actual, scale = quantize_rows(x)
+    expected, expected_scale = reference_quantize_rows(x)
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
+    # A quotient on the border between two numbers may fall to either side.
+    difference = (actual.float() - expected.float()).abs()
+    assert (difference > 0).float().mean() < 0.05
+    assert (difference <= 0.13 * expected.float().abs() + 0.002).all()
