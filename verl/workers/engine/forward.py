@@ -43,7 +43,7 @@ def forward_rows(
     layout, shard = packed_layout(module, inputs.parts), None
     if sequence_group is not None:
         shard = SequenceShard(len(inputs.input_ids), inputs.sources, sequence_group)
-    experts = None if routes is None else PassRoutes(module, rows, inputs, shard)
+    experts = None if routes is None else PassRoutes(routes.routing, rows, inputs, shard)
     if shard is not None:
         inputs, layout = inputs.shard(shard), UlyssesLayout(layout, shard)
     hidden = hidden_states(module, inputs.input_ids, inputs.position_ids, layout, **inputs.extra)
