@@ -4,16 +4,19 @@
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from tests.tiny_tokenizer import save_tiny_model
+from verl.config.presets import PRESETS
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.trainer import PPOTrainer
+from verl.trainer.recipes import RECIPES
 from verl.trainer.task_runner import TaskRunner
 from verl.utils.environment import temp_env_var
 
@@ -98,6 +101,32 @@ def toy_run(
         run_ppo(OmegaConf.from_dotlist([*toy_overrides(toy, output), *changes]), runner)
     lines = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
     return [{"step": line["step"], **line["data"]} for line in lines], runner.last
+
+
+def recipe_run(
+    toy: Path,
+    output: Path,
+    recipe: str,
+    *changes: str,
+    cued: Callable[[type[PPOTrainer]], type[PPOTrainer]] = lambda trainer_class: trainer_class,
+) -> tuple[list[dict[str, Any]], PPOTrainer]:
+    """`toy_run` with the defaults and the runner of a recipe; `cued` may vary its trainer."""
+    runner = runner_of_recipe(recipe)
+    values = PRESETS[f"{recipe}_trainer"].values
+    defaults = [f"{key}={'null' if value is None else value}" for key, value in values.items()]
+    return toy_run(
+        toy,
+        output,
+        *defaults,
+        *changes,
+        trainer_class=cued(runner.trainer_class),
+        runner_class=type("Recipe", (KeepsTrainer, runner), {}),
+    )
+
+
+def runner_of_recipe(name: str) -> type[TaskRunner]:
+    """The usual one, if the recipe is settings alone."""
+    return RECIPES[name] if name in set(RECIPES) else TaskRunner
 
 
 class KeepsBatch(PPOTrainer):

@@ -29,6 +29,7 @@ HERE = Path(os.path.relpath(Path(__file__).parent))
 ACCURACY = "val-core/multiplication/reward/mean@1"
 WORKED_OUT = "val-aux/multiplication/worked_out/mean@1"
 DEADLINE_SECONDS = 3600
+PAGE = "page.html"
 USUAL_FOLDER = Path("runs/quickstart")
 PR_SET_PDEATHSIG = 1
 
@@ -116,6 +117,7 @@ class Run:
             "trainer.test_freq": 5,
             "trainer.save_freq": recipe.grpo_steps,
             "trainer.validation_data_dir": self.path("transcripts"),
+            "trainer.board": True,
             **self.trainer_options(name),
         }
         self.train("verl.trainer.main_ppo", name, options, recipe.grpo_steps)
@@ -258,6 +260,7 @@ def main() -> None:
     run = Run(folder, Recipe(**arguments))
     run.build()
     model = run.reinforce(run.fine_tune())
+    run.call("page", ["-m", "verl.board", run.path("grpo"), "--export", run.path(PAGE)])
     results = run.results()
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     report(results, folder, model, time.monotonic() - start)
@@ -282,6 +285,7 @@ def report(results: dict[str, Any], folder: Path, model: str, seconds: float) ->
         f"\ncurve   {picture}\nnumbers {folder / 'results.json'}\nmodel   {model}"
         f"\nask it  python examples/quickstart/ask.py {model} '5071*4'"
         f"\nchat    {serve_command(folder, model)}   (in the browser)"
+        f"\nlook    {(folder / PAGE).resolve().as_uri()}   (every step, sample and token)"
     )
 
 

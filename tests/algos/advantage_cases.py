@@ -22,6 +22,8 @@ GROUP_ESTIMATORS = [
     "reinforce_plus_plus_baseline",
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
+    "gdpo",
+    "sppo",
 ]
 
 

@@ -26,6 +26,9 @@ CASES: dict[str, tuple[str, dict[str, float], RolloutCorrectionConfig | None]] =
     "kl_cov": ("kl_cov", KL_COV, None),
     "geo_mean": ("geo_mean", {}, None),
     "cispo": ("cispo", {}, None),
+    "dppo_tv": ("dppo_tv", {}, None),
+    "dppo_kl": ("dppo_kl", {}, None),
+    "dro": ("dro", {"dro_beta": 0.3}, None),
     "bypass ppo_clip": (
         "vanilla",
         {},

@@ -23,6 +23,7 @@ every_mode = pytest.mark.parametrize("mode", LOSS_AGG_MODES)
         ("seq-mean-token-sum", (6 + 4) / 2),
         ("seq-mean-token-mean", (2 + 4) / 2),
         ("seq-mean-token-sum-norm", 10 / 4),  # 4 columns
+        ("token-sum", 10),
     ],
 )
 def test_values_worked_by_hand(mode, value):
@@ -36,6 +37,7 @@ def test_values_worked_by_hand(mode, value):
         ("seq-mean-token-sum", 10 / 5 * 2),
         ("seq-mean-token-mean", 6 / 5 * 2),
         ("seq-mean-token-sum-norm", 10 / 100 * 2),
+        ("token-sum", 10 * 2),
     ],
 )
 def test_global_counts_and_ranks_worked_by_hand(mode, value):

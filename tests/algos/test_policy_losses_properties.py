@@ -86,7 +86,7 @@ def test_extreme_ratios_stay_finite_in_value_and_gradient(case, mode, seed, drif
 
 
 @quick
-@given(case=cases.filter(lambda case: case != "kl_cov"), mode=modes, seed=seeds)
+@given(case=cases.filter(lambda case: case not in ("kl_cov", "dro")), mode=modes, seed=seeds)
 def test_without_advantages_there_is_no_gradient(case, mode, seed):
     batch = random_batch(seed=seed)
     batch = replace(batch, advantages=torch.zeros_like(batch.advantages))

@@ -4,7 +4,8 @@ import base64
 import hashlib
 import re
 
-from verl.server.app import page_policy, page_text
+from verl.server.app import page_text
+from verl.utils.json_server import page_policy
 
 PAGE = page_text()
 

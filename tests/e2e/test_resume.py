@@ -79,6 +79,21 @@ def test_a_run_with_a_critic_continues_bit_for_bit(toy, tmp_path):
     assert_same(outcome(broken), outcome(straight))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["update", "save"])
+def test_a_recipe_whose_reference_moves_continues_bit_for_bit(toy, tmp_path, stage):
+    """Every second step the policy becomes the reference; step 3 begins with one of step 2."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    often = ("trainer.ref_update_freq=2", f"custom_reward_function.path={toy / 'parity.py'}")
+    assert run_child(toy, straight, *often, recipe="spin") == 0
+    assert run_child(toy, broken, *often, recipe="spin", die=(stage, 4)) == -signal.SIGKILL
+    assert run_child(toy, broken, *often, recipe="spin") == 0
+    files, state, metrics = outcome(straight)
+    assert any(name.startswith("ref/") for name in files)
+    assert metrics["preference/num_pairs"] > 0
+    assert_same(outcome(broken), (files, state, metrics))
+
+
 def test_a_resume_with_another_setting_is_refused_with_the_difference(toy, tmp_path):
     assert run_child(toy, tmp_path, die=("rollout", 3)) == -signal.SIGKILL
     assert run_child(toy, tmp_path, "actor_rollout_ref.actor.clip_ratio=0.3") != 0
@@ -140,3 +155,22 @@ def test_a_second_run_in_the_folders_of_the_first_is_refused(toy, tmp_path, shar
     said = (tmp_path / "output.txt").read_text()
     assert f"is in use by another run: process {os.getpid()} on" in said
     assert "Loading weights" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["annotate", "update", "save"])
+def test_prime_continues_with_its_reward_model_bit_for_bit(toy, tmp_path, stage):
+    prime = (
+        f"reward_model.model.path={toy / 'model'}",
+        "reward_model.model.optim.lr=0.003",
+        "reward_model.reward_manager=naive",
+        "data.filter_truncate=false",
+        "data.oversample_factor=1.5",
+    )
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    assert run_child(toy, straight, *prime, recipe="prime") == 0
+    assert run_child(toy, broken, *prime, die=(stage, 3), recipe="prime") == -signal.SIGKILL
+    assert run_child(toy, broken, *prime, recipe="prime") == 0
+    found = outcome(broken)
+    assert any(name.startswith("reward_model/optimizer") for name in found[0])
+    assert_same(found, outcome(straight))

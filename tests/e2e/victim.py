@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.toy import ACTOR, toy_run
+from tests.toy import ACTOR, recipe_run, toy_run
 from verl.trainer.ppo.trainer import PPOTrainer
 
 STEPS = 6  # two steps an epoch: three epochs
@@ -21,6 +21,8 @@ CHANGES = (
     "trainer.save_freq=1",
     f"{ACTOR}.ppo_mini_batch_size=2",
     f"{ACTOR}.optim.lr_warmup_steps=3",
+)
+KL = (
     "algorithm.use_kl_in_reward=true",
     "algorithm.kl_ctrl.type=adaptive",
     "algorithm.kl_ctrl.horizon=100",
@@ -35,10 +37,12 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.e2e.victim"])
 
 
-def run_child(toy: Path, output: Path, *changes: str, die: Cue | None = None) -> int:
+def run_child(
+    toy: Path, output: Path, *changes: str, die: Cue | None = None, recipe: str | None = None
+) -> int:
     """Train in a child; its exit code. With `die` it gets a signal on that cue."""
     output.mkdir(exist_ok=True)
-    child = _context.Process(target=_train, args=(toy, output, changes, die))
+    child = _context.Process(target=_train, args=(toy, output, changes, die, recipe))
     child.start()
     child.join(timeout=100)
     if child.exitcode is None:
@@ -47,20 +51,28 @@ def run_child(toy: Path, output: Path, *changes: str, die: Cue | None = None) ->
     return child.exitcode
 
 
-def _train(toy: Path, output: Path, changes: tuple[str, ...], die: Cue | None) -> None:
+def _train(
+    toy: Path, output: Path, changes: tuple[str, ...], die: Cue | None, recipe: str | None
+) -> None:
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     output_file = (output / "output.txt").open("a")
     os.dup2(output_file.fileno(), 1)
     os.dup2(output_file.fileno(), 2)
-    trainer_class = PPOTrainer if die is None else dying_trainer(*die)
-    toy_run(toy, output, *CHANGES, *changes, trainer_class=trainer_class)
+
+    def cued(trainer_class: type[PPOTrainer]) -> type[PPOTrainer]:
+        return trainer_class if die is None else dying_trainer(trainer_class, *die)
+
+    if recipe is None:
+        toy_run(toy, output, *CHANGES, *KL, *changes, trainer_class=cued(PPOTrainer))
+    else:
+        recipe_run(toy, output, recipe, *CHANGES, *changes, cued=cued)
 
 
-def dying_trainer(stage: str, step: int, *numbers: int) -> type[PPOTrainer]:
+def dying_trainer(base: type[PPOTrainer], stage: str, step: int, *numbers: int) -> type[PPOTrainer]:
     """A trainer that gets a signal when `stage` of `step` has done its work, or amid a save."""
 
-    class Dying(PPOTrainer):
+    class Dying(base):
         def init_workers(self) -> None:
             super().init_workers()
             if stage == "save":
@@ -68,7 +80,7 @@ def dying_trainer(stage: str, step: int, *numbers: int) -> type[PPOTrainer]:
                 self.checkpoint_manager.roles["actor"] = _KilledAfterSaving(group, step)
 
     def killed_after(self: Any, *arguments: Any) -> Any:
-        result = getattr(PPOTrainer, stage)(self, *arguments)
+        result = getattr(base, stage)(self, *arguments)
         for number in (numbers or (signal.SIGKILL,)) if self.global_steps == step else ():
             os.kill(0 if number == signal.SIGINT else os.getpid(), number)
         return result

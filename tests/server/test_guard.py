@@ -11,8 +11,8 @@ import pytest
 from tests.server.clients import call, complete, connected, exchange, until_closed
 from tests.server.engines import MODEL, TOKEN, ScriptedRollout, byte_tokenizer, saying
 from verl.server import RunningServer, ServerOptions, serve
-from verl.server.app import page_policy
 from verl.utils.environment import temp_env_var, variables_of_verl
+from verl.utils.json_server import page_policy
 
 ROUTES = ["/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics",
           "/openapi.json", "/docs", "/redoc", "/nowhere", "//v1/models", "/v1/../v1/models",

@@ -6,7 +6,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from verl.trainer.common import RunProgress, Termination
+from verl.trainer.common import RunProgress, RunSummary, Termination, shares_of_time
 
 
 def shown(*, is_terminal: bool) -> str:
@@ -61,3 +61,24 @@ def test_other_threads_may_train_without_listening():
     thread.start()
     thread.join(5)
     assert seen == [False]
+
+
+def test_the_seconds_of_a_step_add_up_to_its_wall_time():
+    seconds = shares_of_time({"gen": 2.0, "update_actor": 1.0, "step": 3.2}, 4.0)
+    assert seconds == {"gen": 2.0, "update_actor": 1.0, "other": 1.0}
+    nested = shares_of_time({"gen": 3.0, "reward": 1.0}, 3.5)  # grading inside generation
+    assert nested == {"gen": 2.5, "reward": 1.0, "other": 0.0}
+
+
+def test_the_summary_tells_first_last_and_best_and_where_time_went():
+    summary = RunSummary()
+    summary.add(0, {"val-core/x/acc/mean@1": 0.1}, {"other": 1.0})
+    for step, accuracy in ((1, 0.7), (2, 0.5)):
+        metrics = {"val-core/x/acc/mean@1": accuracy, "actor/lr": 1.0, "tripwire/dull": step - 1}
+        summary.add(step, metrics, {"gen": 2.0, "other": 0.5})
+    first, accuracy, time, dull = summary.lines()
+    assert first.startswith("steps 1 to 2 in 0:00")
+    assert accuracy == "val-core/x/acc/mean@1: 0.1 -> 0.5, best 0.7 at step 1"
+    assert time == "time: gen 67%, other 33%"
+    assert dull == "tripwire/dull: 1 steps"
+    assert RunSummary().lines() == []

@@ -162,6 +162,31 @@ def test_a_shuffle_gives_every_epoch_an_order_of_its_own_and_repeats_itself():
     assert steps[0][:4] != steps[0][4:]
 
 
+@pytest.mark.parametrize("shuffle_seed", [None, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_units_stay_in_one_step_whatever_their_size(num_ranks, shuffle_seed):
+    prompts = [0, 0, 1, 1, 1, 2, 3, 3, 4, 4]
+    sessions = [0, 0, 1, 2, 3, 4, 5, 6, 7, 8]
+    plan = plan_update(
+        [2] * 10,
+        [1] * 10,
+        rows_per_step=2,
+        micro_batching=BY_TWO_ROWS,
+        num_ranks=num_ranks,
+        shuffle_seed=shuffle_seed,
+        groups=prompts,
+        sessions=sessions,
+        units=prompts,
+    )
+    steps = [rows_of_step(plan, step) for step in plan.steps]
+    assert sorted(row for rows in steps for row in rows) == list(range(10))
+    assert [len({prompts[row] for row in rows}) for rows in steps] == [2, 2, 1]
+    of_prompts = [{prompts[row] for row in rows} for rows in steps]
+    assert sum(map(len, of_prompts)) == len(set().union(*of_prompts))
+    for step, rows in zip(plan.steps, steps, strict=True):
+        assert step.global_batch_size == len({sessions[row] for row in rows})
+
+
 def test_a_rank_without_rows_makes_empty_passes():
     plan = plan_inference([3, 4], micro_batching=MicroBatching(rows=1), num_ranks=3)
     assert sorted(map(tuple, (passes[0] for passes in plan.passes))) == [(), (0,), (0,)]

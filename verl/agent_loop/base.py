@@ -9,6 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +20,10 @@ from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
 from verl.utils.dataset.continuation import Continuation, continuation_of
-from verl.utils.dataset.prompt_encoder import load_media
-from verl.utils.dataset.prompts import Prompt, encode_prompt, render
+from verl.utils.dataset.media import load_media, media_encoder_of
+from verl.utils.dataset.prompts import Prompt, encode_prompt, has_media, render
 from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.media import Media
 from verl.utils.registry import Registry
 from verl.utils.rollout_trace import rollout_trace_attr
 
@@ -42,6 +44,12 @@ class AgentLoopOutput:
     response_logprobs: list[float] | None = None
     routed_experts: Any = None
     multi_modal_data: dict[str, Any] | None = None
+    """Images of the trajectory, by kind, where `media` does not say more: they are found again in
+    the order of their tokens."""
+
+    media: Sequence[Media] = ()
+    """Images of the trajectory; their places are in prompt and response together."""
+
     reward_score: float | None = None
     """Set when the loop has scored the trajectory itself."""
 
@@ -127,6 +135,7 @@ class LoopSample:
             else:
                 with rollout_trace_attr(name="agent_loop", **self.trace):
                     output = await loop.run(self.params, **self.row)
+            await loop.find_media(output)
         except InfraFault as fault:
             output = fault
         if self.journal is not None:
@@ -165,7 +174,13 @@ class AgentLoopBase(ABC):
         self.data_config = self.config.data if section is None else unwrapped(section)
         self.hf_model_type = hf_model_type
         self.apply_chat_template_kwargs = dict(self.data_config.apply_chat_template_kwargs)
-        self.mm_processor_kwargs: dict[str, Any] = {}
+        self.mm_processor_kwargs: dict[str, Any] = dict(self.data_config.mm_processor_kwargs)
+        self.media = media_encoder_of(
+            tokenizer,
+            processor,
+            self.mm_processor_kwargs,
+            max_images=self.rollout_config.limit_images,
+        )
         self.loop = asyncio.get_running_loop()
 
     @classmethod  # noqa: B027
@@ -213,15 +228,52 @@ class AgentLoopBase(ABC):
         appended: without what the template writes at the beginning of a conversation, and with what
         it writes between the end of that turn and the next.
         """
-        if images or videos:
-            raise ValueError(
-                "the prompt has images or videos; the built-in engine continues text only"
-            )
+        if videos:
+            raise ValueError("the prompt has videos; give their frames as images")
         if not remove_system_prompt:
-            return self.encode(messages, tools)
-        if isinstance(messages, str):
-            raise ValueError("remove_system_prompt is for messages; the prompt is text")
-        return self.continuation(tools).ids_after_turn(None, messages)
+            ids, media = await self.encode_with_media(messages, tools)
+        else:
+            if isinstance(messages, str):
+                raise ValueError("remove_system_prompt is for messages; the prompt is text")
+            follow = partial(self.continuation(tools).ids_after_turn, None)
+            ids, media = follow(messages), ()
+            if has_media(messages):
+                ids, media = await asyncio.to_thread(self.media.encode, messages, follow)
+        if images is not None and len(images) != len(media):
+            raise ValueError(
+                f"{len(images)} images were given for messages with {len(media)} parts of type "
+                "image; each belongs to one, in order"
+            )
+        return ids
+
+    async def encode_with_media(
+        self, messages: Prompt, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], tuple[Media, ...]]:
+        """Token ids of a prompt, and its images with their places among these."""
+        if isinstance(messages, str) or not has_media(messages):
+            return self.encode(messages, tools), ()
+        return await asyncio.to_thread(
+            self.media.encode_prompt,
+            messages,
+            max_tokens=self.rollout_config.prompt_length,
+            tools=tools,
+            template_kwargs=self.apply_chat_template_kwargs,
+        )
+
+    async def find_media(self, result: LoopResult) -> None:
+        """Find the images of outputs that have `multi_modal_data` and no `media`."""
+        for output in [result] if isinstance(result, AgentLoopOutput) else result or ():
+            data = output.multi_modal_data or {}
+            images = data.get("images") or data.get("image")
+            if images and not output.media:
+                ids = output.prompt_ids + output.response_ids
+                output.media = await asyncio.to_thread(self.media.find, ids, images)
+
+    async def prepare_images(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Load and resize the images of messages, so that encoding these does not hold the event
+        loop up; what has been prepared is remembered."""
+        if has_media(messages):
+            await asyncio.to_thread(self.media.prepare, messages)
 
     @property
     def system_prompt(self) -> list[int]:
@@ -280,6 +332,7 @@ agent_loops = Registry[type[AgentLoopBase]](
     single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
     env_agent="verl.agent_loop.env_agent:EnvAgentLoop",
     tool_agent="verl.agent_loop.tool_agent:ToolAgentLoop",
+    collabllm_agent="verl.trainer.recipes.collabllm.agent_loop:CollabLLMAgentLoop",
     program_agent="verl.server.program_agent:ProgramAgentLoop",
 )
 

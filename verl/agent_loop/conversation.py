@@ -9,12 +9,14 @@ tokens only. Every turn has a seed of its own and the same session.
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.utils.dataset.continuation import Continuation
-from verl.utils.dataset.prompts import Message
+from verl.utils.dataset.prompts import Message, has_media
+from verl.utils.media import Media
 from verl.utils.scramble import keyed_seed
 from verl.workers.rollout.base import TokenOutput
 
@@ -35,8 +37,10 @@ class Conversation:
         session_id: str | None = None,
         continuation: Continuation | None = None,
         response_length: int | None = None,
+        media: Sequence[Media] = (),
     ) -> None:
         self.loop = loop
+        self.media = list(media)
         self.prompt_ids = list(prompt_ids)
         self.sampling_params = dict(sampling_params)
         self.session_id = session_id or uuid.uuid4().hex
@@ -93,6 +97,7 @@ class Conversation:
             self.session_id,
             prompt_ids=self.prompt_ids + self.response_ids,
             sampling_params=params,
+            media=tuple(self.media),
         )
         self.metrics.generate_sequences += time.perf_counter() - start
         self.metrics.num_preempted = max(self.metrics.num_preempted, 0) + output.num_preempted
@@ -106,13 +111,24 @@ class Conversation:
     def append_messages(self, messages: Sequence[Message]) -> bool:
         """Add what others said, and the beginning of the model's next turn.
 
-        Returns False and adds nothing where that leaves no room for a token of the model.
+        Returns False and adds nothing where that leaves no room for a token of the model, or where
+        there would be more images than `rollout.limit_images`.
         """
-        ids = self.continuation.ids_after_turn(
-            self.last_turn.token_ids, messages, has_ended=self.has_ended_turn
+        follow = partial(
+            self.continuation.ids_after_turn,
+            self.last_turn.token_ids,
+            has_ended=self.has_ended_turn,
         )
-        if len(ids) >= self.room:
+        media: tuple[Media, ...] = ()
+        if has_media(messages):
+            ids, media = self.loop.media.encode(messages, follow)
+        else:
+            ids = follow(messages)
+        most = self.loop.media.max_images
+        if len(ids) >= self.room or (most is not None and len(self.media) + len(media) > most):
             return False
+        num_before = len(self.prompt_ids) + len(self.response_ids)
+        self.media += [one.shifted(num_before) for one in media]
         self.append_ids(ids)
         return True
 
@@ -123,6 +139,24 @@ class Conversation:
         self.response_logprobs += [0.0] * len(ids)
         self.user_turns += 1
 
+    def fork(self, number: int) -> "Conversation":
+        """A conversation that goes on from here by itself, with a session and seeds of its own."""
+        fork = Conversation(
+            self.loop,
+            self.prompt_ids,
+            self.sampling_params,
+            continuation=self.continuation,
+            response_length=self.response_length,
+        )
+        if fork.sampling_params.get("seed") is not None:
+            fork.sampling_params["seed"] = keyed_seed(fork.sampling_params["seed"], "fork", number)
+        fork.response_ids = list(self.response_ids)
+        fork.response_mask = list(self.response_mask)
+        fork.response_logprobs = list(self.response_logprobs)
+        fork.turns = list(self.turns)
+        fork.assistant_turns, fork.user_turns = self.assistant_turns, self.user_turns
+        return fork
+
     def output(self, **fields: Any) -> AgentLoopOutput:
         """The trajectory so far; `fields` are further fields of `AgentLoopOutput`."""
         return AgentLoopOutput(
@@ -132,6 +166,7 @@ class Conversation:
                 "response_mask": self.response_mask,
                 "response_logprobs": self.response_logprobs,
                 "routed_experts": self.turns[-1].routed_experts if self.turns else None,
+                "media": tuple(self.media),
                 "num_turns": self.num_turns,
                 "stop_reason": self.turns[-1].stop_reason if self.turns else "",
                 "metrics": self.metrics,

@@ -67,7 +67,7 @@ class EnvAgentLoop(AgentLoopBase):
     ) -> AgentLoopOutput:
         first, tools = await episode.begin(row)
         prompt = self._prompt(row["raw_prompt"], first)
-        prompt_ids = await self.apply_chat_template(prompt, tools=tools or None)
+        prompt_ids, media = await self.encode_with_media(prompt, tools or None)
         parser = None
         if tools:
             name = self.config.actor_rollout_ref.rollout.multi_turn.format
@@ -78,7 +78,7 @@ class EnvAgentLoop(AgentLoopBase):
             tools or None, stop_token_ids=parser.stop_token_ids if parser else ()
         )
         with Conversation(
-            self, prompt_ids, sampling_params, continuation=continuation
+            self, prompt_ids, sampling_params, continuation=continuation, media=media
         ) as conversation:
             await self._take_turns(conversation, episode, parser, tools)
             conversation.metrics.env_wait = episode.lease.waited_seconds
@@ -107,7 +107,9 @@ class EnvAgentLoop(AgentLoopBase):
             observation = await episode.step(await self._action(turn, parser, tools))
             if observation.done or conversation.assistant_turns == max_turns:
                 return
-            if not conversation.append_messages(self._messages(observation)):
+            messages = self._messages(observation)
+            await self.prepare_images(messages)
+            if not conversation.append_messages(messages):
                 return
 
     async def _action(
@@ -128,16 +130,15 @@ class EnvAgentLoop(AgentLoopBase):
         return [*prompt, *self._messages(first)]
 
     def _messages(self, observation: Observation) -> list[dict[str, Any]]:
-        if observation.images:
-            raise ValueError("the environment shows images; the built-in engine reads text only")
         messages = observation.messages or [{"role": "user", "content": observation.text or ""}]
         limit: int = self.config.env.max_observation_length
-        return [
+        messages = [
             {**one, "content": shortened(one["content"], limit)}
             if isinstance(one.get("content"), str)
             else one
             for one in messages
         ]
+        return [*messages[:-1], with_images(messages[-1], observation.images)]
 
     def _score(self, rewards: Sequence[float | None]) -> float | None:
         """None where somebody else grades: the user's function, or the environment gave nothing."""
@@ -191,6 +192,15 @@ class Episode:
         reply = await journalled(kind, request, call)
         self.seconds += time.perf_counter() - start
         return reply
+
+
+def with_images(message: dict[str, Any], images: Sequence[bytes]) -> dict[str, Any]:
+    """The message with images before its words."""
+    if not images:
+        return message
+    content = message["content"]
+    words = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": [*({"type": "image", "image": i} for i in images), *words]}
 
 
 def tool_call_of(call: FunctionCall) -> ToolCall:

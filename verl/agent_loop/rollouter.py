@@ -42,7 +42,8 @@ from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch
 from verl.protocol.trajectory import Group, InfraFault, Trajectory, trajectory_timing
-from verl.utils.dataset.prompts import MAX_REMEMBERED, Prompt
+from verl.utils.dataset.media import media_encoder_of
+from verl.utils.dataset.prompts import MAX_REMEMBERED, Prompt, has_media
 from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager.adapters import as_grader
@@ -182,6 +183,10 @@ class Rollouter(GroupSource):
             response_length=rollout.response_length,
             pad_token_id=tokenizer.pad_token_id,
         )
+        if processor is not None:
+            servers.find_media = media_encoder_of(
+                tokenizer, processor, config.data.mm_processor_kwargs
+            ).find
         self._wake_up = wake_up
         self._default_loop = default_loop(rollout)
         self._listed_loops = listed_loops(rollout.agent.agent_loop_config_path)
@@ -276,6 +281,7 @@ class Rollouter(GroupSource):
         if len(rows) < MIN_ROWS_AHEAD or chosen.cls is not SingleTurnAgentLoop:
             return
         prompts = [row["raw_prompt"] for row in rows if not row.get("agent_name")]
+        prompts = [prompt for prompt in prompts if not has_media(prompt)]
         loop = self._make_loop(chosen)
 
         def encode(part: Sequence[Prompt]) -> None:

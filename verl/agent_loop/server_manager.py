@@ -26,6 +26,7 @@ from typing import Any
 
 from verl.agent_loop.gate import gated_row
 from verl.single_controller.base.failures import WorkerError
+from verl.utils.media import Media, hash_of_all
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.base import (
     EngineLostError,
@@ -67,6 +68,7 @@ class Ticket:
     request_id: str
     seed: int | None
     answer: "asyncio.Future[TokenOutput]"
+    media: tuple[Media, ...] = ()
     call: "Call | None" = None
     """The request it travels with; None until it is sent."""
 
@@ -87,7 +89,8 @@ class Call:
     outputs: "Future[list[TokenOutput]]"
 
 
-GroupKey = tuple[int | None, tuple[int, ...], SamplingParams, bool, int]
+FindMedia = Callable[[list[int], Sequence[Any]], tuple[Media, ...]]
+GroupKey = tuple[int | None, tuple[int, ...], SamplingParams, bool, int, str]
 
 
 class AsyncLLMServerManager:
@@ -123,6 +126,8 @@ class AsyncLLMServerManager:
         self._waiting: dict[GroupKey, list[Ticket]] = {}
         self._mailbox: Mailbox | None = None
         self._calls: list[Call] = []
+        self.find_media: FindMedia | None = None
+        """Finds images, given in order, in ids that hold their tokens; None without a processor."""
 
     @property
     def num_redispatched(self) -> int:
@@ -138,20 +143,30 @@ class AsyncLLMServerManager:
         sampling_params: Mapping[str, Any],
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
+        media: tuple[Media, ...] = (),
     ) -> TokenOutput:
-        """Continue a prompt once; where weights change meanwhile, as the gate of the row says."""
-        if image_data or video_data:
-            raise ValueError("images and videos need an engine that reads them; this one does not")
+        """Continue a prompt once; where weights change meanwhile, as the gate of the row says.
+
+        `media` are the images of the prompt, with their places. `image_data` are images alone,
+        which must be as many as the prompt has tokens for, in their order.
+        """
+        if video_data:
+            raise ValueError("videos are not given to engines; give their frames as images")
+        if image_data and not media:
+            if self.find_media is None:
+                raise ValueError("images need a model that sees; this one has no processor")
+            media = await asyncio.to_thread(self.find_media, list(prompt_ids), image_data)
         params, seed = self._shared_params(sampling_params)
         row = gated_row.get(None)
         if row is None:
-            output = await self._ask(request_id, tuple(prompt_ids), params, seed)
+            output = await self._ask(request_id, tuple(prompt_ids), params, seed, media=media)
         else:
             prompt = tuple(prompt_ids)
 
             def ask(sampled: list[int], room: int) -> Awaitable[TokenOutput]:
                 limited = dataclasses.replace(params, max_tokens=room)
-                return self._ask(request_id, (*prompt, *sampled), limited, seed, len(sampled))
+                ids = (*prompt, *sampled)
+                return self._ask(request_id, ids, limited, seed, len(sampled), media=media)
 
             output = await row.gate.turn(row, ask, params.max_tokens)
         turns = sampled_turns.get(None)
@@ -167,13 +182,14 @@ class AsyncLLMServerManager:
         params: SamplingParams,
         seed: int | None,
         num_sampled: int = 0,
+        media: tuple[Media, ...] = (),
     ) -> TokenOutput:
         """One request, together with those for the same prompt; the last `num_sampled` ids of the
         prompt are the beginning of the turn."""
         loop = asyncio.get_running_loop()
-        ticket = Ticket(request_id, seed, loop.create_future())
+        ticket = Ticket(request_id, seed, loop.create_future(), media)
         engine = self.fleet.engine_of(request_id)
-        key = (engine, prompt_ids, params, seed is None, num_sampled)
+        key = (engine, prompt_ids, params, seed is None, num_sampled, hash_of_all(media))
         if not self._waiting:
             loop.call_soon(self._send)  # runs after everything that is ready now
         self._waiting.setdefault(key, []).append(ticket)
@@ -198,6 +214,7 @@ class AsyncLLMServerManager:
         prompt_ids: Sequence[int],
         sampling_params: Sequence[Mapping[str, Any]],
         on_end: Callable[[int, TokenOutput], None],
+        media: tuple[Media, ...] = (),
     ) -> None:
         """Continue a prompt once for each request id, with parameters that differ in the seed only.
 
@@ -236,6 +253,7 @@ class AsyncLLMServerManager:
                 num_samples=len(request_ids[part]),
                 seeds=None if seeds is None else tuple(seeds[part]),
                 session_ids=tuple(request_ids[part]),
+                media=media,
             )
             has_ended, is_done = mailbox.callbacks(request, partial(end_from, end, start))
             works.append(self.fleet.submit(request, has_ended))
@@ -289,7 +307,7 @@ class AsyncLLMServerManager:
         groups, self._waiting = self._waiting, {}
         if len(self._calls) > MAX_CALLS:  # most have ended
             self._calls = [call for call in self._calls if not call.outputs.done()]
-        for (_, prompt_ids, params, _, num_sampled), tickets in groups.items():
+        for (_, prompt_ids, params, _, num_sampled, _), tickets in groups.items():
             # An engine takes a group as a whole, so a group must fit into it.
             for start in range(0, len(tickets), self._max_num_seqs):
                 part = tickets[start : start + self._max_num_seqs]
@@ -316,6 +334,7 @@ class AsyncLLMServerManager:
             seeds=tuple(ticket.seed for ticket in tickets if ticket.seed is not None) or None,
             session_ids=tuple(ticket.request_id for ticket in tickets),
             num_sampled=num_sampled,
+            media=tickets[0].media,
         )
         has_ended, is_done = mailbox.callbacks(request, lambda n, a: tickets[n].resolve(a))
         outputs = self.fleet.submit(request, has_ended)

@@ -24,6 +24,7 @@ from verl.protocol.trajectory import (
     response_segments,
 )
 from verl.utils.environment import WentWrong
+from verl.utils.media import Media
 
 
 def fill_session(
@@ -100,6 +101,7 @@ def fill_from_batch(groups: Sequence[Group], batch: DataProto) -> None:
             for number, row in enumerate(found):
                 rows[number].segments = row.segments
                 rows[number].num_turns = row.num_turns
+                rows[number].media = row.media
                 rows[number].extra_fields = row.extra_fields
                 rows[number].rows_after = len(found) - 1 - number
             group.trajectories += rows[: len(found)]
@@ -115,7 +117,11 @@ def fill_trajectory(
 ) -> None:
     """Take in what a loop returned, up to the limit; `turns` are what engines sampled for it."""
     ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
+    media = output.media
     if len(ids) > max_response_tokens:
+        num_kept = num_whole_tokens(media, len(output.prompt_ids) + max_response_tokens)
+        max_response_tokens = num_kept - len(output.prompt_ids)
+        media = [one for one in media if one.places[-1] < num_kept]
         ids, mask = ids[:max_response_tokens], mask[:max_response_tokens]
         log_probs = None if log_probs is None else log_probs[:max_response_tokens]
     trajectory.segments = [
@@ -128,12 +134,21 @@ def fill_trajectory(
         ),
     ]
     trajectory.segments[-1].routed_experts = output.routed_experts
+    trajectory.media = tuple(media)
     trajectory.session_id = turns.session_id
     trajectory.reward_score = output.reward_score
     trajectory.num_turns = output.num_turns
     trajectory.stop_reason = output.stop_reason
     trajectory.metrics = output.metrics
     trajectory.extra_fields = output.extra_fields
+
+
+def num_whole_tokens(media: Sequence[Media], num_tokens: int) -> int:
+    """At most so many tokens, and none of an image that would be cut."""
+    for one in media:
+        if one.places[0] < num_tokens <= one.places[-1]:
+            return int(one.places[0])
+    return num_tokens
 
 
 def session_metrics(groups: Sequence[Group]) -> dict[str, float]:

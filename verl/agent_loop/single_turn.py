@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, LoopSample
 from verl.agent_loop.server_manager import SampledTurns
+from verl.utils.media import Media
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.base import TokenOutput
 
@@ -32,7 +33,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
             await super().run_group(make_loop, samples)
             return
         loop = make_loop()
-        prompt_ids = loop.encode(samples[0].row["raw_prompt"])
+        prompt_ids, media = await loop.encode_with_media(samples[0].row["raw_prompt"])
         start = time.perf_counter()
         session = uuid.uuid4().hex
         session_ids = [f"{session}-{number}" for number in range(len(samples))]
@@ -40,22 +41,26 @@ class SingleTurnAgentLoop(AgentLoopBase):
             session_ids,
             prompt_ids=prompt_ids,
             sampling_params=[sample.params for sample in samples],
+            media=media,
             on_end=lambda number, output: samples[number].end(
-                answer(prompt_ids, output, start), SampledTurns([output], session_ids[number])
+                answer(prompt_ids, output, start, media),
+                SampledTurns([output], session_ids[number]),
             ),
         )
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        prompt_ids = await self.apply_chat_template(kwargs["raw_prompt"])
+        prompt_ids, media = await self.encode_with_media(kwargs["raw_prompt"])
         start = time.perf_counter()
         output = await self.server_manager.generate(
-            uuid.uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params
+            uuid.uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params, media=media
         )
-        return answer(prompt_ids, output, start)
+        return answer(prompt_ids, output, start, media)
 
 
-def answer(prompt_ids: list[int], output: TokenOutput, start: float) -> AgentLoopOutput:
+def answer(
+    prompt_ids: list[int], output: TokenOutput, start: float, media: Sequence[Media] = ()
+) -> AgentLoopOutput:
     """The output of a loop whose only turn began at `start`."""
     return AgentLoopOutput(
         prompt_ids=prompt_ids,
@@ -63,6 +68,7 @@ def answer(prompt_ids: list[int], output: TokenOutput, start: float) -> AgentLoo
         response_mask=[1] * len(output.token_ids),
         response_logprobs=output.log_probs,
         routed_experts=output.routed_experts,
+        media=media,
         num_turns=2,
         stop_reason=output.stop_reason,
         metrics=AgentLoopMetrics(

@@ -31,6 +31,7 @@ from verl.tools.leases import ToolLease, ToolSet
 from verl.tools.orphans import start_reaping
 from verl.tools.outcomes import ToolOutcome
 from verl.tools.parsers import FunctionCall, ToolParser
+from verl.tools.schemas import ToolResponse
 from verl.tools.tool_registry import make_tool_set
 from verl.utils.dataset.continuation import Continuation, continuation_of
 from verl.utils.dataset.prompts import Message, Prompt, render
@@ -248,7 +249,7 @@ class ToolAgentLoop(AgentLoopBase):
             if self.world.interactions.users:
                 user = await self.world.interactions.start(agent.interaction_kwargs)
                 agent.interaction = user.interaction
-            self._begin(agent, kwargs["raw_prompt"], sampling_params, lease)
+            await self._begin(agent, kwargs["raw_prompt"], sampling_params, lease)
             state = AgentState.PENDING
             while state is not AgentState.TERMINATED:
                 if state is AgentState.PENDING:
@@ -279,7 +280,7 @@ class ToolAgentLoop(AgentLoopBase):
                 if user is not None:
                     await user.finalize()
 
-    def _begin(
+    async def _begin(
         self, agent: AgentData, prompt: Prompt, sampling_params: dict[str, Any], lease: ToolLease
     ) -> None:
         schemas = lease.schemas
@@ -288,10 +289,12 @@ class ToolAgentLoop(AgentLoopBase):
             stops = {*(params.get("stop_token_ids") or ()), *self.world.parser.stop_token_ids}
             if stops:
                 params["stop_token_ids"] = sorted(stops)
+        prompt_ids, media = await self.encode_with_media(prompt, schemas or None)
         agent.conversation = Conversation(
             self,
-            self.encode(prompt, schemas or None),
+            prompt_ids,
             params,
+            media=media,
             session_id=agent.request_id,
             continuation=self.world.continuation(
                 self.tokenizer, self.apply_chat_template_kwargs, schemas
@@ -344,12 +347,13 @@ class ToolAgentLoop(AgentLoopBase):
         replies = [
             {
                 "role": "tool",
-                "content": outcome.response.text or "",
+                "content": content_of(outcome.response),
                 "name": call.name,
                 "tool_call_id": call.tool_call_id or f"call{len(agent.messages) + number:05d}",
             }
             for number, (call, outcome) in enumerate(zip(calls, outcomes, strict=True))
         ]
+        await self.prepare_images(replies)
         return self.append(agent, replies)
 
     async def call_tool(
@@ -398,6 +402,14 @@ class ToolAgentLoop(AgentLoopBase):
             fields["tool_scores"] = dict(lease.rewards)
             fields["dropped_tool_calls"] = agent.num_dropped_calls
         return agent.conversation.output(extra_fields=fields)
+
+
+def content_of(response: ToolResponse) -> str | list[dict[str, Any]]:
+    """What a tool says, as the content of a message: its images first."""
+    if not response.image:
+        return response.text or ""
+    images = [{"type": "image", "image": image} for image in response.image]
+    return [*images, *([{"type": "text", "text": response.text}] if response.text else [])]
 
 
 def as_messages(prompt: Prompt) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "token-sum",
 )
 
 
@@ -55,6 +56,7 @@ def agg_loss(
         seq-mean-token-sum       sum_i (sum_t l_it m_it)       / global_batch_size * dp_size
         seq-mean-token-mean      sum_i (sum_t l_it m_it / n_i) / global_batch_size * dp_size
         seq-mean-token-sum-norm  sum_it l_it m_it              / loss_scale_factor * dp_size
+        token-sum                sum_it l_it m_it                                  * dp_size
 
     `batch_num_tokens` counts the kept tokens of the whole batch, `global_batch_size` its sequences
     with at least one kept token. Each defaults to the count in `loss_mask`; with `dp_size` above 1
@@ -64,7 +66,7 @@ def agg_loss(
     ranks. Then `sequence_tokens` (B,) are the kept tokens of the sequence of each row, which is n_i
     above, and `global_batch_size` counts sequences.
 
-    The last mode (Dr. GRPO, arXiv:2503.20783) divides by a constant, by default the padded length
+    The norm mode (Dr. GRPO, arXiv:2503.20783) divides by a constant, by default the padded length
     T, and not by the number of sequences; give `loss_scale_factor` where T may differ between the
     pieces of a batch. A mask without a kept token gives 0 with a zero gradient. What stands outside
     the mask has no influence, even if it is NaN.
@@ -74,6 +76,8 @@ def agg_loss(
         raise ValueError(f"loss_agg_mode is {loss_agg_mode!r}; it must be one of: {known}")
     tokens = loss_mask.sum(-1)  # (B,) kept tokens of each sequence
     sums = masked_sum(loss_mat, loss_mask, -1)  # (B,)
+    if loss_agg_mode == "token-sum":
+        return sums.sum() * dp_size
     if loss_agg_mode == "token-mean":
         count = _global_count("batch_num_tokens", batch_num_tokens, tokens.sum(), dp_size)
         return sums.sum() / _nonzero(count) * dp_size

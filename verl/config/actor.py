@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.algorithm import KL_TYPES, RolloutCorrectionConfig
-from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value, while_on
+from verl.config.base import BaseConfig, When, never, option, runtime_value, while_on
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -24,6 +24,10 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "token-sum",
+)
+WITH_DPO = When(
+    lambda here, run: here.policy_loss.loss_mode == "dpo", "only policy_loss.loss_mode=dpo uses it"
 )
 
 
@@ -37,7 +41,8 @@ class PolicyLossConfig(BaseConfig):
 
     loss_mode: str = "vanilla"
     """Policy loss: `vanilla` (PPO), `gspo`, `sapo`, `gpg`, `clip_cov`, `kl_cov`, `geo_mean`,
-    `cispo`, or a registered name."""
+    `cispo`, `dppo_tv`, `dppo_kl`, `dro`, on whole sequences `gvpo`, `sppo` and `dpo` (by its
+    recipes), or a registered name."""
 
     clip_cov_ratio: float = option(
         0.0002,
@@ -80,6 +85,21 @@ class PolicyLossConfig(BaseConfig):
     )
     """`kl_cov`: weight of that penalty."""
 
+    dro_beta: float | None = option(
+        None,
+        above=0,
+        used_if=When(lambda here, run: here.loss_mode == "dro", "only loss_mode=dro uses it"),
+    )
+    """`dro`: weight of the squared distance to the old policy; 0.05 is usual."""
+
+    gvpo_beta: float = option(
+        0.1,
+        above=0,
+        used_if=When(lambda here, run: here.loss_mode == "gvpo", "only loss_mode=gvpo uses it"),
+    )
+    """`gvpo`: what the log-ratio is multiplied by before it is compared with rewards; larger stays
+    closer to the old policy."""
+
     rollout_correction: RolloutCorrectionConfig | None = runtime_value(None)
     """Handed over by the trainer when rollout correction bypasses the old policy."""
 
@@ -103,6 +123,34 @@ class RouterReplayConfig(BaseConfig):
 
     replay_file: str | None = option(None, absent=ROUTE_FILES)
     """File from which routing is replayed."""
+
+
+REPLAYED = When(lambda here, run: here.files is not None, "sft_replay.files is null")
+
+
+@dataclass(kw_only=True)
+class SFTReplayConfig(BaseConfig):
+    """Demonstrations that join the rows of an update, trained by cross-entropy."""
+
+    files: str | list[str] | None = None
+    """File or files with prompts and responses, as for supervised fine-tuning. Null: none."""
+
+    rows_per_mini_batch: int = option(1, minimum=1, used_if=REPLAYED)
+    """Demonstrations in each optimizer step, beside the sequences of `ppo_mini_batch_size`."""
+
+    coef: float = option(1.0, above=0, used_if=REPLAYED)
+    """Factor on their cross-entropy, which is a mean over their response tokens."""
+
+    prompt_key: str = option("prompt", used_if=REPLAYED)
+    """Column with the prompt: text, or messages."""
+
+    response_key: str = option("response", used_if=REPLAYED)
+    """Column with the response."""
+
+    @property
+    def num_rows(self) -> int:
+        """Demonstrations in each optimizer step."""
+        return 0 if self.files is None else self.rows_per_mini_batch
 
 
 @dataclass(kw_only=True)
@@ -235,12 +283,42 @@ class ActorConfig(BaseConfig):
     )
     """SAPO: temperature of the soft clip for other advantages."""
 
+    dpo_beta: float = option(0.1, above=0, used_if=WITH_DPO)
+    """DPO: scale of the log-ratio to the reference; larger stays closer to it."""
+
+    dpo_loss_type: str = option("sigmoid", choices=("sigmoid", "ipo"), used_if=WITH_DPO)
+    """DPO: loss on the margin between chosen and rejected."""
+
+    dpo_label_smoothing: float = option(
+        0.0,
+        minimum=0,
+        maximum=0.5,
+        used_if=(
+            WITH_DPO,
+            When(lambda here, run: here.dpo_loss_type == "sigmoid", "dpo_loss_type is ipo"),
+        ),
+    )
+    """DPO: how often a preference is taken to be the wrong way round."""
+
+    dpo_reference_free: bool = option(False, used_if=WITH_DPO)
+    """DPO: compare log-probs themselves, without a reference."""
+
+    sppo_eta: float = option(
+        1.0,
+        above=0,
+        used_if=When(
+            lambda here, run: here.policy_loss.loss_mode == "sppo",
+            "only policy_loss.loss_mode=sppo uses it",
+        ),
+    )
+    """SPPO: log-ratio that a reward of 1 above its baseline aims at."""
+
     policy_loss: PolicyLossConfig = option(default_factory=PolicyLossConfig)
     """Which policy loss, and the settings of those that have their own."""
 
     loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
     """How token losses become one number: every token counts the same, or every sequence does.
-    Dr.GRPO uses `seq-mean-token-sum-norm`."""
+    Dr.GRPO uses `seq-mean-token-sum-norm`; `token-sum` divides by nothing."""
 
     loss_scale_factor: int | None = option(
         None,
@@ -271,6 +349,23 @@ class ActorConfig(BaseConfig):
     )
     """Estimator of that KL. A trailing `+` takes its value with the gradient of `k2`."""
 
+    sft_replay: SFTReplayConfig = option(default_factory=SFTReplayConfig)
+    """Demonstrations that join the rows of an update, trained by cross-entropy."""
+
+    ce_on_tool_text_coef: float = option(0.0, minimum=0)
+    """Weight of a cross-entropy on the response tokens that the policy did not write: replies of
+    tools, users and environments. 0: none."""
+
+    positive_nll_coef: float = option(0.0, minimum=0)
+    """Weight of a cross-entropy on responses that are right (VAPO, arXiv:2504.05118, has 0.1),
+    divided by their tokens; 0 has none."""
+
+    positive_nll_min_score: float = option(
+        1.0,
+        used_if=When(lambda here, run: here.positive_nll_coef > 0, "positive_nll_coef is 0"),
+    )
+    """From which `acc` (or score, where graders report no `acc`) on a response counts as right."""
+
     use_rollout_log_probs: bool = False
     """Take the rollout's log-probabilities as the old policy's (fully asynchronous training)."""
 
@@ -282,9 +377,7 @@ class ActorConfig(BaseConfig):
     )
     """Compute that sum again in the backward pass instead of keeping its inputs."""
 
-    freeze_vision_tower: bool = option(
-        False, absent=Absent("vision-language models are not trained yet: leave it out")
-    )
+    freeze_vision_tower: bool = False
     """Vision-language models: do not train the vision encoder."""
 
     use_prefix_grouper: bool = option(

@@ -69,6 +69,7 @@ def option(
     absent: Absent | None = None,
     reads: tuple[str, ...] | None = None,
     unread: str = "",
+    reads_all_if: When | None = None,
     ignores: Mapping[str, str] | None = None,
 ) -> Any:
     """A field with rules. `minimum` and `maximum` are inclusive, `above` is exclusive.
@@ -79,8 +80,8 @@ def option(
     `used_if` says when the option, or a section with all that is below it, has an effect; all its
     conditions must hold. `absent` marks values that are refused because what they ask for does not
     exist. `reads` lists the keys of a shared section that have an effect where this field mounts
-    it; for the others `unread` is the reason. `ignores` has keys of a free dict that have no
-    effect, with the reasons.
+    it; for the others `unread` is the reason, unless `reads_all_if` holds. `ignores` has keys of a
+    free dict that have no effect, with the reasons.
     """
     rule = {
         "yaml": yaml,
@@ -91,7 +92,7 @@ def option(
         "used_if": (used_if,) if isinstance(used_if, When) else used_if,
         "absent": absent,
         "ignores": ignores,
-        "reads": None if reads is None else (reads, unread),
+        "reads": None if reads is None else (reads, unread, reads_all_if),
     }
     metadata = {name: value for name, value in rule.items() if value is not None}
     if default_factory is not None:

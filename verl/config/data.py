@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig, When, never, option, while_on
-from verl.config.roles import async_mode
+from verl.config.roles import FILTERED, async_mode, is_training
 
 
 @dataclass(kw_only=True)
@@ -66,6 +66,23 @@ class DataConfig(BaseConfig):
     )
     """Prompts per generation batch, where it differs (dynamic sampling, asynchronous training)."""
 
+    filter_accuracy: bool = False
+    """Prefer prompts whose responses are right (`acc`, or the score) between `accuracy_lower_bound`
+    and `accuracy_upper_bound` on average: draw more prompts than a step trains on, train on those
+    first and fill up with others."""
+
+    accuracy_lower_bound: float = option(0.2, used_if=while_on("filter_accuracy"))
+    """Least mean accuracy of a prompt that is preferred."""
+
+    accuracy_upper_bound: float = option(0.8, used_if=while_on("filter_accuracy"))
+    """Largest mean accuracy of a prompt that is preferred."""
+
+    filter_truncate: bool = False
+    """Prefer prompts none of whose responses has reached `max_response_length`, in the same way."""
+
+    oversample_factor: float = option(4.0, minimum=1, used_if=FILTERED)
+    """Prompts drawn for a step, as a multiple of `train_batch_size`, where some are preferred."""
+
     val_batch_size: int | None = option(None, minimum=1)
     """Prompts per validation batch; null takes the whole set at once."""
 
@@ -113,6 +130,16 @@ class DataConfig(BaseConfig):
     prompt_key: str = "prompt"
     """Column with the prompt."""
 
+    chosen_key: str | None = option(
+        None,
+        used_if=When(
+            lambda here, run: is_training(run) and run.trainer.recipe == "spin",
+            "only trainer.recipe=spin uses it",
+        ),
+    )
+    """Column with an answer that is preferred to every response; null prefers the response with the
+    best reward."""
+
     reward_fn_key: str = "data_source"
     """Column whose value chooses the reward function."""
 
@@ -126,6 +153,9 @@ class DataConfig(BaseConfig):
         14, minimum=1, used_if=never("the processor of the model knows the size of its patches")
     )
     """Pixels per side of a vision patch."""
+
+    mm_processor_kwargs: dict[str, Any] = option(default_factory=dict)
+    """More keyword arguments for the model's image processor, for example `size`."""
 
     tokenizer: str | None = None
     """Tokenizer; null takes the model's."""

@@ -50,6 +50,7 @@ SIGNS = {"minimum": "≥", "above": ">", "maximum": "≤"}
 # Sections that are a section of `ppo_trainer` again; the Megatron variant is so throughout.
 LIKE = {
     ("sft_trainer_engine", "model"): "actor_rollout_ref.model",
+    ("rm_trainer", "model"): "actor_rollout_ref.model",
     ("generation", "rollout"): "actor_rollout_ref.rollout",
 }
 COMMANDS = {
@@ -59,6 +60,7 @@ COMMANDS = {
     "sft_trainer": "`torchrun -m verl.trainer.fsdp_sft_trainer`",
     "sft_trainer_engine": "`torchrun -m verl.trainer.sft_trainer`, "
     "`python -m verl.trainer.sft_trainer_ray`",
+    "rm_trainer": "`python -m verl.trainer.main_rm`, `torchrun -m verl.trainer.main_rm`",
     "evaluation": "`python -m verl.trainer.main_eval`",
     "generation": "`python -m verl.trainer.main_generation`",
 }

@@ -58,6 +58,12 @@ class GenerationDataConfig(BaseConfig):
     prompt_key: str = "prompt"
     """Column with the prompt."""
 
+    image_key: str = "images"
+    """Column with images; `<image>` in the prompt marks where each belongs."""
+
+    mm_processor_kwargs: dict[str, Any] = option(default_factory=dict)
+    """More keyword arguments for the model's image processor, for example `size`."""
+
     n_samples: int = option(5, minimum=1)
     """Responses per prompt. At temperature 0 all would be equal, so it must be 1."""
 

@@ -109,7 +109,7 @@ class MultiTurnConfig(BaseConfig):
     run stops above it."""
 
     num_repeat_rollouts: int | None = option(None, minimum=1, used_if=OWN_LOOPS)
-    """Continuations simulated per interaction (CollabLLM)."""
+    """Conversations with a simulated user that follow each answer (CollabLLM); null is one."""
 
 
 @dataclass(kw_only=True)

@@ -99,8 +99,8 @@ class ServingConfig(BaseConfig):
     skip_tokenizer_init: bool = option(True, used_if=never("engines always take token ids"))
     """Give the engine token ids only, so that it needs no tokenizer."""
 
-    limit_images: int | None = option(None, minimum=0, used_if=FOREIGN_ENGINE)
-    """Most images in one prompt; null sets no limit."""
+    limit_images: int | None = option(None, minimum=0)
+    """Most images in one prompt, those of earlier turns included; null sets no limit."""
 
     prompt_length: int = option(512, minimum=1)
     """Most tokens in a prompt."""
@@ -161,6 +161,12 @@ class ServerConfig(BaseConfig):
         used_if=never("only main_generation_server listens"),
     )
     """Port on which it listens; 0 takes a free one."""
+
+    allowed_local_media_path: str | None = option(
+        None, used_if=never("only main_generation_server reads images of clients")
+    )
+    """Folder below which clients of `main_generation_server` may name image files (`file://...`);
+    null allows images in `data:` URLs only."""
 
     timeout: float = option(60.0, above=0, used_if=SGLANG_SERVER)
     """Seconds until a request counts as failed."""

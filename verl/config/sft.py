@@ -131,6 +131,12 @@ class SFTEngineDataConfig(SFTDataBaseConfig):
     enable_thinking_key: str = "enable_thinking"
     """Column that switches thinking on."""
 
+    image_key: str = "images"
+    """Column with images; `<image>` in the messages marks where each belongs."""
+
+    mm_processor_kwargs: dict[str, Any] = option(default_factory=dict)
+    """More keyword arguments for the model's image processor, for example `size`."""
+
     pad_mode: str = option("no_padding", choices=("no_padding", "right"))
     """Keep rows at their own length, or pad them to `max_length`."""
 

@@ -36,6 +36,13 @@ class TrainerConfig(BaseConfig):
     recipe: str | None = None
     """Recipe whose stages take the place of PPO's; its own command sets it."""
 
+    ref_update_freq: int = option(
+        1,
+        minimum=0,
+        used_if=When(lambda here, run: here.recipe == "spin", "only trainer.recipe=spin uses it"),
+    )
+    """Training steps after which the policy becomes the reference; 0 keeps the first one."""
+
     project_name: str = "verl"
     """Project under which the run is reported and saved."""
 
@@ -84,6 +91,15 @@ class TrainerConfig(BaseConfig):
 
     log_val_generations: int = option(0, minimum=0)
     """Validation samples shown in the trackers."""
+
+    board: bool = False
+    """Record steps and samples beside the checkpoints, and serve them as a page on this machine
+    while the run goes on; afterwards `python -m verl.board FOLDER` shows them."""
+
+    board_megabytes: int = option(
+        1024, minimum=1, used_if=When(lambda here, run: here.board, "board is off")
+    )
+    """Size of that record; beyond it the samples of the oldest steps are removed."""
 
     rollout_data_dir: str | None = None
     """Folder for all training responses, one JSON Lines file per step; null writes none."""

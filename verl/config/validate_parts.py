@@ -6,6 +6,7 @@ They are about relations that hold on every machine; `validate_machine` is about
 from collections.abc import Iterator
 from typing import Any
 
+from verl.config.correction import CHOICES, correction_of
 from verl.config.faults import Fault, nearest_divisors, shown
 from verl.config.roles import (
     AGENT_LOOPS,
@@ -25,6 +26,8 @@ from verl.config.roles import (
     rollout_traits,
     world_size,
 )
+from verl.config.validate_pairs import pair_faults, sequence_loss_faults
+from verl.config.validate_prime import preference_faults, prime_faults
 
 REJECTION_CRITERIA = (
     *(
@@ -50,7 +53,11 @@ def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
     yield from closed_name_faults(config)
     yield from estimator_faults(config)
     yield from correction_faults(config)
+    yield from sequence_loss_faults(config)
+    yield from pair_faults(config)
     yield from replay_faults(config)
+    yield from preference_faults(config)
+    yield from prime_faults(config)
 
 
 def loop_faults(config: Any) -> Iterator[Fault]:
@@ -119,6 +126,8 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
             "only gae draws the batch again: set one of them the other way"
         )
         yield Fault(text, ("algorithm.use_pf_ppo", "algorithm.adv_estimator"))
+    if config.trainer.recipe == "pf_ppo":
+        yield from old_response_faults(config)
     if estimator == "grpo_passk" and n < 2:
         text = (
             f"actor_rollout_ref.rollout.n is {n}; algorithm.adv_estimator=grpo_passk compares the "
@@ -126,7 +135,7 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
         )
         yield Fault(text, ("actor_rollout_ref.rollout.n",))
     sums = config.actor_rollout_ref.actor.calculate_sum_pi_squared
-    if estimator.endswith("optimal_token_baseline") and not sums:
+    if (estimator or "").endswith("optimal_token_baseline") and not sums:
         key = "actor_rollout_ref.actor.calculate_sum_pi_squared"
         text = f"{key} is False; algorithm.adv_estimator={estimator} needs it: set it to True"
         yield Fault(text, (key,))
@@ -210,6 +219,24 @@ def replay_faults(config: Any) -> Iterator[Fault]:
             f"do: {', '.join(RETURNS_ROUTES)}. R2 replays the routes of the old policy instead"
         )
         yield Fault(text, (key, f"{ROLLOUT}.name"))
+
+
+def old_response_faults(config: Any) -> Iterator[Fault]:
+    """Responses of earlier steps are drawn by PF-PPO, and need a correction as other old ones."""
+    size, key = config.algorithm.pf_ppo.replay_size, "algorithm.pf_ppo.replay_size"
+    if not config.algorithm.use_pf_ppo or not size:
+        text = (
+            f"trainer.recipe is pf_ppo, but algorithm.use_pf_ppo is {config.algorithm.use_pf_ppo} "
+            f"and {key} is {size}; the recipe draws from a replay buffer: set use_pf_ppo=True and "
+            "a size above 0, or start verl.trainer.main_ppo"
+        )
+        yield Fault(text, (key, "algorithm.use_pf_ppo"))
+    elif correction_of(config) is None:
+        text = (
+            f"{key} is {size}, so tokens of older policies are trained on, and no correction for "
+            f"them is chosen; choose one of:\n{CHOICES}"
+        )
+        yield Fault(text, (key, "algorithm.rollout_correction.rollout_is"))
 
 
 def correction_faults(config: Any) -> Iterator[Fault]:

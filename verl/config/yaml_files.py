@@ -60,14 +60,12 @@ MEGATRON_MOUNTS = {
     "critic": "critic/megatron_critic",
     "reward_model": "reward_model/megatron_reward_loop",
 }
+SFT_MOUNTS = {"model": "model/hf_model", "engine": "engine/fsdp", "optim": "optim/fsdp"}
 ROOT_MOUNTS = {
     "ppo_trainer": PPO_MOUNTS | FSDP_MOUNTS,
     "ppo_megatron_trainer": PPO_MOUNTS | MEGATRON_MOUNTS,
-    "sft_trainer_engine": {
-        "model": "model/hf_model",
-        "engine": "engine/fsdp",
-        "optim": "optim/fsdp",
-    },
+    "sft_trainer_engine": SFT_MOUNTS,
+    "rm_trainer": SFT_MOUNTS,
 }
 OPTIM_FSDP = {"optim": "optim/fsdp"}
 OPTIM_MEGATRON = {"optim": "optim/megatron"}

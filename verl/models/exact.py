@@ -16,7 +16,7 @@ through other code than the rest. It is slower, and meant for proof.
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,13 @@ from transformers import PreTrainedModel
 from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.kernels.availability import can_run_triton
 from verl.models.routing import RoutedForward, Routing, routers
+from verl.models.vision import vision_parts
 
 ROWS = 64
 QUERIES = 16
 
 _capacities: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+_exact: "WeakSet[nn.Module]" = WeakSet()
 
 
 def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
@@ -39,15 +41,18 @@ def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
     `capacity` is the longest sequence there will be, prompt and response together. On a GPU this
     holds for the whole process from now on.
     """
+    vision = {id(module) for part in vision_parts(model) for module in part.modules()}
     routing = Routing.of(model)
     refuse_other_weights(model)
+    _exact.add(model)
     for layer in () if routing is None else routing.layers:
         layer.is_exact = True
     if model.device.type == "cuda" and can_run_triton(model.device):
         never_split_sums()
         return model
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        # A vision tower runs one image at a time, with the same shapes in rollout and training.
+        if isinstance(module, nn.Linear) and id(module) not in vision:
             module.forward = _TiledForward(module)
         elif isinstance(module.forward, RoutedForward):
             for router in routers(module):
@@ -57,8 +62,10 @@ def make_exact(model: PreTrainedModel, capacity: int) -> PreTrainedModel:
 
 
 def refuse_other_weights(model: PreTrainedModel) -> None:
-    """Exact are linear layers and the experts of transformers' own layers."""
+    """Exact are linear layers, the experts of transformers' own layers, and vision towers, which
+    run one image at a time."""
     covered = {id(p) for m in model.modules() if "routing" in vars(m) for p in m.parameters()}
+    covered |= {id(p) for part in vision_parts(model) for p in part.parameters()}
     for name, parameter in model.named_parameters():
         if parameter.dim() > 2 and id(parameter) not in covered:
             raise ValueError(
@@ -77,6 +84,10 @@ def never_split_sums() -> None:
 def exact_capacity(model: nn.Module) -> int | None:
     """The capacity of a model that runs in tiles; None for any other."""
     return _capacities.get(model)
+
+
+def is_exact(model: nn.Module) -> bool:
+    return model in _exact
 
 
 class _TiledForward:

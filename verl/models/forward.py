@@ -12,6 +12,7 @@ from verl.models.exact import ROWS, ExactPackedLayout, exact_capacity
 from verl.models.kernels.availability import can_run_triton
 from verl.models.packed import PackedLayout
 from verl.models.shared_prompts import SharedPrompts, UnfoldedLayout
+from verl.models.vision import PlacedFeatures, language_arguments, language_model
 
 
 def hidden_states(
@@ -19,11 +20,11 @@ def hidden_states(
     input_ids: Tensor,
     position_ids: Tensor,
     layout: AttentionLayout,
-    **extra: Tensor,
+    features: PlacedFeatures | None = None,
 ) -> Tensor:
     """The last hidden state of each token; (N, hidden) for ids (N,).
 
-    Positions are (N,), or (3, N) with M-RoPE; `extra` are further arguments of the model.
+    Positions are (N,), or (3, N) with M-RoPE; `features` replace embeddings of image tokens.
     """
     attention = model.config._attn_implementation
     if attention != ATTENTION:
@@ -34,9 +35,10 @@ def hidden_states(
     num_tokens = len(input_ids)
     padding = (0, 0 if exact_capacity(model) is None else -num_tokens % ROWS)
     ids, positions = (F.pad(x, padding).unsqueeze(-2) for x in (input_ids, position_ids))
-    output = model.base_model(
-        input_ids=ids, position_ids=positions, use_cache=False, layout=layout, **extra
-    )
+    module, arguments = model.base_model, {"input_ids": ids}
+    if features is not None:
+        module, arguments = language_model(model), language_arguments(model, ids, features)
+    output = module(position_ids=positions, use_cache=False, layout=layout, **arguments)
     hidden = output.last_hidden_state.squeeze(0)
     if hidden.shape[0] != ids.shape[1]:
         raise ValueError(

@@ -64,7 +64,7 @@ def fp8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
     rows = x.flatten(0, -2)
     x8, x_scale = quantize_rows(rows)
     if x.device.type == "cuda":
-        y = torch._scaled_mm(
+        y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             x8, weight.t(), scale_a=x_scale, scale_b=scale.t(), bias=bias,
             out_dtype=x.dtype, use_fast_accum=True,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -32,6 +33,7 @@ from verl.config.model import rope_faults
 from verl.models.attention import ATTENTION
 from verl.models.experts import prepare_experts, set_aux_loss
 from verl.models.head import OutputHead
+from verl.models.vision import has_vision
 
 ROPE = ("rope_scaling", "rope_parameters", "rope_theta")
 CACHE_LINE = 64  # bytes; torch's own tensors begin at one
@@ -46,11 +48,12 @@ def load_causal_lm(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the model at `path` (a folder or a hub name) with its weights, ready to be packed."""
-    model = AutoModelForCausalLM.from_pretrained(
+    config = read_config(path, override_config, trust_remote_code)
+    model = auto_class(config).from_pretrained(
         path,
-        config=read_config(path, override_config, trust_remote_code),
+        config=config,
         dtype=dtype,
-        attn_implementation=ATTENTION,
+        attn_implementation=attention_of(config),
         trust_remote_code=trust_remote_code,
     )
     set_aux_loss(prepare(model), override_config)
@@ -65,11 +68,12 @@ def empty_causal_lm(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model at `path` on the meta device: everything but its weights, which are not read."""
+    config = read_config(path, override_config, trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            read_config(path, override_config, trust_remote_code),
+        model = auto_class(config).from_config(
+            config,
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=attention_of(config),
             trust_remote_code=trust_remote_code,
         )
     return set_aux_loss(prepare(model), override_config)
@@ -109,10 +113,22 @@ def random_causal_lm(
     """Build a model of that shape with random weights, ready to be packed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            deepcopy(config), dtype=dtype, attn_implementation=ATTENTION
+        model = auto_class(config).from_config(
+            deepcopy(config), dtype=dtype, attn_implementation=attention_of(config)
         )
     return prepare(model)
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Who builds a model that writes text, whether it sees or not."""
+    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+
+
+def attention_of(config: PretrainedConfig) -> Any:
+    """Ours for language; a vision tower, whose tokens all see each other, has torch's."""
+    if not has_vision(config):
+        return ATTENTION
+    return {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -248,6 +264,32 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def load_scoring_model(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    override_config: dict[str, object] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A reward model to train: a classifier keeps its head, a language model gets one that says 0.
+
+    The latter becomes a sequence classifier with one label.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "override_config": override_config,
+        "trust_remote_code": trust_remote_code,
+    }
+    if any(name.endswith("Classification") for name in config.architectures or []):
+        return load_reward_model(path, device=device, **options)
+    model, missing = load_with_head(AutoModelForSequenceClassification, path, **options)
+    if "score.weight" in missing:
+        zero_head(model)
+    return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
 VALUE_HEAD = {r"^v_head\.summary\.": "score."}
 """The layer's name in checkpoints of language models that carry a value head."""
 
@@ -283,6 +325,6 @@ def load_reward_model(
         raise ValueError(
             f"reward_model.model.path={path} has no {', '.join(lacking[:5])}; a reward model is a "
             "sequence or token classifier with one label, or a language model with a value head. "
-            "examples/reward_model trains one"
+            "verl.trainer.main_rm trains one"
         )
     return model.to(device)  # pyright: ignore[reportArgumentType]

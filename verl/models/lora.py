@@ -34,6 +34,7 @@ from verl.config.base import BaseConfig
 from verl.config.critic import FSDPCriticModelCfg
 from verl.config.model import HFModelConfig
 from verl.models.experts import prepare_experts
+from verl.models.vision import vision_parts
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import require
 
@@ -119,10 +120,28 @@ def fresh_config(model: PreTrainedModel, options: LoraOptions) -> Any:
         lora_alpha=options.alpha,
         use_rslora=options.use_rslora,
         target_modules=options.target_modules,
-        exclude_modules=[HEAD] if is_value_model else options.exclude_modules,
+        exclude_modules=[HEAD] if is_value_model else excluded(model, options),
         task_type="TOKEN_CLS" if is_value_model else "CAUSAL_LM",
         base_model_name_or_path=model.config.name_or_path,
     )
+
+
+def excluded(model: PreTrainedModel, options: LoraOptions) -> str | list[str] | None:
+    """What gets no adapter: the user's wish, and the parts of a model that see. A regular
+    expression in `target_modules` may name these."""
+    names, unwanted = options.target_modules, options.exclude_modules
+    is_pattern = isinstance(names, str) and names != ALL_LINEAR
+    seeing = {id(module) for part in vision_parts(model) for module in part.modules()}
+    if is_pattern or not seeing:
+        return unwanted
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in seeing
+    ]
+    if isinstance(unwanted, str):
+        return "|".join([f"(?:{unwanted})", *map(re.escape, linears)])
+    return [*(unwanted or []), *linears]
 
 
 def train_head(model: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.protocol.data_proto import DataProto
 from verl.protocol.trajectory import Segment, Trajectory, response_segments
+from verl.utils.media import MEDIA, media_of, rope_positions
 from verl.utils.model import compute_position_id_with_mask
 
 REQUEST_ROW = "request_row"
@@ -57,6 +58,8 @@ def padded_batch(
     for name in names:
         columns[name] = [t.extra_fields.get(name) for t in trajectories]
     columns |= usual_fields(trajectories)
+    if any(t.media for t in trajectories):
+        columns[MEDIA] = plain_media(trajectories)
     if names:  # all of a row's extra fields, for reward functions
         columns["tool_extra_fields"] = [dict(t.extra_fields) for t in trajectories]
     if any(t.rows_after for t in trajectories):
@@ -133,7 +136,7 @@ def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict
         "response_mask": torch.from_numpy(is_trained),
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "position_ids": compute_position_id_with_mask(attention_mask),
+        "position_ids": padded_positions(trajectories, attention_mask),
     }
     if has_log_probs:
         columns["rollout_log_probs"] = torch.from_numpy(log_probs)
@@ -160,6 +163,27 @@ def padded_routes(trajectories: Sequence[Trajectory], padding: Padding) -> Tenso
         count = min(len(part), P + T - start)
         routes[row, start : start + count] = part[:count]
     return torch.from_numpy(routes)
+
+
+def padded_positions(trajectories: Sequence[Trajectory], attention_mask: Tensor) -> Tensor:
+    """(B, L), or (B, 3, L) where some row has images with positions in three axes."""
+    positions = compute_position_id_with_mask(attention_mask)
+    if all(one.grid is None for t in trajectories for one in t.media):
+        return positions
+    positions = positions[:, None].repeat(1, 3, 1)
+    for row, (trajectory, mask) in enumerate(zip(trajectories, attention_mask.bool(), strict=True)):
+        found = rope_positions(int(mask.sum()), trajectory.media)
+        if found is not None:
+            positions[row][:, mask] = torch.from_numpy(found)
+    return positions
+
+
+def plain_media(trajectories: Sequence[Trajectory]) -> list[list[dict[str, Any]] | None]:
+    """Images of rows as plain data, the same object for the same image."""
+    plain: dict[int, dict[str, Any]] = {}
+    return [
+        [plain.setdefault(id(one), one.as_plain()) for one in t.media] or None for t in trajectories
+    ]
 
 
 def padded_versions(trajectories: Sequence[Trajectory], response_length: int) -> Tensor:
@@ -213,13 +237,14 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
     own |= {"rollout_log_probs", POLICY_VERSIONS}
     versions = tensors[POLICY_VERSIONS].tolist() if POLICY_VERSIONS in tensors else None
     turns = batch.non_tensor_batch.get("__num_turns__", np.zeros(len(batch), dtype=np.int32))
+    media: Any = batch.non_tensor_batch.get(MEDIA, [None] * len(batch))
     found: list[Trajectory] = []
     for row in range(len(batch)):
         extras = {name: tensors[name][row] for name in tensors.keys() - own}
         extras |= {
             name: column[row]
             for name, column in batch.non_tensor_batch.items()
-            if name not in ("__num_turns__", "tool_extra_fields", SESSION_UID, REQUEST_ROW)
+            if name not in ("__num_turns__", "tool_extra_fields", SESSION_UID, REQUEST_ROW, MEDIA)
         }
         response = tensors["responses"][row][is_token[row, P:]].tolist()
         segments = response_segments(
@@ -246,6 +271,7 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
                     *segments,
                 ],
                 num_turns=int(turns[row]),
+                media=media_of(media[row]),
                 extra_fields=extras,
             )
         )

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verl.utils.media import Media
+
 Author = Literal["template", "user", "model", "tool"]
 
 
@@ -65,14 +67,6 @@ class InfraFault(RuntimeError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class MediaRef:
-    """An image or video of a segment, by the hash of its content."""
-
-    kind: Literal["image", "video"]
-    content_hash: str
-
-
 @dataclass(kw_only=True)
 class Segment:
     """Consecutive tokens of one author; append-only."""
@@ -89,7 +83,6 @@ class Segment:
     parent: int = -1
     """Index of the segment this one follows; -1 begins the conversation."""
 
-    media: tuple[MediaRef, ...] = ()
     routed_experts: np.ndarray | None = None
     """(tokens, layers, k) the experts of all tokens of the path that ends with this segment, the
     last token perhaps left out; it is there on the last segment of a row, where they are recorded.
@@ -139,6 +132,9 @@ class Trajectory:
 
     segments: list[Segment] = field(default_factory=list)
     num_prompt_segments: int = 1
+    media: tuple[Media, ...] = ()
+    """Images of the row that training sees; their places are in prompt and response together."""
+
     seed: int | None = None
     session_id: str | None = None
     grade: Grade | None = None

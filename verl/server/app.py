@@ -8,10 +8,7 @@ and vocabulary. The chat page is one file with its style and its script; the pol
 allows these two, by their hashes, and nothing else.
 """
 
-import base64
-import hashlib
 import logging
-import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -32,6 +29,7 @@ from verl.server.guard import Guard
 from verl.server.metrics import CONTENT_TYPE as METRICS
 from verl.server.schemas import MODEL_NAME, TOKEN_ID, ChatRequest, CompletionRequest
 from verl.server.service import Service
+from verl.utils.json_server import page_policy
 
 logger = logging.getLogger(__name__)
 
@@ -162,22 +160,6 @@ def either(answer: type[answers.Answer]) -> dict[int | str, dict[str, Any]]:
 
 def page_text() -> str:
     return (files("verl.server") / "page.html").read_text(encoding="utf-8")
-
-
-def page_policy(text: str) -> str:
-    """The Content-Security-Policy of the page."""
-    return (
-        f"default-src 'none'; style-src {hashes(text, 'style')}; "
-        f"script-src {hashes(text, 'script')}; connect-src 'self'; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'"
-    )
-
-
-def hashes(text: str, tag: str) -> str:
-    """Hashes of the text between the tags, as browsers compute them."""
-    bodies = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(body.encode()).digest()) for body in bodies]
-    return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
 
 
 ERRORS = {

@@ -71,10 +71,12 @@ async def converse(service: Service, request: ChatRequest) -> Response:
     """Answer a request, in events or as a whole."""
     service.check(request)
     limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
+    prompt_ids, media = await service.encoder.conversation_with_images(request)
     job = Job(
         kind="chatcmpl",
         request=request,
-        prompts=[await service.encoder.conversation(request)],
+        prompts=[prompt_ids],
+        media=media,
         max_tokens=min(limits, default=None),
     )
     answer = ChatAnswer(service, request, job)

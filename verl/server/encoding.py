@@ -9,6 +9,8 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -21,6 +23,7 @@ from verl.server.schemas import (
     AssistantMessage,
     ChatRequest,
     CompletionRequest,
+    ImagePart,
     MadeCall,
     Message,
     TextPart,
@@ -29,8 +32,11 @@ from verl.server.schemas import (
     check_size,
 )
 from verl.utils.dataset.continuation import Continuation
-from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt
+from verl.utils.dataset.media import MediaEncoder
+from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt, media_parts
 from verl.utils.dataset.tables import DataError
+from verl.utils.images import BadImage
+from verl.utils.media import Media
 
 MAX_CONTINUATIONS = 64
 """Sets of tools whose continuations are remembered."""
@@ -45,7 +51,10 @@ class Encoder:
         max_model_len: int,
         vocabulary: int,
         template_kwargs: Mapping[str, Any] | None = None,
+        images: "ClientImages | None" = None,
     ) -> None:
+        """Without `images` the model is given none."""
+        self._images = images
         self._tokenizer = tokenizer
         self._own = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
@@ -62,7 +71,16 @@ class Encoder:
         return [await self._ids(prompt, f"prompt.{n}") for n, prompt in enumerate(given)]
 
     async def conversation(self, request: ChatRequest) -> list[int]:
-        """The ids of a conversation as the chat template writes it."""
+        """The ids of a conversation without images as the chat template writes it."""
+        if has_images(request.messages):
+            message = "images are not taken here; this session has text only"
+            raise ApiError(400, message, param="messages", code="images_refused")
+        return (await self.conversation_with_images(request))[0]
+
+    async def conversation_with_images(
+        self, request: ChatRequest
+    ) -> tuple[list[int], tuple[Media, ...]]:
+        """The ids of a conversation as the chat template writes it, and its images."""
         if self._tokenizer.chat_template is None:
             raise ApiError(
                 400, "the model has no chat template; use /v1/completions", code="no_chat"
@@ -74,7 +92,19 @@ class Encoder:
                 template_tool(tool) for tool in request.offered_tools
             ]
 
-        return self._fitting(await self._encode(build, "messages"), "messages")
+        if not has_images(request.messages):
+            return self._fitting(await self._encode(build, "messages"), "messages"), ()
+        if self._images is None:
+            message = "the model does not see; send text only"
+            raise ApiError(400, message, param="messages", code="images_refused")
+        encode = partial(self._images.encode, build, self.max_model_len, self._template_kwargs)
+        try:
+            ids, media = await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+        except PromptTooLong as error:
+            raise self._too_long("messages") from error
+        except (BadImage, DataError) as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_image") from error
+        return self._fitting(ids, "messages"), media
 
     async def after_turn(
         self,
@@ -171,12 +201,52 @@ class Encoder:
         )
 
 
+class ClientImages:
+    """Images that clients send: in `data:` URLs, or files below the folder `root`."""
+
+    def __init__(self, media: MediaEncoder, root: str | None = None) -> None:
+        self._media = media
+        self._root = None if root is None else Path(root).expanduser().resolve()
+
+    def encode(
+        self,
+        build: Callable[[], tuple[Prompt, list[dict[str, Any]]]],
+        max_tokens: int,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[list[int], tuple[Media, ...]]:
+        prompt, tools = build()
+        assert not isinstance(prompt, str)
+        for part in media_parts(prompt):
+            self._check(part["image"])
+        return self._media.encode_prompt(
+            prompt, max_tokens=max_tokens, tools=tools, template_kwargs=template_kwargs
+        )
+
+    def _check(self, url: str) -> None:
+        if url.startswith("data:"):
+            return
+        if self._root is None or not url.startswith("file://"):
+            raise BadImage("an image is a data: URL, or a file below the folder the server allows")
+        path = Path(url.removeprefix("file://")).resolve()
+        if not path.is_relative_to(self._root):
+            raise BadImage("the file of an image is not below the folder that the server allows")
+
+
+def has_images(messages: Sequence[Message]) -> bool:
+    return any(
+        isinstance(part, ImagePart)
+        for message in messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
+
+
 # ---- messages as chat templates expect them ------------------------------------------------------
 
 
 def template_message(message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    plain: dict[str, Any] = {"role": role, "content": _content(message.content)}
     if isinstance(message, AssistantMessage) and message.tool_calls:
         plain["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     return plain
@@ -210,10 +280,19 @@ def template_tool(tool: Tool) -> dict[str, Any]:
     return tool.model_dump(exclude_none=True)
 
 
-def _text(content: str | list[TextPart] | None) -> str:
-    if content is None:
-        return ""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _content(content: str | Sequence[TextPart | ImagePart] | None) -> str | list[dict[str, Any]]:
+    """Text, or parts where some are images."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [part.text for part in content if isinstance(part, TextPart)]
+    if len(texts) == len(content):
+        return "\n".join(texts)
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, TextPart)
+        else {"type": "image", "image": part.image_url.url}
+        for part in content
+    ]
 
 
 def _template_call(call: MadeCall) -> dict[str, Any]:

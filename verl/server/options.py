@@ -36,6 +36,12 @@ class ServerOptions:
     max_body_bytes: int = 8 << 20
     """Longest body, sent whole or in chunks; compressed ones are refused."""
 
+    max_images: int = 16
+    """Most images of a conversation."""
+
+    allowed_local_media_path: str | None = None
+    """Folder below which clients may name image files; None allows `data:` URLs only."""
+
     max_running: int = 256
     """Most requests that the engines work on at once."""
 

@@ -129,13 +129,17 @@ def serve(
     rollouts: Sequence[StreamingRollout],
     tokenizer: PreTrainedTokenizerBase,
     options: ServerOptions,
+    processor: Any = None,
 ) -> RunningServer:
-    """Serve a model from engines that hold it. Without a token in the options or in
-    `VERL_SERVER_TOKEN` one is made; `RunningServer.token` tells it."""
+    """Serve a model from engines that hold it; `processor` is that of a model which sees.
+
+    Without a token in the options or in `VERL_SERVER_TOKEN` one is made; `RunningServer.token`
+    tells it.
+    """
     source = "the options" if options.token else "VERL_SERVER_TOKEN" if server_token() else None
     options = replace(options, token=options.token or server_token() or secrets.token_urlsafe(32))
     token = str(options.token)
-    service = Service(rollouts, tokenizer, options)
+    service = Service(rollouts, tokenizer, options, processor=processor)
     config = uvicorn_config(build_app(service, token), options)
     listener = listening_socket(options)
     server = RunningServer(service, uvicorn.Server(config), listener, token, token_source=source)

@@ -229,6 +229,21 @@ class TextPart(Strict):
     text: str
 
 
+class ImageUrl(Strict):
+    url: str
+    """`data:image/...;base64,...`, or `file://...` below a folder that the server allows."""
+
+    detail: Literal["auto", "low", "high"] | None = None
+    """Accepted; the model's processor decides."""
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+SeenPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+SeenParts = Annotated[list[SeenPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
 Parts = Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
 Content = Annotated[
     Annotated[str, Tag("as text")] | Annotated[Parts, Tag("as parts")],
@@ -255,7 +270,10 @@ class SystemMessage(Strict):
 
 class UserMessage(Strict):
     role: Literal["user"]
-    content: Content
+    content: Annotated[
+        Annotated[str, Tag("as text")] | Annotated[SeenParts, Tag("as parts")],
+        Discriminator(_kind_of_text),
+    ]
     name: Label | None = None
 
 

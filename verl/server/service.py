@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from verl.server.answers import Usage
-from verl.server.encoding import Encoder
+from verl.server.encoding import ClientImages, Encoder
 from verl.server.errors import ApiError, busy
 from verl.server.metrics import ServerMetrics
 from verl.server.options import ServerOptions
@@ -33,6 +33,8 @@ from verl.server.schemas import (
     SamplingRequest,
     parsed,
 )
+from verl.utils.dataset.media import MediaEncoder
+from verl.utils.media import Media
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
@@ -59,13 +61,20 @@ class Service:
         *,
         fleet: Fleet | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        processor: Any = None,
     ) -> None:
+        """`processor` is that of a model which sees."""
+        images = None
+        if processor is not None:
+            media = MediaEncoder(tokenizer, processor, max_images=options.max_images)
+            images = ClientImages(media, options.allowed_local_media_path)
         self.options = options
         self.encoder = Encoder(
             tokenizer,
             options.max_model_len,
             options.vocabulary or len(tokenizer),
             template_kwargs,
+            images,
         )
         self.fleet = fleet or Fleet(
             rollouts,
@@ -132,6 +141,7 @@ class Service:
             params=params,
             num_samples=request.n,
             session_ids=(session,) if session is not None and request.n == 1 else None,
+            media=job.media,
         )
 
 
@@ -159,6 +169,9 @@ class Job:
     prompts: list[list[int]]
     max_tokens: int | None
     """Per sample; None allows as many as fit."""
+
+    media: tuple[Media, ...] = ()
+    """Images of the only prompt."""
 
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))

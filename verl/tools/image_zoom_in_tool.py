@@ -1,6 +1,6 @@
 """`ImageZoomInTool`: the model asks for a part of the row's image and gets it as an image.
 
-The reply carries an image (`ToolResponse.image`). Agent loops for text refuse such replies.
+The reply carries an image (`ToolResponse.image`), so the model must be one that sees.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.dataset.prompt_encoder import load_image
+from verl.utils.images import open_image
 
 MIN_SIDE = 28
 """Pixels: what vision models take as their smallest side."""
@@ -64,7 +64,7 @@ class ImageZoomInTool(BaseTool):
                 f"the row has no image for tool {self.name!r}; it belongs in "
                 f"extra_info.tools_kwargs.{self.name}.create_kwargs.image"
             )
-        self._instance_dict[instance_id] = await asyncio.to_thread(load_image, image)
+        self._instance_dict[instance_id] = await asyncio.to_thread(open_image, image)
         return instance_id, ToolResponse()
 
     async def execute(

@@ -8,6 +8,7 @@ reward must be made of that trajectory.
 """
 
 import asyncio
+import base64
 import errno
 import json
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from urllib.error import HTTPError, URLError
 
 from verl.protocol.trajectory import InfraFault
 from verl.tools.schemas import ToolResponse
+from verl.utils.images import BadImage, as_png, open_image
 
 OutcomeKind = Literal["reply", "refused", "timeout", "infra"]
 MAX_METRIC_CHARS = 1_000
@@ -61,16 +63,18 @@ class ToolOutcome:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        if self.response.image or self.response.video:
+        """Plain JSON data; images become files in base64, without loss."""
+        if self.response.video:
             raise ValueError(
-                f"the reply of tool {self.tool!r} holds images or videos; agent loops take text so "
-                "far: let the tool describe them, or leave it out"
+                f"the reply of tool {self.tool!r} holds a video; models get images only: let the "
+                "tool reply with its frames"
             )
+        images = [image_text(image, self.tool) for image in self.response.image or ()]
         return {
             "kind": self.kind,
             "tool": self.tool,
             "text": self.response.text,
+            **({"images": images} if images else {}),
             "reward": self.reward,
             "metrics": self.metrics,
             "seconds": self.seconds,
@@ -78,8 +82,18 @@ class ToolOutcome:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ToolOutcome":
-        rest = {name: value for name, value in values.items() if name != "text"}
-        return cls(response=ToolResponse(text=values["text"]), **rest)
+        rest = {name: value for name, value in values.items() if name not in ("text", "images")}
+        images = [open_image(base64.b64decode(image)) for image in values.get("images", ())]
+        return cls(response=ToolResponse(text=values["text"], image=images or None), **rest)
+
+
+def image_text(image: Any, tool: str) -> str:
+    """An image that a tool replied with, as a file in base64."""
+    try:
+        opened = open_image(image)
+    except BadImage as error:
+        raise InfraFault(f"a reply of tool {tool!r}: {error}", reason=tool) from error
+    return base64.b64encode(as_png(opened)).decode("ascii")
 
 
 class BadResult(InfraFault):

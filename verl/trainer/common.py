@@ -12,6 +12,8 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -76,6 +78,80 @@ class RunProgress:
     def show(self, step: int) -> None:
         """`step` steps are done."""
         self._bar.update(self._task, completed=step)
+
+
+STAGES = (
+    "gen", "settle", "sleep", "reward", "old_log_prob", "ref", "values", "adv", "update_critic",
+    "update_actor", "testing", "save_checkpoint",
+)  # fmt: skip
+
+
+class StageClock:
+    """Where the time between the ends of two steps went."""
+
+    def __init__(self) -> None:
+        self._ended_at = time.monotonic()
+
+    def shares(self, timing: Mapping[str, float]) -> dict[str, float]:
+        """Seconds by stage since the last call; what no stage claims is `other`."""
+        before, self._ended_at = self._ended_at, time.monotonic()
+        return shares_of_time(timing, self._ended_at - before)
+
+
+def shares_of_time(timing: Mapping[str, float], wall_seconds: float) -> dict[str, float]:
+    """Seconds by stage and the rest; they add up to `wall_seconds`."""
+    seconds = {stage: timing[stage] for stage in STAGES if stage in timing}
+    excess = sum(seconds.values()) - wall_seconds
+    if excess > 0 and "gen" in seconds:  # dynamic sampling grades while it generates
+        seconds["gen"] = max(0.0, seconds["gen"] - excess)
+    return {**seconds, "other": max(0.0, wall_seconds - sum(seconds.values()))}
+
+
+class RunSummary:
+    """What a run has come to, in a few lines: validation first and last, reward, time, faults."""
+
+    def __init__(self) -> None:
+        self._validation: dict[str, list[tuple[int, float]]] = {}
+        self._seconds: Counter[str] = Counter()
+        self._counts: dict[str, float] = {}
+        self._steps: list[int] = []
+        self._start = time.monotonic()
+
+    def add(self, step: int, metrics: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+        """Take in what a step reported, and how long its stages took."""
+        if step not in self._steps:
+            self._steps.append(step)
+        for name, value in metrics.items():
+            if name.startswith(("val-core/", "critic/score/mean")):
+                self._validation.setdefault(name, []).append((step, float(value)))
+            elif name.startswith("tripwire/"):
+                self._counts[name] = float(value)
+        self._seconds.update(seconds)
+
+    def lines(self) -> list[str]:
+        """Empty where no step has ended."""
+        if not self._steps or not any(self._steps):
+            return []
+        wall = time.monotonic() - self._start
+        first, last = next(step for step in self._steps if step), self._steps[-1]
+        lines = [f"steps {first} to {last} in {_clock(wall)}"]
+        for name, values in self._validation.items():
+            best = max(values, key=lambda entry: entry[1])
+            lines.append(
+                f"{name}: {values[0][1]:.4g} -> {values[-1][1]:.4g}, "
+                f"best {best[1]:.4g} at step {best[0]}"
+            )
+        total = sum(self._seconds.values())
+        shares = [f"{name} {s / total:.0%}" for name, s in self._seconds.most_common() if s > 0]
+        lines.append(f"time: {', '.join(shares)}")
+        lines += [f"{name}: {count:g} steps" for name, count in self._counts.items() if count]
+        return lines
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 REPEAT_SECONDS = 5.0

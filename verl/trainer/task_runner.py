@@ -21,7 +21,7 @@ from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
 from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.asynchronous import AsyncTrainer
-from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool_of
+from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, TEACHER_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.scoring import asks_over_http
 from verl.trainer.ppo.session import as_ppo_config, run_locks
@@ -42,6 +42,7 @@ from verl.workers.roles import (
     CriticWorker,
     RewardModelWorker,
     RolloutWorker,
+    TeacherWorker,
 )
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,12 @@ class TaskRunner:
             shared = pool_of(config, "reward_model")
             self.mapping[Role.RewardModel] = REWARD_POOL if has_pool else shared
 
+    def add_teacher_worker(self, config: PPOConfig) -> None:
+        """A worker that only teaches, where the teachers of a distillation have own ranks."""
+        if config.distillation.enabled and config.distillation.nnodes:
+            self.role_worker_mapping[Role.Teacher] = TeacherWorker
+            self.mapping[Role.Teacher] = TEACHER_POOL
+
     def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type) -> None:
         """The reference lives in the policy's worker; a recipe may give it one of its own."""
 
@@ -169,6 +176,7 @@ class TaskRunner:
         self.add_rollout_worker(config)
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
+        self.add_teacher_worker(config)
         self.add_ref_policy_worker(config, worker_class)
         tokenizer, processor = load_tokenizer(config)
         model = config.actor_rollout_ref.model
@@ -226,4 +234,7 @@ def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:
             f"name that the Hugging Face hub gave one for; name an existing folder. {error}"
         ) from error
     set_chat_template(tokenizer, config.data.chat_template or model.custom_chat_template)
-    return tokenizer, hf_processor(path, trust_remote_code=trusts)
+    processor = hf_processor(path, trust_remote_code=trusts)
+    if tokenizer.chat_template is None and processor is not None:
+        set_chat_template(tokenizer, processor.chat_template)  # older files have it there alone
+    return tokenizer, processor

@@ -4,13 +4,16 @@
 
 It listens on this machine only and asks for a token, unless told otherwise. A request must arrive
 whole within `receipt_seconds`; connections above `max_connections` are turned away with 503.
-`GET /health` is open.
+`GET /health` and the `pages` are open: pages hold no data, they ask for it with the token.
 """
 
+import base64
+import hashlib
 import hmac
 import ipaddress
 import json
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -27,6 +30,10 @@ Route = Callable[[Any], Any]
 
 MIN_TOKEN_CHARACTERS = 16
 MAX_DROPPED_BYTES = 16 << 20
+
+
+class Page(str):
+    """HTML among the replies."""
 
 
 class Refusal(Exception):
@@ -50,6 +57,7 @@ class JsonServer:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
+        pages: Mapping[str, str] | None = None,
         max_body_bytes: int = 1 << 20,
         max_connections: int = 256,
         receipt_seconds: float = 10.0,
@@ -64,6 +72,7 @@ class JsonServer:
         if self.token and len(self.token) < MIN_TOKEN_CHARACTERS:
             raise ValueError(f"the token must have {MIN_TOKEN_CHARACTERS} or more characters")
         self.routes = {("GET", "/health"): lambda _: {"status": "ok"}, **routes}
+        self.pages = dict(pages or {})
         self.max_body_bytes = max_body_bytes
         self.receipt_seconds = receipt_seconds
         self.places = threading.BoundedSemaphore(max_connections)
@@ -103,6 +112,9 @@ class JsonServer:
         is_read = False
         try:
             self._check_host(request)
+            path = request.path.partition("?")[0]
+            if request.command == "GET" and path in self.pages:
+                return 200, Page(self.pages[path])
             route = self._route(request)
             body = self._body(request)
             is_read = True
@@ -175,6 +187,22 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def page_policy(text: str) -> str:
+    """The Content-Security-Policy of the page."""
+    return (
+        f"default-src 'none'; style-src {hashes(text, 'style')}; "
+        f"script-src {hashes(text, 'script')}; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def hashes(text: str, tag: str) -> str:
+    """Hashes of the text between the tags, as browsers compute them."""
+    bodies = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(body.encode()).digest()) for body in bodies]
+    return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+
+
 class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
@@ -215,9 +243,14 @@ def _handler(server: JsonServer) -> type[BaseHTTPRequestHandler]:
 
         def _reply(self, status: int, content: Any) -> None:
             self.alarm.cancel()
-            body = json.dumps(content).encode()
+            is_page = isinstance(content, Page)
+            body = content.encode() if is_page else json.dumps(content).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            kind = "text/html; charset=utf-8" if is_page else "application/json"
+            self.send_header("Content-Type", kind)
+            if is_page:
+                self.send_header("Content-Security-Policy", page_policy(content))
+                self.send_header("Referrer-Policy", "no-referrer")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("X-Content-Type-Options", "nosniff")
             self.end_headers()

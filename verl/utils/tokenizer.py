@@ -4,18 +4,24 @@ Batches need a pad token, which many models lack; whatever is changed here is lo
 """
 
 import logging
+import shutil
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
-from transformers.utils.hub import has_file
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.utils.hub import cached_file, has_file
 
+from verl.utils.import_utils import is_available
 from verl.utils.template_probe import check_chat_template
 
 logger = logging.getLogger(__name__)
@@ -69,12 +75,53 @@ def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
     )  # fmt: skip
 
 
+def has_processor(name_or_path: str | PathLike[str]) -> bool:
+    """Whether a model comes with files for images or video."""
+    return any(has_file(name_or_path, file) for file in _PROCESSOR_FILES)
+
+
 def hf_processor(name_or_path: str | PathLike[str], **kwargs: Any) -> ProcessorMixin | None:
     """The processor for images and video, or None for a model that has only text."""
-    if not any(has_file(name_or_path, file) for file in _PROCESSOR_FILES):
+    if not has_processor(name_or_path):
         return None
+    described, _ = PretrainedConfig.get_config_dict(name_or_path)
+    name = PROCESSOR_MAPPING_NAMES.get(described.get("model_type", ""))
+    if name is not None and not is_available("torchvision"):
+        kind: type[ProcessorMixin] = getattr(transformers, name)
+        if "video_processor" in kind.get_attributes():
+            logger.info("%s: images only, because videos need torchvision", name_or_path)
+            return _images_only(kind).from_pretrained(name_or_path, **kwargs)
     processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
     return processor if isinstance(processor, ProcessorMixin) else None
+
+
+class WithProcessorFiles:
+    """Saves a tokenizer and, as they are, the files of the processor that its model came with."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, name_or_path: str | PathLike[str]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.name_or_path = name_or_path
+
+    def save_pretrained(self, save_directory: str, /) -> None:
+        self.tokenizer.save_pretrained(save_directory)
+        for file in _PROCESSOR_FILES:
+            if has_file(self.name_or_path, file):
+                source = cached_file(str(self.name_or_path), file)
+                assert source is not None, "has_file found it"
+                shutil.copyfile(source, Path(save_directory, file))
+
+
+def _images_only(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
+    """The same processor without its part for videos, which needs torchvision."""
+
+    def initialize(
+        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None
+    ) -> None:
+        kind.__init__(self, image_processor, tokenizer, None, chat_template=chat_template)
+
+    return type(kind.__name__, (kind,), {"__init__": initialize})
 
 
 def _is_gemma2_chat(name_or_path: str | PathLike[str]) -> bool:

@@ -38,14 +38,19 @@ def plan_for_one_rank(
     epochs: int,
     shuffle_seed: int | None,
     micro_batching: MicroBatching,
+    keeps_prompts_whole: bool = False,
 ) -> UpdatePlan:
-    """The plan of a rank that is alone; several need one that was made for all of them."""
+    """The plan of a rank that is alone; several need one that was made for all of them.
+
+    With `keeps_prompts_whole` a step has `rows_per_step` prompts, with all of their rows.
+    """
     if engine.get_data_parallel_size() > 1:
         raise ValueError(
             f"this rank is one of {engine.get_data_parallel_size()} and cannot know the rows of "
             'the others; put a plan for all ranks into meta_info["update_plan"] '
             "(verl.workers.schedule.plan_update)"
         )
+    prompts = prompt_groups(data)
     return plan_update(
         data["attention_mask"].sum(-1).tolist(),
         data["response_mask"].sum(-1).tolist(),
@@ -53,8 +58,9 @@ def plan_for_one_rank(
         epochs=epochs,
         shuffle_seed=shuffle_seed,
         micro_batching=micro_batching,
-        groups=prompt_groups(data),
+        groups=prompts,
         sessions=session_labels(data),
+        units=prompts if keeps_prompts_whole else None,
         components={name: tokens.tolist() for name, tokens in component_tokens(data).items()},
     )
 

@@ -132,6 +132,7 @@ def plan_update(
     shuffle_seed: int | None = None,
     groups: Sequence[int] | None = None,
     sessions: Sequence[int] | None = None,
+    units: Sequence[int] | None = None,
     components: Mapping[str, Sequence[int]] | None = None,
 ) -> UpdatePlan:
     """Plan `epochs` epochs over all rows, `rows_per_step` (over all ranks) per optimizer step.
@@ -143,7 +144,8 @@ def plan_update(
     rank of the first epoch, so later steps may be less balanced.
 
     Rows with the same label in `sessions` are one sequence: a step has `rows_per_step` sessions,
-    with all of their rows, on whatever ranks, and its losses are divided by its sessions.
+    with all of their rows, on whatever ranks, and its losses are divided by its sessions. With
+    `units` a step has `rows_per_step` units instead: rows with the same label stay in one step.
     `components` has, for each further component of the loss, the tokens of every row that count.
     """
     sizes, responses = np.asarray(lengths), np.asarray(response_tokens)
@@ -155,14 +157,11 @@ def plan_update(
         )
     if micro_batching.tokens is not None:
         check_budget(lengths, micro_batching.tokens)
-    session_of = np.arange(len(sizes))
-    if sessions is not None:
-        _, first, session_of = np.unique(sessions, return_index=True, return_inverse=True)
-        session_of = np.argsort(np.argsort(first))[session_of]  # by first appearance
-    num_sessions = int(session_of.max()) + 1
+    session_of = np.arange(len(sizes)) if sessions is None else by_first_appearance(sessions)
+    unit_of = session_of if units is None else by_first_appearance(units)
     epoch_steps = [
-        [np.flatnonzero(np.isin(session_of, chosen)) for chosen in epoch]
-        for epoch in epoch_rows(num_sessions, rows_per_step, epochs, shuffle_seed)
+        [np.flatnonzero(np.isin(unit_of, chosen)) for chosen in epoch]
+        for epoch in epoch_rows(int(unit_of.max()) + 1, rows_per_step, epochs, shuffle_seed)
     ]
     rank_of = assign_ranks(epoch_steps[0], sizes, labels, num_ranks)
     order, padding, index = chunk_rows(rank_of, sizes, num_ranks)
@@ -253,10 +252,16 @@ def check_budget(lengths: Sequence[int], max_tokens: int) -> None:
 # ---- parts of a plan -----------------------------------------------------------------------------
 
 
+def by_first_appearance(labels: Sequence[int]) -> np.ndarray:
+    """Labels as numbers, counted up as new ones appear."""
+    _, first, number = np.unique(labels, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[number]
+
+
 def epoch_rows(
     num_rows: int, rows_per_step: int, epochs: int, shuffle_seed: int | None
 ) -> Iterator[list[np.ndarray]]:
-    """For each epoch, the rows (or sessions) of its optimizer steps; those of a step ascend."""
+    """For each epoch, the rows (or units) of its optimizer steps; those of a step ascend."""
     generator = None if shuffle_seed is None else np.random.default_rng(shuffle_seed)
     borders = range(rows_per_step, num_rows, rows_per_step)
     for _ in range(epochs):

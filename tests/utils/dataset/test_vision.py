@@ -1,50 +1,18 @@
 import io
 
+import numpy as np
 import pytest
 from PIL import Image
-from tokenizers import AddedToken
-from transformers import BatchFeature, Qwen2VLImageProcessorPil
 
-from examples.quickstart.build_model import build_tokenizer
+from tests.tiny_vision import ID, tiny_processor
 from verl.config.data import DataConfig
 from verl.utils.dataset import RLHFDataset
 from verl.utils.dataset.tables import DataError
 
-PAD = "<|image_pad|>"
-TEMPLATE = (
-    "{% for m in messages %}<|user|>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<|image_pad|>{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}<|assistant|>"
-)
+PAD = ID["<|image_pad|>"]
 
 
-class SmallProcessor:
-    """A real image processor; a place in the text per four patches, as Qwen2-VL has it."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.image_processor = Qwen2VLImageProcessorPil(
-            patch_size=14, min_pixels=28 * 28, max_pixels=56 * 56
-        )
-
-    def __call__(self, text, images=()):
-        pixels = self.image_processor(images=images, return_tensors="pt")
-        places = [PAD * (int(grid.prod()) // 4) for grid in pixels["image_grid_thw"]]
-        filled = text[0].replace(PAD, "{}").format(*places)
-        return BatchFeature({**self.tokenizer([filled]), **pixels})
-
-
-def seeing_tokenizer():
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<|user|>", "<|assistant|>", AddedToken(PAD)]}
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
-def png(color, size=(28, 28)):
+def png(color, size=(24, 16)):
     octets = io.BytesIO()
     Image.new("RGB", size, color).save(octets, "PNG")
     return octets.getvalue()
@@ -55,13 +23,17 @@ def dataset(tmp_path, rows, *, sees=True, **options):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    tokenizer = seeing_tokenizer()
-    config = DataConfig(max_prompt_length=64, cache_dir=str(tmp_path), **options)
-    processor = SmallProcessor(tokenizer) if sees else None
-    return RLHFDataset(str(tmp_path / "a.parquet"), tokenizer, config, processor)
+    processor = tiny_processor(tmp_path / "model")
+    options = {"max_prompt_length": 100, "cache_dir": str(tmp_path), **options}
+    return RLHFDataset(
+        str(tmp_path / "a.parquet"),
+        processor.tokenizer,
+        DataConfig(**options),
+        processor if sees else None,
+    )
 
 
-def question(text="what is <image> this?", images=1, size=(28, 28)):
+def question(text="what is <image> this?", images=1, size=(24, 16)):
     return {
         "prompt": [{"role": "user", "content": text}],
         "images": [{"bytes": png("red", size), "path": None} for _ in range(images)],
@@ -77,12 +49,12 @@ def test_images_take_the_places_that_the_prompt_gives_them(tmp_path):
 
 
 def test_pixels_are_loaded_when_they_are_asked_for(tmp_path):
-    row = dataset(tmp_path, [question(size=(56, 28))])[0]
+    row = dataset(tmp_path, [question(size=(16, 8))])[0]
     assert "multi_modal_inputs" not in dict(row)
     assert row["multi_modal_data"]["image"][0].getpixel((0, 0)) == (255, 0, 0)
-    assert row["multi_modal_inputs"]["pixel_values"].shape == (8, 3 * 2 * 14 * 14)
+    assert row["multi_modal_inputs"]["pixel_values"].shape == (8, 3 * 2 * 4 * 4)
     ids = row["input_ids"].tolist()
-    assert ids.count(seeing_tokenizer().convert_tokens_to_ids(PAD)) == 2
+    assert ids.count(PAD) == 2
 
 
 async def test_agent_loops_get_images_and_videos_of_messages(tmp_path):
@@ -91,12 +63,12 @@ async def test_agent_loops_get_images_and_videos_of_messages(tmp_path):
     video = {"role": "user", "content": [{"type": "video", "video": frames, "nframes": 2}]}
     messages = [*data[0]["raw_prompt"], video]
     images, videos = await RLHFDataset.process_vision_info(messages, 14, data.config)
-    assert [image.size for image in images] == [(28, 28)]
+    assert [image.size for image in images] == [(24, 16)]
     assert [frame.getpixel((0, 0)) for frame in videos[0]] == [(255, 0, 0), (0, 0, 255)]
 
 
 def test_the_places_of_an_image_count_when_a_prompt_is_measured(tmp_path):
-    rows = [question(), question("<image>" * 40, images=40, size=(56, 56))]
+    rows = [question(), question("<image>" * 40, images=40, size=(16, 16))]
     assert len(dataset(tmp_path, rows, filter_overlong_prompts=True)) == 1
 
 
@@ -113,6 +85,50 @@ def test_an_image_without_a_place_and_one_that_is_broken_are_bad_rows(tmp_path):
         dataset(tmp_path, [broken])
 
 
-def test_special_tokens_beside_an_image_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"a.parquet:1: its words hold the special tokens.*</s>"):
-        dataset(tmp_path, [question("<image></s>")])
+def test_a_placeholder_that_somebody_wrote_is_a_word(tmp_path):
+    row = dataset(tmp_path, [question("<image><|image_pad|></s>", size=(8, 8))])[0]
+    ids = row["raw_prompt_ids"]
+    assert ids.count(PAD) == 1  # one token for 8 x 8 pixels; the words are letters
+    letters = [ID[letter] for letter in "<|image_pad|></s>"]
+    assert letters in [ids[start : start + len(letters)] for start in range(len(ids))]
+
+
+def test_a_prompt_with_images_is_never_cut(tmp_path):
+    rows = [question("<image>" + "word " * 40)]
+    with pytest.raises(DataError, match=r"prompts are too long.*never cut"):
+        dataset(tmp_path, rows, truncation="left")
+    assert len(dataset(tmp_path, [*rows, question()], filter_overlong_prompts=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        ({"path": "/nowhere/a.png"}, "No such file"),
+        ({"path": "https://example.com/a.png"}, "address on a network"),
+        ({"path": "data:image/png;base64,!"}, "not base64"),
+        ({"bytes": b"\xff\xd8\xff\xe0 no JPEG"}, "cannot be read"),
+    ],
+)
+def test_an_image_that_cannot_be_had_is_a_fault_of_its_row(tmp_path, image, reason):
+    rows = [{**question(), "images": [{"bytes": None, "path": None, **image}]}]
+    with pytest.raises(DataError, match=rf"a.parquet:1: .*{reason}"):
+        dataset(tmp_path, rows)
+
+
+def test_an_image_of_a_hundred_megapixels_is_refused_before_it_is_decoded(tmp_path):
+    huge = Image.fromarray(np.zeros((10_000, 10_000), dtype=np.uint8))
+    file = io.BytesIO()
+    huge.save(file, "PNG")
+    rows = [{**question(), "images": [{"bytes": file.getvalue(), "path": None}]}]
+    with pytest.raises(DataError, match=r"a.parquet:1: an image .*pixels"):
+        dataset(tmp_path, rows)
+
+
+def test_options_of_the_processor_change_the_number_of_tokens(tmp_path):
+    small = {"size": {"shortest_edge": 64, "longest_edge": 64}}
+    rows = [question(size=(32, 32))]
+    counts = [
+        dataset(tmp_path, rows, **options)[0]["raw_prompt_ids"].count(PAD)
+        for options in ({}, {"mm_processor_kwargs": small})
+    ]
+    assert counts == [16, 1]

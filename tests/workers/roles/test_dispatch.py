@@ -10,6 +10,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.utils.environment import temp_env_var
+from verl.utils.media import MEDIA, Media, content_hash
 from verl.workers.engine.inputs import ModelInputs, prompt_owners
 from verl.workers.roles.dispatch import (
     UpdateSettings,
@@ -27,7 +28,10 @@ COLUMNS = ("attention_mask", "input_ids", "responses")
 
 
 def test_prompts_equal_in_ids_and_different_in_images_are_not_shared():
-    images = [torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(2, 1)]
+    pixels = [torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(2, 1)]
+    images = [
+        Media("image", content_hash({"pixels": x}), {"pixels": x}, np.array([0])) for x in pixels
+    ]
     data = DataProto.from_dict(
         tensors={
             "input_ids": torch.tensor([[3, 4, 5]] * 4),
@@ -37,7 +41,7 @@ def test_prompts_equal_in_ids_and_different_in_images_are_not_shared():
         },
         non_tensors={
             "uid": np.array(["a"] * 4, dtype=object),
-            "multi_modal_inputs": np.array([{"pixel_values": x} for x in images], dtype=object),
+            MEDIA: [[image.as_plain()] for image in images],
         },
     )
     assert prompt_owners(model_rows(data), 2) == [0, 1, 0, 2]

@@ -6,6 +6,7 @@ gives. Importing this package registers the built-in ones.
 """
 
 from verl.algos.advantages.group_relative import (
+    compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
@@ -13,6 +14,7 @@ from verl.algos.advantages.group_relative import (
     compute_opo_outcome_advantage,
     compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
+    compute_sppo_outcome_advantage,
 )
 from verl.algos.advantages.optimal_token_baseline import (
     compute_multi_turn_optimal_token_baseline_advantage,
@@ -27,6 +29,7 @@ from verl.algos.advantages.returns import (
 
 __all__ = [
     "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
     "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
     "compute_grpo_passk_outcome_advantage",
@@ -39,4 +42,5 @@ __all__ = [
     "compute_remax_outcome_advantage",
     "compute_rloo_outcome_advantage",
     "compute_rloo_vectorized_outcome_advantage",
+    "compute_sppo_outcome_advantage",
 ]

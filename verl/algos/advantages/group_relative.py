@@ -14,7 +14,14 @@ from torch import Tensor
 
 from verl.algos.advantages.returns import outcome_reward, spread_over_tokens
 from verl.algos.registry import AdvantageEstimator, register_adv_est
-from verl.utils.groupwise import as_torch_index, group_mean_std, group_top_two, group_weighted_mean
+from verl.utils.groupwise import (
+    as_torch_index,
+    group_max,
+    group_mean_std,
+    group_sum,
+    group_top_two,
+    group_weighted_mean,
+)
 
 if TYPE_CHECKING:
     from verl.config.algorithm import AlgoConfig
@@ -110,6 +117,70 @@ def compute_gpg_outcome_advantage(
     mean, _, _ = group_mean_std(reward, gidx)
     scale = alpha * len(reward) / reward.count_nonzero().clamp(min=1)
     return spread_over_tokens(scale * (reward - mean[gidx]) / f_norm, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.GDPO, built_in=True)
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    reward_parts: np.ndarray | None = None,
+    epsilon: float = 1e-6,
+    config: "AlgoConfig | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise several rewards apart, then their sum over the batch (GDPO, arXiv:2601.05242).
+
+        S_i = sum_k w_k (r_ik - mean_g r_k) / (std_g r_k + epsilon)
+        A_i = (S_i - mean S) / (std S + epsilon)                    mean and std over the batch
+
+    `reward_parts` (B, K) are the rewards that `config.gdpo_reward_keys` names, w is
+    `config.gdpo_reward_weights`, all 1 if null; without parts the total is the one reward. Rewards
+    and mask are (B, T), `index` (B,). A reward with a small range is not drowned by a large one.
+    """
+    total = outcome_reward(token_level_rewards)  # (B,)
+    parts = total[:, None] if reward_parts is None else torch.as_tensor(reward_parts)
+    parts = parts.to(total.device, torch.float64)
+    weights = None if config is None else config.gdpo_reward_weights
+    gidx = as_torch_index(index, total.device)
+    advantage = torch.zeros_like(total, dtype=torch.float64)
+    for part, weight in zip(parts.T, weights or [1.0] * parts.shape[1], strict=True):
+        mean, std, _ = group_mean_std(part, gidx, eps=0.0)  # (G,)
+        advantage += weight * (part - mean[gidx]) / (std[gidx] + epsilon)
+    if len(advantage) > 1:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + epsilon)
+    return spread_over_tokens(advantage.to(total.dtype), response_mask)
+
+
+@register_adv_est(AdvantageEstimator.SPPO, built_in=True)
+@torch.no_grad()
+def compute_sppo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    config: "AlgoConfig | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """Reward above a baseline, for `policy_loss.loss_mode=sppo` (arXiv:2405.00675).
+
+        mean             A_i = r_i - mean_g r
+        softmean         A_i = r_i - 1/eta log mean_g exp(eta r)
+        batch_softmean   the same with the mean over the whole batch
+
+    `config.sppo_baseline` chooses; the mean without a config. With win rates for rewards the mean
+    is 1/2 in expectation, the paper's constant; the soft mean is the estimate of the log-partition
+    function that it stands for. Rewards and mask are (B, T), `index` (B,).
+    """
+    reward = outcome_reward(token_level_rewards)  # (B,)
+    gidx = as_torch_index(index, reward.device)
+    if config is None or config.sppo_baseline == "mean":
+        mean, _, _ = group_mean_std(reward, gidx)
+        return spread_over_tokens(reward - mean[gidx], response_mask)
+    if config.sppo_baseline == "batch_softmean":
+        gidx = torch.zeros_like(gidx)
+    largest = group_max(reward, gidx)  # (G,)
+    powers = torch.exp(config.sppo_eta * (reward - largest[gidx]))
+    soft_mean = largest + (group_sum(powers, gidx) / torch.bincount(gidx)).log() / config.sppo_eta
+    return spread_over_tokens(reward - soft_mean[gidx], response_mask)
 
 
 @register_adv_est(AdvantageEstimator.RLOO, built_in=True)

@@ -17,17 +17,27 @@ from verl.algos.policy_losses.reinforce import (
     compute_policy_loss_gpg,
     compute_policy_loss_reinforce,
 )
+from verl.algos.policy_losses.sequences import compute_policy_loss_on_sequences
 from verl.algos.policy_losses.terms import prepare_loss, prepared_by
+from verl.algos.policy_losses.trust_region import (
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
+    compute_policy_loss_dro,
+)
 
 __all__ = [
     "compute_policy_loss",
     "compute_policy_loss_bypass_mode",
     "compute_policy_loss_cispo",
     "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
     "compute_policy_loss_geo_mean",
     "compute_policy_loss_gpg",
     "compute_policy_loss_gspo",
     "compute_policy_loss_kl_cov",
+    "compute_policy_loss_on_sequences",
     "compute_policy_loss_reinforce",
     "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",

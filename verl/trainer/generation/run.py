@@ -35,7 +35,7 @@ from verl.utils.environment import EndsTheRun
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.scramble import keyed_seed
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
@@ -68,7 +68,8 @@ def generate(
     import_external_libs(config.model.external_lib)
     model_path = copy_to_local(local_path(config.model.path))
     tokenizer = hf_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
-    prompts = PromptFile(config, tokenizer)
+    processor = hf_processor(model_path, trust_remote_code=config.model.trust_remote_code)
+    prompts = PromptFile(config, tokenizer, processor)
     output = Path(config.data.output_path).expanduser()
     identity = identity_of(config, prompts.path, num_rows=prompts.num_rows, model_path=model_path)
     if is_done(output, identity, overwrite=config.data.overwrite):
@@ -228,9 +229,11 @@ class Run:
 
     def _request(self, row: int) -> GenerationRequest:
         options = self.config.data
+        prompt_ids, media = self.prompts.encoded(row)
         return GenerationRequest(
             request_id=f"row {row + 1}",
-            prompt_ids=self.prompts.ids(row),
+            prompt_ids=prompt_ids,
+            media=media,
             params=self.params,
             num_samples=options.n_samples,
             seeds=tuple(keyed_seed(options.seed, row, n) for n in range(options.n_samples)),

@@ -6,9 +6,11 @@ asks for whatever it needs: an option of `compute_advantage` or a column of the 
 """
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ ORIGIN = {
     "index": "the column `uid`",
     "values": "the column `values`, which a critic adds (critic.enable=True)",
     "reward_baselines": "the column `reward_baselines`, which adv_estimator=remax adds",
+    "reward_parts": "what algorithm.gdpo_reward_keys names",
     "sum_pi_squared": "the column `sum_pi_squared`, which actor.calculate_sum_pi_squared=True adds",
 }
 
@@ -104,6 +107,8 @@ def compute_advantage(
         "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
         "config": config,
     }
+    if config is not None and config.gdpo_reward_keys and name == AdvantageEstimator.GDPO:
+        options["reward_parts"] = reward_parts(data, config.gdpo_reward_keys)
     estimate = get_adv_estimator_fn(name)
     arguments = _arguments(estimate, name, data, options)
     if SESSION_UID in data.non_tensor_batch:
@@ -116,6 +121,29 @@ def compute_advantage(
             data, config.pf_ppo.reweight_method, config.pf_ppo.weight_pow
         )
     return data
+
+
+def reward_parts(data: "DataProto", names: Sequence[str]) -> np.ndarray:
+    """(B, K): numbers that the grader reported for each response. In a session of several rows the
+    last one speaks."""
+    reported = data.meta_info.get("reward_extra_keys", [])
+    for name in names:
+        if name not in data.non_tensor_batch:
+            raise ValueError(
+                f"algorithm.gdpo_reward_keys has {name!r}, which the grader did not report; it "
+                f"reported: {', '.join(reported) or 'nothing beside the score'}"
+            )
+    columns = [[as_number(value, name) for value in data.non_tensor_batch[name]] for name in names]
+    return np.array(columns, dtype=np.float64).T
+
+
+def as_number(value: Any, name: str) -> float:
+    if isinstance(value, bool | int | float | np.number | np.bool_) and math.isfinite(value):
+        return float(value)
+    raise ValueError(
+        f"the grader reported {name}={value!r}, which algorithm.gdpo_reward_keys takes for a "
+        "reward; it must be a finite number for every response"
+    )
 
 
 def _arguments(

@@ -7,6 +7,7 @@ next.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -212,16 +213,24 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset[Any]) -> Sampler
 def train_loader(
     config: PPOConfig, dataset: Dataset[Any], sampler: Sampler[int], collate_fn: Collate | None
 ) -> PromptLoader:
-    """Dynamic sampling draws `gen_batch_size` prompts at a time, everything else a whole batch."""
-    data, trainer = config.data, config.trainer
-    is_dynamic = config.algorithm.filter_groups.enable
+    trainer = config.trainer
     return PromptLoader(
         dataset,
         sampler,
-        data.gen_batch_size if is_dynamic else data.train_batch_size,
+        prompts_per_draw(config),
         collate_fn,
         max_epochs=trainer.total_epochs if trainer.total_training_steps is None else None,
     )
+
+
+def prompts_per_draw(config: PPOConfig) -> int:
+    """Dynamic sampling draws `gen_batch_size` prompts at a time, a filter that prefers some more
+    than a batch, everything else a batch."""
+    data = config.data
+    if config.algorithm.filter_groups.enable:
+        return data.gen_batch_size
+    is_filtered = data.filter_accuracy or data.filter_truncate
+    return math.ceil(data.train_batch_size * (data.oversample_factor if is_filtered else 1))
 
 
 def validation_loader(

@@ -22,6 +22,7 @@ from verl.utils.environment import has_chosen_threads, usable_cores
 POOL = "global_pool"
 REWARD_POOL = "reward_pool"
 ROLLOUT_POOL = "rollout_pool"
+TEACHER_POOL = "teacher_pool"
 
 RolesByPool = dict[str, dict[str, ClassWithInitArgs]]
 """For each pool the roles in it, by the names that their groups have."""
@@ -47,6 +48,8 @@ def make_pools(
             spec[name] = per_node(devices, trainer.n_gpus_per_node)
         elif name == ROLLOUT_POOL:
             spec[name] = [rollout.n_gpus_per_node] * rollout.nnodes
+        elif name == TEACHER_POOL:
+            spec[name] = [config.distillation.n_gpus_per_node] * config.distillation.nnodes
         else:
             spec[name] = [trainer.n_gpus_per_node] * trainer.nnodes
     options = {} if controller is LOCAL else {"use_gpu": device != "cpu"}

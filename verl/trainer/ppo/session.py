@@ -14,13 +14,22 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
 from torch.utils.data import Dataset, Sampler
 
-from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
+from verl.agent_loop.buffer import (
+    Buffer,
+    BufferPolicy,
+    DynamicSampling,
+    OnPolicy,
+    PreferredGroups,
+)
 from verl.agent_loop.journal import JOURNAL, JOURNAL_CONFIG, Journal
 from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
 from verl.algos.kl import get_kl_controller
+from verl.board.live import RunBoard
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
@@ -30,7 +39,13 @@ from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import RunProgress, Termination, tracker_locks
+from verl.trainer.common import (
+    RunProgress,
+    RunSummary,
+    StageClock,
+    Termination,
+    tracker_locks,
+)
 from verl.trainer.ppo.checkpointing import RunState
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (
@@ -39,6 +54,7 @@ from verl.trainer.ppo.data import (
     PromptLoader,
     create_rl_dataset,
     create_rl_sampler,
+    prompts_per_draw,
     run_seed,
     train_loader,
     validation_loader,
@@ -141,6 +157,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             pad_token_id=tokenizer.pad_token_id,
         )
         self.tripwires = Tripwires()
+        self.board = self._run_board()
         names = (config.trainer.project_name, config.trainer.experiment_name)
         self.validation_generations_logger = ValidationGenerationsLogger(*names)
         self.has_data_ended = False
@@ -189,6 +206,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
     def session(self) -> Iterator[None]:
         """Trackers, a progress bar and an ear for signals, for as long as the run goes on."""
         trainer = self.config.trainer
+        self.clock, self.summary = StageClock(), RunSummary()
         with (
             holding(run_locks(trainer)),
             Tracking(
@@ -200,6 +218,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             RunProgress(self.total_training_steps or 0) as self.progress,
             Termination(does_save=trainer.save_freq > 0) as self.termination,
             self.checkpoint_manager.finishing(),
+            self.board,
             collecting_seldom(),
         ):
             try:
@@ -209,6 +228,30 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 self.rollouter.close_loops()
                 if self.rollouter.journal is not None:
                     self.rollouter.journal.files.close()
+        if "console" in trainer.logger:
+            self._tell_outcome()
+
+    def _tell_outcome(self) -> None:
+        """The summary of the run, and where its results are."""
+        lines = self.summary.lines()
+        if lines and self.last_saved_step:
+            folder = Path(self.config.trainer.default_local_dir).expanduser()
+            lines.append(f"checkpoint: {folder / f'global_step_{self.last_saved_step}'}")
+        Console().print(Text("\n".join(lines)), soft_wrap=True)
+
+    def _run_board(self) -> RunBoard:
+        trainer = self.config.trainer
+        return RunBoard(
+            Path(trainer.default_local_dir).expanduser(),
+            self.tokenizer,
+            is_on=trainer.board,
+            facts=lambda: {
+                "name": f"{trainer.project_name}/{trainer.experiment_name}",
+                "total_steps": self.total_training_steps,
+                "settings": to_dict(self.config),
+            },
+            max_bytes=trainer.board_megabytes << 20,
+        )
 
     def steps(self) -> Iterator[StepContext]:
         """The steps to come. Everything random in a step follows from its number."""
@@ -298,7 +341,13 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 refusal = self._save_if_possible()
         place = {"training/global_step": step.step, "training/epoch": self.train_dataloader.epoch}
         found = {} if batch is None else self._batch_metrics(batch, report)
-        self.tracking.log({**report.metrics, **validation, **place, **found, **warnings}, step.step)
+        metrics = {**report.metrics, **validation, **place, **found, **warnings}
+        self.tracking.log(metrics, step.step)
+        seconds = self.clock.shares(report.timing)
+        self.summary.add(step.step, metrics, seconds)
+        self.board.add_step(
+            step.step, metrics, seconds, batch=batch, groups=step.groups, warnings=warnings
+        )
         self.progress.show(step.step)
         committed = self.checkpoint_manager.committed_step
         if journal is not None and committed is not None:
@@ -334,7 +383,12 @@ class TrainingRun(RunWorkers, RecipeMembers):
         """Where the policy stands before training, unless the configuration does without."""
         trainer = self.config.trainer
         if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
-            self.tracking.log(self._validate(), self.global_steps)
+            metrics = self._validate()
+            self.tracking.log(metrics, self.global_steps)
+            seconds = self.clock.shares({})
+            self.summary.add(self.global_steps, metrics, seconds)
+            if self.global_steps == 0:  # a run that continues has recorded this step
+                self.board.add_step(0, metrics, seconds)
 
     def _validate(self, report: Report | None = None) -> Metrics:
         """Answer the held-out prompts and grade the answers; empty where there are none."""
@@ -350,6 +404,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         folder = self.config.trainer.validation_data_dir
         if folder:
             samples.dump(folder, self.global_steps)
+        self.board.add_validation(self.global_steps, samples.for_board)
         self._maybe_log_val_generations(samples.inputs, samples.outputs, samples.scores)
         return samples.metrics()
 
@@ -485,6 +540,14 @@ def as_prompts(rows: dict[str, Any]) -> DataProto:
 def buffer_policy(config: PPOConfig) -> BufferPolicy:
     """Which groups a step trains on."""
     data, chosen = config.data, config.algorithm.filter_groups
+    if data.filter_accuracy or data.filter_truncate:
+        bounds = (data.accuracy_lower_bound, data.accuracy_upper_bound)
+        return PreferredGroups(
+            data.train_batch_size,
+            prompts_per_draw(config),
+            accuracy_bounds=bounds if data.filter_accuracy else None,
+            max_response_tokens=data.max_response_length if data.filter_truncate else None,
+        )
     if not chosen.enable:
         return OnPolicy(data.train_batch_size)
     assert chosen.metric is not None  # refused by validation

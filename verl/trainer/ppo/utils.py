@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
+from verl.config.ppo import PPOConfig
+from verl.config.roles import needs_reference, runs_prime
 from verl.single_controller.base import Worker
 
 WorkerType = type[Worker]
@@ -20,6 +22,7 @@ class Role(Enum):
     RewardModel = auto()
     ActorRolloutRef = auto()
     Env = auto()
+    Teacher = auto()
 
     def __str__(self) -> str:
         return _NAMES[self]
@@ -41,24 +44,31 @@ _NAMES = {
     Role.RewardModel: "rm",
     Role.ActorRolloutRef: "actor_rollout_ref",
     Role.Env: "env",
+    Role.Teacher: "teacher",
 }
 
 
 def need_reference_policy(config: Any) -> bool:
-    """Whether the KL term of the reward or the loss compares with a reference policy.
+    """Whether the KL term of the reward or the loss, or DPO, compares with a reference policy.
 
-    Takes the configuration, or a mapping from role to worker, which says so by holding the role.
+    Takes the configuration (a recipe's own may have no more than the keys of the KL), or a mapping
+    from role to worker, which says so by holding the role.
     """
     if _is_role_mapping(config):
         return Role.RefPolicy in config
+    if isinstance(config, PPOConfig):
+        return needs_reference(config)
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
 
 
 def need_reward_model(config: Any) -> bool:
-    """Whether a model scores responses. Takes what `need_reference_policy` takes."""
+    """Whether a frozen model scores responses. Takes what `need_reference_policy` takes.
+
+    The implicit model of the recipe prime is trained and rewards tokens: it is the recipe's own.
+    """
     if _is_role_mapping(config):
         return Role.RewardModel in config
-    return bool(config.reward_model.enable)
+    return bool(config.reward_model.enable) and not runs_prime(config)
 
 
 def need_critic(config: Any) -> bool:

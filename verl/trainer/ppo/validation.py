@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.algos.sessions import one_row_per_session
+from verl.board.store import Sample
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group, InfraError, Score
 from verl.trainer.ppo.rollout_dump import dump_generations
@@ -84,6 +85,23 @@ class ValidationSamples:
             scores=self.scores,  # pyright: ignore[reportArgumentType]
             reward_extra_infos=self.columns(),
         )
+
+    def for_board(self) -> list[Sample]:
+        """The samples as the run page shows them."""
+        return [
+            Sample(
+                phase="validation",
+                uid=self.uids[row],
+                prompt=self.inputs[row],
+                response=self.outputs[row],
+                truth=str(self.ground_truths[row]),
+                source=self.data_sources[row],
+                score=self.scores[row],
+                turns=self.num_turns[row],
+                extras=self.extras[row],
+            )
+            for row in range(len(self.inputs))
+        ]
 
     def metrics(self) -> dict[str, float]:
         values = {"reward": self.scores, **self.columns()}

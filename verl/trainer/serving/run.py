@@ -24,7 +24,7 @@ from verl.utils.device import resolve_device
 from verl.utils.environment import WentWrong
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.process.client import EngineProcess, EngineStartError
 
 LOOK_SECONDS = 1.0
@@ -54,7 +54,7 @@ def serve_model(config: PPOConfig, *, is_dtype_chosen: bool) -> None:
     with (
         ending_on_signals(asked_to_end),
         running_engines(config, path, is_dtype_chosen) as engines,
-        started_server(config, engines, tokenizer) as server,
+        started_server(config, engines, tokenizer, path) as server,
     ):
         say_where(server)
         if output is None:
@@ -99,10 +99,12 @@ def started_engines(
 
 
 def started_server(
-    config: PPOConfig, engines: list[EngineProcess], tokenizer: PreTrainedTokenizerBase
+    config: PPOConfig, engines: list[EngineProcess], tokenizer: PreTrainedTokenizerBase, path: str
 ) -> RunningServer:
+    trusts = config.actor_rollout_ref.model.trust_remote_code
+    processor = hf_processor(path, trust_remote_code=trusts)
     try:
-        return serve(engines, tokenizer, server_options(config, engines))
+        return serve(engines, tokenizer, server_options(config, engines), processor)
     except ValueError as refused:  # an address that is taken, say
         key = "actor_rollout_ref.rollout.server"
         raise ConfigError([Fault(str(refused), (f"{key}.host", f"{key}.port"))]) from refused
@@ -115,6 +117,8 @@ def server_options(config: PPOConfig, engines: list[EngineProcess]) -> ServerOpt
         max_model_len=min(engine.facts.max_model_len for engine in engines),
         host=rollout.server.host,
         port=rollout.server.port,
+        allowed_local_media_path=rollout.server.allowed_local_media_path,
+        max_images=16 if rollout.limit_images is None else rollout.limit_images,
         max_running=rollout.max_num_seqs * len(engines),
         max_connections=max(rollout.server.max_connections, 2),
     )

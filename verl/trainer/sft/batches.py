@@ -34,8 +34,11 @@ from torch.utils.data import Dataset
 from verl.utils.dataset.sft_dataset import SFTDataset, trained_tokens
 from verl.utils.dataset.tables import DataError
 from verl.utils.distributed import all_reduce_, is_distributed
+from verl.utils.media import MEDIA
+from verl.workers.engine.inputs import attach_media
 
-Row = dict[str, Tensor]
+Row = dict[str, Any]
+"""Columns of one row, tensors; `media` are its images."""
 
 
 @lru_cache(maxsize=2)
@@ -56,11 +59,11 @@ def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> lis
 
 
 def reads_in_order(
-    dataset: Dataset[Row], indices: Sequence[int], batch_size: int
+    read: Callable[[Sequence[int]], TensorDict], indices: Sequence[int], batch_size: int
 ) -> Iterator[Callable[[], TensorDict]]:
     """Each gives a batch of these rows, from the first to the last, which may be short."""
     for start in range(0, len(indices), batch_size):
-        yield partial(load_rows, dataset, indices[start : start + batch_size])
+        yield partial(read, indices[start : start + batch_size])
 
 
 def load_rows(dataset: Dataset[Row], indices: Sequence[int]) -> TensorDict:
@@ -90,14 +93,19 @@ def lay_out(rows: Sequence[Row]) -> TensorDict:
         name: torch.zeros(B, L, dtype=torch.long)
         for name in ("input_ids", "attention_mask", "position_ids", "loss_mask")
     }
+    if any(part["position_ids"].dim() == 2 for part in parts):
+        columns["position_ids"] = torch.zeros(B, 3, L, dtype=torch.long)
     for i, (part, context, length) in enumerate(zip(parts, contexts, lengths, strict=True)):
         span = slice(P - context, P - context + length)
         columns["attention_mask"][i, span] = 1
         for name, values in part.items():
-            columns[name][i, span] = values
+            columns[name][i, ..., span] = values
     response_mask = columns.pop("loss_mask")[:, P:]
     columns |= {"responses": columns["input_ids"][:, P:], "response_mask": response_mask}
-    return TensorDict(columns, batch_size=B)
+    laid_out = TensorDict(columns, batch_size=B)
+    if any(MEDIA in row for row in rows):
+        attach_media(laid_out, [row.get(MEDIA, ()) for row in rows])
+    return laid_out
 
 
 def real_tokens(row: Row) -> Row:
@@ -106,7 +114,7 @@ def real_tokens(row: Row) -> Row:
     A row without `attention_mask` has no padding.
     """
     is_real = row.get("attention_mask", torch.ones_like(row["input_ids"])).bool()
-    part = {name: row[name][is_real] for name in ("input_ids", "position_ids", "loss_mask")}
+    part = {name: row[name][..., is_real] for name in ("input_ids", "position_ids", "loss_mask")}
     part["loss_mask"] = part["loss_mask"].clone()
     part["loss_mask"][:1] = 0
     return part

@@ -38,6 +38,7 @@ from verl.utils.checkpoint.manifest import (
 from verl.utils.checkpoint.store import CheckpointStore
 from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.fs import copy_to_local
+from verl.utils.tokenizer import WithProcessorFiles
 from verl.workers.engine.base import BaseEngine
 
 RUN_STATE = "data"
@@ -62,7 +63,7 @@ class SFTCheckpoints:
         self.manager = checkpoint_manager(
             engine.module,
             engine,
-            processing_class=tokenizer,
+            processing_class=WithProcessorFiles(tokenizer, copy_to_local(settings.model.path)),
             checkpoint_config=settings.checkpoint,
         )
         self.store = CheckpointStore(

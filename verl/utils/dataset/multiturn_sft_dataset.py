@@ -21,17 +21,32 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jinja2 import TemplateError
 from omegaconf import DictConfig
-from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.convert import omega_conf_to_dataclass, plain
 from verl.config.sft import SFTEngineDataConfig
 from verl.utils.dataset.dataset_utils import DatasetPadMode
+from verl.utils.dataset.media import (
+    load_media,
+    media_encoder_of,
+    media_fault,
+    with_media,
+    without_content,
+)
 from verl.utils.dataset.prompt_encoder import schema_without_nulls
-from verl.utils.dataset.prompts import Message, Shield, render, shield, special_texts, without_nulls
+from verl.utils.dataset.prompts import (
+    Message,
+    Shield,
+    has_media,
+    render,
+    shield,
+    special_texts,
+    without_nulls,
+)
 from verl.utils.dataset.quarantine import (
     Verdict,
     measured,
@@ -41,6 +56,7 @@ from verl.utils.dataset.quarantine import (
 )
 from verl.utils.dataset.sft_dataset import RowTooLong
 from verl.utils.dataset.tables import DataError, RowTable, open_table
+from verl.utils.media import MEDIA, Media, rope_positions
 from verl.utils.py_functional import printable
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -55,6 +71,7 @@ class Conversation:
 
     input_ids: list[int]
     loss_mask: list[int]
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,8 +154,9 @@ def check_tokens(
         )
 
 
-class MultiTurnSFTDataset(Dataset[dict[str, Tensor]]):
-    """Gives `input_ids`, `attention_mask`, `position_ids` and `loss_mask`.
+class MultiTurnSFTDataset(Dataset[dict[str, Any]]):
+    """Gives `input_ids`, `attention_mask`, `position_ids` and `loss_mask`; rows with images also
+    give `media`, and positions (3, length) where the model has these.
 
     They have the length of the row, or `max_length` with `pad_mode=right`. `config` may hold the
     column names itself or in a `multiturn` section.
@@ -156,8 +174,9 @@ class MultiTurnSFTDataset(Dataset[dict[str, Tensor]]):
         self.pad_mode = DatasetPadMode(self.config.pad_mode)
         self.tokenizer = hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.processor = processor
+        self.media = media_encoder_of(self.tokenizer, processor, self.config.mm_processor_kwargs)
         table = open_table(parquet_files, use_shm=self.config.use_shm)
-        columns = [self.config[key] for key in COLUMN_KEYS]
+        columns = [self.config[key] for key in (*COLUMN_KEYS, "image_key")]
         rows = sound_rows(table, self._fault, columns=columns)
         if max_samples > 0:
             rows = rows.select(range(min(max_samples, len(rows))))
@@ -167,24 +186,37 @@ class MultiTurnSFTDataset(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         conversation = self._encode(self.rows[index])
         kept = self._kept(self.rows, index, len(conversation.input_ids))
         ids, mask = conversation.input_ids[kept], conversation.loss_mask[kept]
         padding = self.config.max_length - len(ids) if self.pad_mode is DatasetPadMode.RIGHT else 0
-        return {
+        row: dict[str, Any] = {
             "input_ids": torch.tensor(ids + [self._pad_token_id()] * padding),
             "attention_mask": torch.tensor([1] * len(ids) + [0] * padding),
             "position_ids": torch.tensor([*range(len(ids)), *[0] * padding]),
             "loss_mask": torch.tensor(mask + [0] * padding),
         }
+        if conversation.media:
+            row[MEDIA] = conversation.media
+            positions = rope_positions(len(ids), conversation.media)
+            if positions is not None:
+                row["position_ids"] = F.pad(torch.from_numpy(positions), (0, padding))
+        return row
 
     def _fault(self, row: Mapping[str, Any]) -> str | None:
         """What is wrong with a row, or None."""
         key = self.config.messages_key
         if key not in row:
             return f"has no column {key!r} (data.messages_key); its columns are {sorted(row)}"
-        return messages_fault(key, row[key])
+        images = row.get(self.config.image_key) or ()
+        fault = messages_fault(key, row[key]) or media_fault(row[key], images, ())
+        if fault is None and images and self.processor is None:
+            return (
+                f"has {self.config.image_key}, and the model has no processor for them; choose a "
+                "model that sees, or leave the column out"
+            )
+        return fault
 
     def _encodable(self, rows: RowTable) -> RowTable:
         """The rows that can be trained; one that is too long is an error if nothing is cut."""
@@ -216,13 +248,33 @@ class MultiTurnSFTDataset(Dataset[dict[str, Tensor]]):
         kwargs = dict(config.apply_chat_template_kwargs)
         if row.get(config.enable_thinking_key) is not None:
             kwargs["enable_thinking"] = bool(row[config.enable_thinking_key])
-        return encode_conversation(
-            [without_nulls(message) for message in row[config.messages_key]],
+        messages = [without_nulls(message) for message in row[config.messages_key]]
+        images = row.get(config.image_key) or ()
+        messages = with_media(messages, images, ()) if images else messages
+        conversation = encode_conversation(
+            without_content(messages) if has_media(messages) else messages,
             self.tokenizer,
             tools=offered_tools(row.get(config.tools_key)),
             template_kwargs=kwargs,
             accepts_mismatch=config.ignore_input_ids_mismatch,
         )
+        return self._with_images(conversation, messages) if has_media(messages) else conversation
+
+    def _with_images(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+        """The conversation with the tokens of its images; such a one is never cut."""
+        images, _ = load_media(messages)
+        ids, media = self.media.place(conversation.input_ids, images)
+        sizes = iter([len(self.media.expansion(image).ids) for image in images])
+        mask: list[int] = []
+        for token, is_trained in zip(conversation.input_ids, conversation.loss_mask, strict=True):
+            is_place = token == self.media.processor.image_token_id
+            mask += [is_trained] * (next(sizes) if is_place else 1)
+        if len(ids) > self.config.max_length and self.config.truncation != "error":
+            raise DataError(
+                f"has {len(ids)} tokens with its images; data.max_length is "
+                f"{self.config.max_length}, and a row with images is never cut"
+            )
+        return Conversation(ids, mask, media)
 
     def _warn_without_end(self) -> None:
         """A template whose turns end with no token of their own teaches no model to stop."""
@@ -264,8 +316,11 @@ def messages_fault(key: str, messages: Any) -> str | None:
         return f"{key} {fault}"
     if all(message["role"] != ASSISTANT for message in messages):
         return f"{key} has no turn of the assistant, so there is nothing to train"
-    if any(isinstance(message["content"], list | tuple) for message in messages):
-        return f"{key} has content in parts; only text is trained here"
+    for message in messages:
+        content = message["content"]
+        kinds = {part.get("type") for part in content} if isinstance(content, list) else set()
+        if kinds - {"text", "image"}:
+            return f"{key} has parts of type {sorted(map(str, kinds))}; text and image are known"
     return None
 
 

@@ -3,17 +3,12 @@
 It binds `encode_prompt` to a tokenizer, a processor, the tool schemas and the options, for the
 dataset that measures prompts and for code that wants token ids in its rows (`PromptRow`).
 
-A row has images and videos in columns; `<image>` or `<video>` in its messages marks where each
-belongs. Every mark becomes a part of the message that holds its image, the form that chat templates
-of vision models expect. Pixels are read when a prompt is measured or sent; resizing is left to the
-model's processor.
+Prompts with images go through a `MediaEncoder`, here as in agent loops, so what is measured is what
+is sent.
 """
 
-import io
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,52 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import DataConfig
-from verl.utils.dataset.prompts import (
-    Prompt,
-    PromptTooLong,
-    encode_prompt,
-    prompt_text,
-    shield,
-    truncate,
-)
+from verl.utils.dataset.media import load_media, media_encoder_of
+from verl.utils.dataset.prompts import Prompt, PromptTooLong, encode_prompt, has_media, prompt_text
 from verl.utils.dataset.tables import DataError
-from verl.utils.import_utils import require
+from verl.utils.media import Media
 
 PADDED = ("input_ids", "attention_mask", "position_ids")
 Column = Callable[[], Any]
-
-
-def load_image(value: Any) -> Any:
-    """An RGB image from an image, bytes, a path, or `{"bytes": ...}` / `{"path": ...}`."""
-    Image = require("PIL.Image")
-    if isinstance(value, Image.Image):
-        return value.convert("RGB")
-    if isinstance(value, Mapping):
-        value = next((value[key] for key in ("bytes", "path", "image") if value.get(key)), None)
-    source = io.BytesIO(value) if isinstance(value, bytes) else value
-    if isinstance(source, str):
-        source = Path(source.removeprefix("file://")).expanduser()
-    if not isinstance(source, io.BytesIO | Path):
-        raise DataError(f"an image is {value!r:.80}; it must be an image, its bytes or its path")
-    try:
-        with Image.open(source) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"an image cannot be read ({error}): {value!r:.80}") from error
-
-
-def load_video(part: Mapping[str, Any]) -> list[Any]:
-    """The frames of a video that is given as frames; `nframes` takes that many, evenly spread."""
-    frames = part["video"]
-    if isinstance(frames, Mapping):
-        frames = frames.get("video")
-    if isinstance(frames, str | bytes) or not isinstance(frames, Sequence) or not frames:
-        raise DataError(
-            f"a video is {frames!r:.80}; it must be a list of frames. Decode video files when the "
-            "data is prepared"
-        )
-    count = min(int(part.get("nframes") or len(frames)), len(frames))
-    return [load_image(frames[index * len(frames) // count]) for index in range(count)]
 
 
 class PromptEncoder:
@@ -84,6 +40,7 @@ class PromptEncoder:
         self.processor = processor
         self.config = config
         self.tools = list(tools)
+        self.media = media_encoder_of(tokenizer, processor, config.mm_processor_kwargs)
 
     def text(self, prompt: Prompt) -> str:
         kwargs = self.config.apply_chat_template_kwargs
@@ -91,14 +48,13 @@ class PromptEncoder:
 
     def ids(self, prompt: Prompt, truncation: str | None = None) -> list[int]:
         """At most `data.max_prompt_length` token ids, cut as `truncation` says."""
-        limit, truncation = self.config.max_prompt_length, truncation or self.config.truncation
         if has_media(prompt):
-            return truncate(list(self.processed(prompt)["input_ids"][0]), limit, truncation)
+            return self.with_images(prompt)[0]
         return encode_prompt(
             prompt,
             self.tokenizer,
-            max_tokens=limit,
-            truncation=truncation,
+            max_tokens=self.config.max_prompt_length,
+            truncation=truncation or self.config.truncation,
             tools=self.tools,
             template_kwargs=self.config.apply_chat_template_kwargs,
         )
@@ -115,19 +71,14 @@ class PromptEncoder:
             return fault
         return None
 
-    def processed(self, prompt: Prompt) -> Mapping[str, Any]:
-        """What the processor makes of a prompt with images: ids with places for them, pixels."""
+    def with_images(self, prompt: Prompt) -> tuple[list[int], tuple[Media, ...]]:
+        """The ids of a prompt with images, and the images."""
         assert not isinstance(prompt, str)
-        _, marks = shield(prompt, self.tokenizer)
-        if marks.texts:  # a processor takes text, in which they would be control tokens
-            raise DataError(
-                f"its words hold the special tokens {sorted(marks.texts.values())}, which cannot "
-                "be sent as text beside images and videos; take them out of the row"
-            )
-        images, videos = load_media(prompt)
-        media = {"images": images, "videos": videos}
-        return self.processor(
-            text=[self.text(prompt)], **{name: found for name, found in media.items() if found}
+        return self.media.encode_prompt(
+            prompt,
+            max_tokens=self.config.max_prompt_length,
+            tools=self.tools,
+            template_kwargs=self.config.apply_chat_template_kwargs,
         )
 
     def offered(self, prompt: Prompt) -> dict[str, Column]:
@@ -155,18 +106,10 @@ class PromptEncoder:
         return {name: found for name, found in (("image", images), ("video", videos)) if found}
 
     def _media_inputs(self, prompt: Prompt) -> dict[str, Any]:
-        outputs = dict(self.processed(prompt))
-        return {name: value for name, value in outputs.items() if name not in PADDED}
-
-
-def has_media(prompt: Prompt) -> bool:
-    """Whether a message has a part that is an image or a video."""
-    return not isinstance(prompt, str) and any(
-        part.get("type") in ("image", "video")
-        for message in prompt
-        if isinstance(message["content"], list)
-        for part in message["content"]
-    )
+        """The processor's outputs for all images together."""
+        _, media = self.with_images(prompt)
+        names = dict.fromkeys(name for one in media for name in one.inputs)
+        return {name: torch.cat([one.inputs[name] for one in media]) for name in names}
 
 
 class PromptRow(dict[str, Any]):
@@ -195,90 +138,6 @@ def padded_prompt(ids: list[int], length: int, pad_token_id: int) -> dict[str, t
         "attention_mask": torch.tensor([0] * padding + [1] * len(ids)),
         "position_ids": torch.tensor([0] * padding + list(range(len(ids)))),
     }
-
-
-MARKS = {"<image>": "image", "<video>": "video"}
-Media = Sequence[Any]
-
-
-def media_fault(prompt: Any, images: Media, videos: Media) -> str | None:
-    """Why the images and videos of a row do not fit its prompt, or None."""
-    for mark, kind, media in (("<image>", "image", images), ("<video>", "video", videos)):
-        expected = num_marks(prompt, mark, kind)
-        if media and expected != len(media):
-            return f"has {len(media)} {kind}s and {expected} places for them ({mark}) in its prompt"
-    return None
-
-
-def num_marks(prompt: Any, mark: str, kind: str) -> int:
-    messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
-    count = 0
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            count += content.count(mark)
-        else:
-            count += sum(part.get("type") == kind for part in content or ())
-    return count
-
-
-def with_media(
-    messages: Sequence[Mapping[str, Any]], images: Media, videos: Media
-) -> list[dict[str, Any]]:
-    """Messages whose marks are replaced by parts, each with its image or video."""
-    if not images and not videos:
-        return [dict(message) for message in messages]
-    left = {"image": iter(images), "video": iter(videos)}
-    is_used = {"image": bool(images), "video": bool(videos)}
-    return [
-        {**message, "content": list(parts_of(message["content"], left, is_used))}
-        for message in messages
-    ]
-
-
-def parts_of(
-    content: Any, left: Mapping[str, Iterator[Any]], is_used: Mapping[str, bool]
-) -> Iterator[dict[str, Any]]:
-    if isinstance(content, str):
-        for piece in re.split("(<image>|<video>)", content):
-            kind = MARKS.get(piece)
-            if kind is not None and is_used[kind]:
-                yield media_part(kind, next(left[kind]))
-            elif piece:
-                yield {"type": "text", "text": piece}
-        return
-    for part in content or ():
-        kind = part.get("type")
-        if kind in is_used and is_used[kind] and part.get(kind) is None:
-            yield media_part(kind, next(left[kind]))
-        else:
-            yield {name: value for name, value in part.items() if value is not None}
-
-
-def media_part(kind: str, value: Any) -> dict[str, Any]:
-    """`{"image": path}` and `{"video": path, "fps": 2}` keep their further settings."""
-    if isinstance(value, Mapping) and value.get(kind) is not None:
-        settings = {name: setting for name, setting in value.items() if setting is not None}
-        return {**settings, "type": kind}
-    return {"type": kind, kind: value}
-
-
-# ---- loading -------------------------------------------------------------------------------------
-
-
-def load_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """The images and the videos (lists of frames) of messages, in their order."""
-    images: list[Any] = []
-    videos: list[Any] = []
-    for message in messages:
-        if isinstance(message["content"], str):
-            continue
-        for part in message["content"] or ():
-            if part.get("type") == "image":
-                images.append(load_image(part["image"]))
-            elif part.get("type") == "video":
-                videos.append(load_video(part))
-    return images, videos
 
 
 def schema_without_nulls(schema: Any) -> Any:

@@ -14,7 +14,7 @@ the message back.
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -65,6 +65,24 @@ def without_nulls(message: Message) -> dict[str, Any]:
         for name, value in message.items()
         if value is not None or name in ("role", "content")
     }
+
+
+PART_TYPES = ("image", "image_url", "video")
+
+
+def media_parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+    """Parts of messages that are an image or a video, in order."""
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            for part in content:
+                if isinstance(part, Mapping) and part.get("type") in PART_TYPES:
+                    yield part
+
+
+def has_media(prompt: str | Sequence[Message]) -> bool:
+    """Whether a message has a part that is an image or a video."""
+    return not isinstance(prompt, str) and any(True for _ in media_parts(prompt))
 
 
 def prompt_text(
@@ -132,6 +150,11 @@ def encode_prompt(
     key = _question(prompt, options, tokenizer)
     if key in _remembered:
         return list(_remembered[key])
+    if has_media(prompt):
+        raise DataError(
+            "the prompt has images or videos, whose tokens only the model's processor can count; "
+            "encode it with a MediaEncoder"
+        )
     marks: Shield = NOTHING_SHIELDED
     if not isinstance(prompt, str):
         prompt, marks = shield(prompt, tokenizer)

@@ -29,14 +29,15 @@ from verl.config.convert import Conversion, plain
 from verl.config.data import DataConfig
 from verl.config.faults import ConfigError
 from verl.tools.tool_registry import schemas_of_files
-from verl.utils.dataset.prompt_encoder import (
-    PromptEncoder,
-    PromptRow,
-    load_media,
-    media_fault,
-    with_media,
+from verl.utils.dataset.media import load_media, media_fault, with_media
+from verl.utils.dataset.prompt_encoder import PromptEncoder, PromptRow
+from verl.utils.dataset.prompts import (
+    Prompt,
+    PromptTooLong,
+    as_prompt,
+    has_media,
+    set_chat_template,
 )
-from verl.utils.dataset.prompts import Prompt, PromptTooLong, as_prompt, set_chat_template
 from verl.utils.dataset.quarantine import (
     CHECKED_COLUMNS,
     Verdict,
@@ -197,7 +198,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def maybe_filter_out_long_prompts(self, dataframe: Rows) -> Any:
         """Leave over-long prompts out, or refuse them, where nothing else will happen to them."""
         config = self.config
-        if not config.filter_overlong_prompts and config.truncation != "error":
+        is_cut = not config.filter_overlong_prompts and config.truncation != "error"
+        if is_cut and self.processor is None:  # prompts with images are never cut
             return dataframe
         found = measured(
             partial(self._verdict, dataframe),
@@ -239,7 +241,11 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         return Verdict.TOO_LONG if isinstance(fault, PromptTooLong) else Verdict.REFUSED
 
     def _length_fault(self, row: Mapping[str, Any]) -> Exception | None:
-        return self.encoder.fault(self._build_messages(dict(row)))
+        prompt = self._build_messages(dict(row))
+        config = self.config
+        if not config.filter_overlong_prompts and config.truncation != "error":
+            return self.encoder.fault(prompt) if has_media(prompt) else None
+        return self.encoder.fault(prompt)
 
     # ---- what a row gives ------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -11,6 +12,11 @@ from verl.algos.aggregate import agg_loss
 from verl.algos.components import CE_WEIGHTS, KL_WEIGHTS, weighted_mean
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_losses.reinforce import bypassed_loss
+from verl.algos.policy_losses.sequences import (
+    couples_prompts,
+    is_on_sequences,
+    prepare_sequences,
+)
 from verl.algos.policy_losses.terms import behaviour_metrics, is_prepared, prepare_loss
 from verl.algos.policy_losses.whole_sessions import compares_sequences, prepare_sessions
 from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
@@ -19,7 +25,10 @@ from verl.config.actor import FSDPActorConfig
 from verl.models.lora import as_started
 from verl.protocol.padded import POLICY_VERSIONS
 from verl.utils.metric import Metric
+from verl.workers.actor.distiller import Distiller
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
+from verl.workers.engine.inputs import PROMPT_INDEX, prompt_groups
+from verl.workers.engine.outputs import LOG_PROBS, Outputs
 from verl.workers.engine.routes import AUX_LOSS, MISMATCHES, load_metrics
 from verl.workers.mini_batch import (
     NUM_TOKENS,
@@ -35,10 +44,14 @@ from verl.workers.schedule import MicroBatching, Passes, StepPlan, UpdatePlan
 class Policy:
     """Log-probabilities and updates of the policy that `engine` holds."""
 
-    def __init__(self, config: FSDPActorConfig, engine: BaseEngine) -> None:
+    def __init__(
+        self, config: FSDPActorConfig, engine: BaseEngine, distiller: Distiller | None = None
+    ) -> None:
         self.config = config
         self.engine = engine
+        self.distiller = distiller
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+        self.keeps_prompts_whole = couples_prompts(config)
 
     def compute_log_prob(
         self, data: TensorDict, *, micro_batching: MicroBatching | Passes, temperature: float
@@ -54,7 +67,7 @@ class Policy:
             data,
             micro_batching=micro_batching,
             temperature=temperature,
-            with_sum_pi_squared=self.config.calculate_sum_pi_squared,
+            outputs=Outputs(sum_pi_squared=self.config.calculate_sum_pi_squared),
         )
         if self.engine.routes is not None:
             self.engine.routes.records = False
@@ -74,7 +87,8 @@ class Policy:
         """Go over the batch `ppo_epochs` times, one optimizer step per mini-batch.
 
         On several ranks `data` is this rank's chunk and `plan` has the rows of each step, on all of
-        them. A rank alone makes its own plan, with `rows_per_step` rows in a mini-batch.
+        them. A rank alone makes its own plan, with `rows_per_step` sessions in a mini-batch, or as
+        many prompts where the loss compares their responses.
 
         `old_policy_version` is the engine's version when `old_log_probs` were computed. While it is
         still current, old and new policy are the same, and the ratio is exactly 1 by construction.
@@ -87,6 +101,7 @@ class Policy:
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
             micro_batching=self.micro_batching(),
+            keeps_prompts_whole=self.keeps_prompts_whole,
         )
         num_columns = data["response_mask"].shape[-1]
         results: list[tuple[TrainResult, dict[str, Metric]]] = []
@@ -95,8 +110,9 @@ class Policy:
             config.global_batch_info = dict(counts)
             is_on_policy = old_policy_version == engine.policy_version
             prepared = self._prepared(data, step)
-            if SESSION_INDEX in data.keys() and compares_sequences(config):  # noqa: SIM118
-                prepared |= self._prepared_sessions(
+            has_sessions = SESSION_INDEX in data.keys()  # noqa: SIM118 (a TensorDict)
+            if is_on_sequences(config) or (has_sessions and compares_sequences(config)):
+                prepared |= self._prepared_sequences(
                     data, step, temperature=temperature, is_on_policy=is_on_policy
                 )
             result = engine.train_batch(
@@ -109,6 +125,7 @@ class Policy:
                 ),
                 micro_batching=step.passes[engine.get_data_parallel_rank()],
                 temperature=temperature,
+                outputs=LOG_PROBS if self.distiller is None else self.distiller.outputs(),
             )
             report = merge_reports(result.metrics, engine.get_data_parallel_group())
             if is_on_policy and "actor/router_mismatch" in report:
@@ -136,7 +153,7 @@ class Policy:
         )
         return self._own_rows(data, step, made)
 
-    def _prepared_sessions(
+    def _prepared_sequences(
         self, data: TensorDict, step: StepPlan, *, temperature: float, is_on_policy: bool
     ) -> dict[str, Tensor]:
         """Columns of a loss on whole sequences, from all rows of the sessions of the step.
@@ -148,19 +165,28 @@ class Policy:
             passes = step.passes[self.engine.get_data_parallel_rank()]
             found = self.engine.infer_batch(data, micro_batching=passes, temperature=temperature)
             log_probs = found["log_probs"].to(log_probs.device)
-        names = ["old_log_probs", "advantages", "response_mask", SESSION_INDEX]
-        names += [name for name in ("rollout_is_weights",) if name in data.keys()]  # noqa: SIM118
-        rows = data.select(*names).update({"log_probs": log_probs})
-        columns = whole_step_columns(rows, [*names, "log_probs"], step, self.engine)
-        made = prepare_sessions(
-            log_prob=columns["log_probs"],
-            old_log_prob=columns["old_log_probs"],
-            advantages=columns["advantages"],
-            response_mask=columns["response_mask"],
-            session_index=columns[SESSION_INDEX],
-            config=self.config,
-            rollout_is_weights=columns.get("rollout_is_weights"),
-        )
+        is_coupled = is_on_sequences(self.config)
+        names = ["old_log_probs", "advantages", "response_mask"]
+        further = "ref_log_prob" if is_coupled else "rollout_is_weights"
+        names += [name for name in (SESSION_INDEX, further) if name in data.keys()]  # noqa: SIM118
+        prompts = torch.tensor(prompt_groups(data), device=log_probs.device)
+        rows = data.select(*names).update({"log_probs": log_probs, PROMPT_INDEX: prompts})
+        names += ["log_probs", PROMPT_INDEX]
+        columns = whole_step_columns(rows, names, step, self.engine)
+        common: dict[str, Any] = {
+            "log_prob": columns["log_probs"],
+            "old_log_prob": columns["old_log_probs"],
+            "advantages": columns["advantages"],
+            "response_mask": columns["response_mask"],
+            "config": self.config,
+            further: columns.get(further),
+        }
+        if is_coupled:
+            each_row = torch.arange(len(columns[PROMPT_INDEX]), device=log_probs.device)
+            sessions, prompts = columns.get(SESSION_INDEX, each_row), columns[PROMPT_INDEX]
+            made = prepare_sequences(session_index=sessions, prompt_index=prompts, **common)
+        else:
+            made = prepare_sessions(session_index=columns[SESSION_INDEX], **common)
         return self._own_rows(data, step, made)
 
     def _own_rows(
@@ -204,6 +230,8 @@ class Policy:
         )
         loss, report = loss_and_metrics(returned)
         report = {**report, NUM_TOKENS: mask.sum(), "actor/pg_loss": loss.detach()}
+        if self.distiller is not None and not self.distiller.config.use_task_rewards:
+            loss = torch.zeros_like(loss)
         drift = ((log_prob.detach() - stored).abs() * mask).sum() / mask.sum().clamp_min(1)
         if is_on_policy:
             report["actor/old_log_prob_error"] = drift
@@ -227,6 +255,15 @@ class Policy:
             ce_loss = weighted_mean(-log_prob, rows[CE_WEIGHTS], component_tokens[CE_WEIGHTS])
             loss = loss + ce_loss
             report["actor/ce_loss"] = ce_loss.detach()
+        if self.distiller is not None:
+            part, found = self.distiller.loss(
+                columns,
+                rows,
+                log_prob.detach() if is_on_policy else stored,
+                self._aggregate,
+                config.global_batch_info,
+            )
+            loss, report = loss + part, {**report, **found}
         if AUX_LOSS in columns:
             aux_loss = columns[AUX_LOSS].sum() / config.global_batch_info["global_batch_size"]
             loss = loss + self.engine.routes.aux_loss_coef * aux_loss

@@ -12,25 +12,35 @@ identity of their prompts: tokens, and the hash of the media among them. Prompts
 their first appearance, so a pass depends on its rows alone.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from verl.models.shared_prompts import SharedPrompts
 from verl.models.ulysses import SequenceShard
+from verl.models.vision import PlacedMedia
 from verl.utils.device import without_waiting
+from verl.utils.media import Media, hash_of_all
 
 PROMPT_INDEX = "prompt_index"
 """(B,) the same number for rows with the same prompt; a column that need not be there."""
 
 MEDIA_HASH = "media_hash"
-"""(B,) a hash of the images and videos of a row's prompt; a column that need not be there."""
+"""(B,) a hash of the images of a row; a column that need not be there."""
+
+MEDIA_ROW = "media_row"
+"""(B,) the entry of `MEDIA_TABLE` that a row has; it is there where the table is."""
+
+MEDIA_TABLE = "media_table"
+"""No column: a list with the media of rows, which all parts of a batch refer to."""
 
 HOST_COLUMNS = (
-    "input_ids", "attention_mask", "position_ids", "responses", PROMPT_INDEX, MEDIA_HASH,
+    "input_ids", "attention_mask", "position_ids", "responses",
+    PROMPT_INDEX, MEDIA_HASH, MEDIA_ROW,
 )  # fmt: skip
 """Columns that packing reads, so they must be in CPU memory."""
 
@@ -60,11 +70,14 @@ class ModelInputs:
     shape: tuple[int, int]
     """(B, T)."""
 
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further arguments of the model's forward pass, by name."""
+    media: list[PlacedMedia] = field(default_factory=list)
+    """Images among the tokens."""
 
     gather: Callable[[Tensor], Tensor] | None = None
     """Where ranks split the tokens: from this rank's values to all (R,) of them."""
+
+    own: Tensor | None = None
+    """Where ranks split the tokens: which of the R response tokens are this rank's."""
 
     @classmethod
     def of(cls, rows: TensorDict, *, prefix_sharing: bool) -> "ModelInputs":
@@ -79,11 +92,23 @@ class ModelInputs:
         return pack_whole(rows, real, num_prompt_columns)
 
     def unpack(self, values: Tensor) -> Tensor:
-        """(R,) values to their positions in (B, T), zeros elsewhere; differentiable."""
+        """(R,) values to their positions in (B, T), zeros elsewhere; differentiable.
+
+        Values may have further dimensions, which stay.
+        """
         if self.gather is not None:
             values = self.gather(values)
-        blank = values.new_zeros(self.shape[0] * self.shape[1])
-        return blank.index_copy(0, self.index, values).view(self.shape)
+        blank = values.new_zeros(self.shape[0] * self.shape[1], *values.shape[1:])
+        return blank.index_copy(0, self.index, values).view(*self.shape, *values.shape[1:])
+
+    @property
+    def own_index(self) -> Tensor:
+        """`index` of this rank's response tokens."""
+        return self.index if self.own is None else self.index[self.own]
+
+    def pick(self, column: Tensor) -> Tensor:
+        """(B, T, ...) to (R, ...): the entries of this rank's response tokens."""
+        return column.flatten(0, 1)[self.own_index]
 
     def to(self, device: torch.device) -> "ModelInputs":
         """On the device, without waiting for it."""
@@ -94,11 +119,15 @@ class ModelInputs:
             sources=without_waiting(self.sources, device),
             targets=without_waiting(self.targets, device),
             index=without_waiting(self.index, device),
-            extra={name: without_waiting(value, device) for name, value in self.extra.items()},
         )
 
     def shard(self, shard: SequenceShard) -> "ModelInputs":
         """The tokens, sources and targets of one of the ranks that split them."""
+        if self.media:
+            raise ValueError(
+                "rows have images, and ranks that split the tokens of a row "
+                "(ulysses_sequence_parallel_size) cannot share these; set it to 1"
+            )
         positions = shard.select(self.position_ids.movedim(-1, 0)).movedim(0, -1)
         return replace(
             self,
@@ -107,6 +136,7 @@ class ModelInputs:
             sources=shard.sources,
             targets=self.targets[shard.rows],
             gather=shard.gather,
+            own=shard.rows,
         )
 
 
@@ -171,6 +201,11 @@ def pack_whole(rows: TensorDict, real: Tensor, num_prompt_columns: int) -> Model
         targets=rows["input_ids"][is_response],
         index=is_response[:, num_prompt_columns:].flatten().nonzero().squeeze(1),
         shape=(real.shape[0], real.shape[1] - num_prompt_columns),
+        media=[
+            placed
+            for media, start in zip(media_of_rows(rows), row_starts(real), strict=True)
+            for placed in placed_between(media, 0, None, start)
+        ],
     )
 
 
@@ -208,7 +243,65 @@ def pack_shared(
         targets=ids[shared.num_prompt_tokens :],
         index=index[is_response],
         shape=(num_rows, num_response_columns),
+        media=shared_media(rows, first.tolist(), order.tolist(), shared),
     )
+
+
+def attach_media(rows: TensorDict, table: list[tuple[Media, ...]]) -> None:
+    """Give rows their images: a table that all parts of the batch refer to."""
+    rows[MEDIA_ROW] = torch.arange(len(table))
+    rows[MEDIA_HASH] = torch.tensor(first_appearance(prompt_hashes(rows, table)))
+    rows.set_non_tensor(MEDIA_TABLE, table)
+
+
+def prompt_hashes(rows: TensorDict, table: Sequence[Sequence[Media]]) -> list[str]:
+    """Identity of the media in each row's prompt."""
+    num_columns = rows["attention_mask"].shape[1] - rows["responses"].shape[1]
+    lengths = rows["attention_mask"][:, :num_columns].sum(1).tolist()
+    return [
+        hash_of_all(one for one in media if one.places[-1] < length)
+        for media, length in zip(table, lengths, strict=True)
+    ]
+
+
+def media_of_rows(rows: TensorDict) -> list[tuple[Media, ...]]:
+    if MEDIA_ROW not in rows.keys():  # noqa: SIM118 (a TensorDict)
+        return [()] * len(rows)
+    table = rows.get_non_tensor(MEDIA_TABLE)
+    return [table[entry] for entry in rows[MEDIA_ROW].tolist()]
+
+
+def row_starts(real: Tensor) -> list[int]:
+    """The first token of each row in a pass over whole rows."""
+    lengths = real.sum(1)
+    return (lengths.cumsum(0) - lengths).tolist()
+
+
+def placed_between(
+    media: Sequence[Media], begin: int, end: int | None, start: int
+) -> Iterator[PlacedMedia]:
+    """The part of a row's media in its tokens from `begin` to `end`, which begin at `start`."""
+    for one in media:
+        is_inside = one.places >= begin
+        if end is not None:
+            is_inside &= one.places < end
+        (features,) = np.nonzero(is_inside)
+        if len(features):
+            yield one, features, one.places[features] - begin + start
+
+
+def shared_media(
+    rows: TensorDict, first: list[int], order: list[int], shared: SharedPrompts
+) -> list[PlacedMedia]:
+    """Media of prompts, once each, and of what follows them; `first` are rows that have the
+    prompts, `order` the rows of the samples."""
+    media = media_of_rows(rows)
+    placed: list[PlacedMedia] = []
+    for row, (start, length) in zip(first, shared.prompt_spans(), strict=True):
+        placed += placed_between(media[row], 0, length, start)
+    for row, owner, (start, _) in zip(order, shared.owners, shared.sample_spans(), strict=True):
+        placed += placed_between(media[row], shared.prompts[owner], None, start)
+    return placed
 
 
 def tokens_of(column: Tensor, is_chosen: Tensor) -> Tensor:

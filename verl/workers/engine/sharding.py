@@ -31,6 +31,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.experts import ExpertGroup, expert_modules
 from verl.models.lora import has_lora
+from verl.models.vision import vision_parts
 from verl.utils.distributed import all_reduce_, broadcast_dict_tensor, collective_device
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -221,9 +222,13 @@ def shard(
 
 
 def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
-    """The layers that the model declares in `_no_split_modules`."""
+    """The layers that the model declares in `_no_split_modules`, but those of a vision tower: a
+    rank whose rows have no images does not run these."""
     names = set(module._no_split_modules or ())
-    layers = [part for part in module.modules() if type(part).__name__ in names]
+    seeing = {id(part) for tower in vision_parts(module) for part in tower.modules()}
+    layers = [
+        part for part in module.modules() if type(part).__name__ in names and id(part) not in seeing
+    ]
     if not layers:
         raise ValueError(
             f"{type(module).__name__} does not declare which of its modules are layers "

@@ -13,6 +13,7 @@ from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import empty_causal_lm, empty_value_model, load_causal_lm, load_value_model
 from verl.models.lora import LoraOptions, add_lora, lora_options
+from verl.models.vision import freeze_tower
 from verl.utils.device import check_cpu_bf16
 from verl.utils.fs import copy_to_local
 from verl.utils.torch_dtypes import PrecisionType
@@ -42,6 +43,9 @@ class EngineSpec:
     probe_micro_batch: bool = False
     is_exact: bool = False
     """Whether log-probs must be those of generation, bit for bit; then nothing is compiled."""
+
+    freezes_tower: bool = False
+    """Whether the vision tower of a model that sees is not trained."""
 
     keeps_start: bool = False
     """Whether the adapter that training starts from is kept, for the reference policy."""
@@ -97,6 +101,8 @@ class EngineSpec:
             **options,
         )
         fuse_model(module)  # on a GPU; elsewhere it changes nothing
+        if self.freezes_tower:
+            freeze_tower(module)
         lora = self._lora()
         if lora is not None:
             keeps_start = self.keeps_start or self.optimizer is None

@@ -21,6 +21,7 @@ REWARD_MANAGER_REGISTRY = Registry[type[Any]](
     limited="verl.workers.reward_manager.managers:RateLimitedRewardManager",
     remote="verl.workers.reward_manager.prime:RemoteRewardManager",
     model="verl.workers.reward_manager.managers:ModelRewardManager",
+    collabllm="verl.workers.reward_manager.collabllm:CollabRewardManager",
     judge="verl.workers.reward_manager.judge:JudgeRewardManager",
 )
 

@@ -10,10 +10,9 @@ user's own loop; any number of rows will do. The role has the settings of the sp
 (`verl.workers.schedule`). With one data-parallel rank the role makes its own plan.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -33,7 +32,15 @@ from verl.single_controller.base.dispatch import (
     dispatch_nd_compute_dataproto,
 )
 from verl.single_controller.base.worker_group import WorkerGroup
-from verl.workers.engine.inputs import MEDIA_HASH, PROMPT_INDEX, first_appearance, prompt_groups
+from verl.utils.media import MEDIA, media_of
+from verl.workers.engine.inputs import (
+    MEDIA_ROW,
+    MEDIA_TABLE,
+    PROMPT_INDEX,
+    attach_media,
+    first_appearance,
+    prompt_groups,
+)
 from verl.workers.mini_batch import session_labels
 from verl.workers.schedule import (
     MicroBatching,
@@ -49,7 +56,7 @@ NUM_TOKENS, NUM_TRAINED = "num_tokens", "num_trained_tokens"
 
 PASSES, UPDATE_PLAN = "passes", "update_plan"
 INFERENCE_COLUMNS = (
-    "input_ids", "attention_mask", "position_ids", "responses", "response_mask", "uid",
+    "input_ids", "attention_mask", "position_ids", "responses", "response_mask", "uid", MEDIA,
 )  # fmt: skip
 
 ModeFunctions = dict[str, Callable[..., Any]]
@@ -63,6 +70,8 @@ class UpdateSettings:
     micro_batching: MicroBatching
     epochs: int = 1
     shuffle_seed: int | None = None
+    keeps_prompts_whole: bool = False
+    """`rows_per_step` counts prompts, whose responses the loss compares."""
 
 
 def dispatch_inference(mesh_name: str, model: str) -> ModeFunctions:
@@ -124,8 +133,14 @@ def split_for_update(
         num_ranks=num_ranks,
         epochs=settings.epochs,
         shuffle_seed=settings.shuffle_seed,
-        groups=prompts_to_keep_together(batch, settings.rows_per_step, num_ranks),
+        groups=prompts_to_keep_together(
+            batch,
+            settings.rows_per_step,
+            num_ranks,
+            counts_prompts=settings.keeps_prompts_whole,
+        ),
         sessions=session_labels(batch.batch),
+        units=prompt_groups(batch.batch) if settings.keeps_prompts_whole else None,
         components=component_counts(batch),
     )
     parts = planned_chunks(batch, plan)
@@ -139,33 +154,25 @@ def with_prompt_index(batch: DataProto | StoredBatch) -> Any:
     else by its tokens."""
     if isinstance(batch, StoredBatch):
         return batch.without_labels()
-    rows = model_rows(batch).copy()
+    rows = model_rows(batch).exclude(MEDIA_ROW, MEDIA_TABLE)
     rows[PROMPT_INDEX] = torch.tensor(prompt_groups(rows))
-    return DataProto(batch=rows, meta_info=batch.meta_info)
+    arrays = {name: a for name, a in batch.non_tensor_batch.items() if name == MEDIA}
+    return DataProto(batch=rows, non_tensor_batch=arrays, meta_info=batch.meta_info)
 
 
 def model_rows(data: DataProto) -> TensorDict:
     """The tensors of a batch as an engine takes them: `uid` and what identifies the images of a
-    row (`multi_modal_inputs`), if there are any, become columns; so do sessions of several rows."""
-    uids, media = (data.non_tensor_batch.get(name) for name in ("uid", "multi_modal_inputs"))
+    row, if there are any, become columns; so do sessions of several rows. The images themselves
+    (`media`) come along in a table."""
+    uids, media = (data.non_tensor_batch.get(name) for name in ("uid", MEDIA))
     rows = data.batch.copy()
     if uids is not None and PROMPT_INDEX not in rows.keys():  # noqa: SIM118 (a TensorDict)
         rows[PROMPT_INDEX] = torch.tensor(first_appearance(uids))
     if SESSION_INDEX not in rows.keys():  # noqa: SIM118 (a TensorDict)
         rows.update(session_columns(data))
-    if media is not None and MEDIA_HASH not in rows.keys():  # noqa: SIM118 (a TensorDict)
-        rows[MEDIA_HASH] = torch.tensor(first_appearance(map(media_digest, media)))
+    if media is not None:
+        attach_media(rows, [media_of(entry) for entry in media])
     return rows
-
-
-def media_digest(inputs: Mapping[str, Tensor] | None) -> str:
-    """A hash of a processor's outputs for one row: equal for equal media only."""
-    digest = sha256()
-    for name, tensor in sorted((inputs or {}).items()):
-        values = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
-        digest.update(values.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) -> Any:
@@ -212,15 +219,19 @@ def as_batch(data: DataProto | DataProtoFuture | StoredBatch) -> Any:
 
 
 def prompts_to_keep_together(
-    batch: DataProto | StoredBatch, rows_per_step: int, num_ranks: int
+    batch: DataProto | StoredBatch,
+    rows_per_step: int,
+    num_ranks: int,
+    *,
+    counts_prompts: bool = False,
 ) -> list[int] | None:
     """A label for the prompt of each row: a rank that has all of its responses runs it once.
 
     None where an optimizer step has fewer prompts than ranks, which would leave some without work.
     """
     labels = prompt_groups(batch.batch)
-    num_sessions = len(set(session_labels(batch.batch) or range(len(batch))))
-    num_steps = -(-num_sessions // rows_per_step)
+    counted = labels if counts_prompts else session_labels(batch.batch) or range(len(batch))
+    num_steps = -(-len(set(counted)) // rows_per_step)
     return labels if len(set(labels)) >= num_ranks * num_steps else None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.utils.media import Media
 from verl.utils.registry import Registry
 
 WAKE_SECONDS = 10.0
@@ -151,6 +152,9 @@ class GenerationRequest:
     and stop texts may begin in them, so with equal weights the built-in engine gives what the uncut
     request would have given (bit for bit in exact mode). `max_tokens` counts new tokens. vLLM and
     SGLang draw with other random numbers: their seed is derived from (seed, `num_sampled`)."""
+
+    media: tuple[Media, ...] = ()
+    """Images of the prompt, in order; their tokens are in `prompt_ids`, expanded."""
 
 
 @dataclass(frozen=True, kw_only=True)

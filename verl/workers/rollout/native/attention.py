@@ -19,6 +19,7 @@ from torch import Tensor
 from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.exact import exact_attention, exact_sequence_attention
 from verl.models.packed import block_attention, explicit_attention
+from verl.utils.media import Media
 from verl.workers.rollout.native.cache import KVCache, as_bytes, as_stored
 from verl.workers.rollout.native.rows import RowTable
 from verl.workers.rollout.native.sequence import KnownTokens
@@ -46,6 +47,9 @@ class PrefillSequence:
     known: KnownTokens = field(default_factory=KnownTokens)
     """The first of its tokens whose keys and values need not be computed: kernels find them in the
     slots, plain torch gets copies."""
+
+    media: tuple[Media, ...] = ()
+    """Images among its tokens, those that are known included."""
 
     @property
     def num_known(self) -> int:

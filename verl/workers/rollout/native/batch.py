@@ -164,7 +164,7 @@ class RunningBatch(Batch):
         group, num_own = sample.group, sample.num_own - 1
         layers = self.cache.read(group.slot, group.num_shared, sample.slot, num_own)
         routes = torch.cat(sample.routes) if sample.routes else None
-        return KnownTokens(sample.token_ids[:-1], layers, routes=routes)
+        return KnownTokens(sample.identity[:-1], layers, routes=routes)
 
     def reset(self) -> None:
         """Rows are filled whole when samples are admitted."""

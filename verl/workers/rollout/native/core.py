@@ -257,6 +257,7 @@ class EngineCore:
                     num_shared=group.num_shared,
                     prompt_slot=group.slot,
                     slots=[sample.slot],
+                    media=group.media,
                     fills_prompt=sample is samples[0],
                 )
                 for sample in samples
@@ -268,6 +269,7 @@ class EngineCore:
                 num_shared=group.num_shared,
                 prompt_slot=group.slot,
                 slots=[sample.slot for sample in samples],
+                media=group.media,
                 known=known,
             )
         ]

@@ -76,7 +76,7 @@ class KernelBatch(Batch):
         """Its slot stays where it is."""
 
     def keep(self, sample: Sample) -> KnownTokens:
-        return KnownTokens(sample.token_ids[:-1], kept=self._owners.keep(sample))
+        return KnownTokens(sample.identity[:-1], kept=self._owners.keep(sample))
 
     def let_evict(self, evict: Callable[[], bool]) -> None:
         self._owners.evict = evict
@@ -162,7 +162,7 @@ class PagedBatch(Batch):
         """Its pages stay where they are."""
 
     def keep(self, sample: Sample) -> KnownTokens:
-        return KnownTokens(sample.token_ids[:-1], kept=self._held.keep(sample))
+        return KnownTokens(sample.identity[:-1], kept=self._held.keep(sample))
 
     def let_evict(self, evict: Callable[[], bool]) -> None:
         self._held.evict = evict

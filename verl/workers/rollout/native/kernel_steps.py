@@ -217,7 +217,10 @@ class KernelSteps:
         )
 
     def _prefill_hidden(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
-        hidden = None if self.buckets is None else self.buckets.last_hidden(sequences)
+        has_media = any(sequence.media for sequence in sequences)  # which no graph computes
+        hidden = None
+        if self.buckets is not None and not has_media:
+            hidden = self.buckets.last_hidden(sequences)
         if hidden is not None:
             return hidden
         layout = SlotPrefillLayout(self.cache, sequences, self._pages)

@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.models.attention import AttentionLayout, AttentionOptions
-from verl.models.exact import exact_capacity
+from verl.models.exact import exact_capacity, is_exact
 from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, scaled_logits
 from verl.models.routing import generation_pass
+from verl.models.vision import FeatureCache, PlacedFeatures, PlacedMedia
+from verl.utils.media import rope_positions
 from verl.workers.rollout.native.attention import DecodeLayout, PrefillSequence
 from verl.workers.rollout.native.cache import CacheShape, HeadShape, KVCache
 from verl.workers.rollout.native.rows import RowTable, in_one_copy
@@ -52,6 +54,7 @@ class ModelRunner:
         """What keeps the expert routes of each pass, if somebody asks for them."""
 
         self.vocabulary = int(module.config.get_text_config().vocab_size)
+        self.features = FeatureCache(module)
 
     @property
     def exact_capacity(self) -> int | None:
@@ -111,14 +114,33 @@ class ModelRunner:
     def prefill(self, layout: AttentionLayout, sequences: Sequence[PrefillSequence]) -> Tensor:
         """Bring sequences into the cache; the hidden state of the last token of each."""
         columns = [torch.from_numpy(column) for column in packed_tokens(sequences)]
-        return self.last_hidden(layout, *in_one_copy(columns, self.device))
+        features = self._features_of(sequences)
+        return self.last_hidden(layout, *in_one_copy(columns, self.device), features)
 
     @torch.no_grad()
     def last_hidden(
-        self, layout: AttentionLayout, ids: Tensor, positions: Tensor, last: Tensor
+        self,
+        layout: AttentionLayout,
+        ids: Tensor,
+        positions: Tensor,
+        last: Tensor,
+        features: PlacedFeatures | None = None,
     ) -> Tensor:
         """Run tokens end to end; the hidden states of some of them, whose indices are `last`."""
-        return self._hidden_states(ids, positions, layout)[last]
+        return self._hidden_states(ids, positions, layout, features)[last]
+
+    @torch.no_grad()
+    def _features_of(self, sequences: Sequence[PrefillSequence]) -> PlacedFeatures | None:
+        """Features of the images among the new tokens; the tower runs once per content."""
+        placed: list[PlacedMedia] = []
+        start = 0
+        for sequence in sequences:
+            for one in sequence.media:
+                (rows,) = np.nonzero(one.places >= sequence.num_known)
+                if len(rows):
+                    placed.append((one, rows, one.places[rows] - sequence.num_known + start))
+            start += sequence.num_new
+        return self.features.placed(placed, one_by_one=is_exact(self.module))
 
     def decode_layout(
         self, cache: KVCache, samples: Sequence[Sample], rows: RowTable, num_steps: int
@@ -144,17 +166,21 @@ class ModelRunner:
     @torch.no_grad()
     def decode_hidden(self, layout: AttentionLayout, rows: RowTable) -> Tensor:
         """The hidden state of the newest token of each row, (B, hidden)."""
-        # Rows of a graph that no sample has used yet would be at -1, which is nowhere.
-        positions = (rows.num_shared + rows.slot_positions).clamp_min(0)
-        return self._hidden_states(rows.newest, positions, layout)
+        return self._hidden_states(rows.newest, rows.positions, layout)
 
-    def _hidden_states(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
+    def _hidden_states(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        layout: AttentionLayout,
+        features: PlacedFeatures | None = None,
+    ) -> Tensor:
         num_rows = len(ids)
         num_missing = -num_rows % ROW_TILE
         if num_missing:
             ids, positions = (F.pad(x, (0, num_missing)) for x in (ids, positions))
         with generation_pass(self.recorder):
-            return hidden_states(self.module, ids, positions, layout)[:num_rows]
+            return hidden_states(self.module, ids, positions, layout, features)[:num_rows]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -187,7 +213,18 @@ def packed_tokens(
     new_ids = (s.token_ids[s.num_known :] if s.num_known else s.token_ids for s in sequences)
     ids = np.fromiter(itertools.chain.from_iterable(new_ids), dtype=np.int64, count=ends[-1])
     positions = np.arange(ends[-1]) + (known - ends + lengths).repeat(lengths)
+    if any(one.grid is not None for s in sequences for one in s.media):
+        positions = np.concatenate([positions_of(s) for s in sequences], axis=1)
     return ids, positions, ends - 1
+
+
+def positions_of(sequence: PrefillSequence) -> np.ndarray:
+    """(3, new tokens) positions in time, height and width."""
+    num_tokens = len(sequence.token_ids)
+    found = rope_positions(num_tokens, sequence.media)
+    if found is None:
+        found = np.broadcast_to(np.arange(num_tokens), (3, num_tokens))
+    return found[:, sequence.num_known :]
 
 
 def batch_sizes(max_rows: int) -> list[int]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
+from verl.utils.media import rope_delta
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native.sequence import Sample
 
@@ -124,6 +125,9 @@ class RowTable(Columns):
     """Prompt tokens in the row's own slot, before its response; negative where the prompt ends with
     response tokens that are not in that slot."""
 
+    rope_delta: Tensor
+    """How much larger than its index the position of a token behind the prompt's images is."""
+
     prompt_slot: Tensor
     """Slots of the cache, which only kernels look up: elsewhere row i has slot i."""
 
@@ -157,6 +161,7 @@ class RowTable(Columns):
             token_limit=of_groups([g.token_limit + g.request.num_sampled for g in groups]),
             is_done=torch.zeros(len(samples), dtype=torch.bool),
             num_shared=of_groups([group.num_shared for group in groups]),
+            rope_delta=of_groups([rope_delta(group.media) for group in groups]),
             prompt_slot=of_groups([group.slot for group in groups]),
             slot=column([sample.slot for sample in samples]),
             num_own_prompt=of_groups(
@@ -171,6 +176,12 @@ class RowTable(Columns):
     @classmethod
     def empty(cls, num_rows: int, max_stop_ids: int, device: torch.device) -> "RowTable":
         return cls.of([], max_stop_ids).to(device).zeros(num_rows)
+
+    @property
+    def positions(self) -> Tensor:
+        """Rotary position of each row's newest token."""
+        # Rows of a graph that no sample has used yet would be at -1, which is nowhere.
+        return (self.num_shared + self.slot_positions + self.rope_delta).clamp_min(0)
 
     @property
     def slot_positions(self) -> Tensor:

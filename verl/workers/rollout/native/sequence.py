@@ -8,10 +8,12 @@ only place where the engine looks at text.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.utils.media import Media, identity_ids
 from verl.utils.scramble import GOLDEN, keyed_seed, scramble
 from verl.workers.rollout.base import GenerationRequest, TokenOutput
 
@@ -42,6 +44,8 @@ class KnownTokens:
     """Tokens whose keys and values need not be computed, and where these are."""
 
     token_ids: list[int] = field(default_factory=list)
+    """As sequences are compared (`Sample.identity`)."""
+
     layers: "list[tuple[Tensor, Tensor]]" = field(default_factory=list)
     """Copies of them per layer, (tokens, KV heads, head dim) each; none where they have stayed in
     the cache."""
@@ -97,6 +101,11 @@ class Sample:
         return self.group.prompt_ids + self.output.token_ids
 
     @property
+    def identity(self) -> list[int]:
+        """Prompt and response as sequences are compared: images by their content."""
+        return identity_ids(self.token_ids, self.group.media)
+
+    @property
     def is_finished(self) -> bool:
         return bool(self.output.stop_reason)
 
@@ -142,6 +151,15 @@ class Group:
     @property
     def request(self) -> GenerationRequest:
         return self.owner.request
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        return self.owner.request.media
+
+    @cached_property
+    def identity(self) -> list[int]:
+        """The prompt as sequences are compared: images by their content."""
+        return identity_ids(self.prompt_ids, self.media)
 
     @property
     def sampled_ids(self) -> list[int]:
@@ -352,6 +370,8 @@ def refuse_what_cannot_run(
             f"{name} has num_sampled {request.num_sampled} and a prompt of {length} tokens; it "
             "counts the last prompt tokens that begin the response: 0 to all of them"
         )
+    if request.media and max(one.places[-1] for one in request.media) >= length:
+        raise ValueError(f"{name} has an image behind the end of its prompt of {length} tokens")
     if request.num_samples < 1:
         raise ValueError(f"{name} asks for {request.num_samples} samples; ask for 1 or more")
     if request.seeds is not None and len(request.seeds) != request.num_samples:

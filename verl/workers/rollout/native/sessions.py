@@ -53,7 +53,7 @@ class SessionStore:
         if known is None:
             return KnownTokens()
         most = min(len(known.token_ids), len(group.prompt_ids) - 1)
-        return known.prefix(num_equal(known.token_ids[:most], group.prompt_ids[:most]))
+        return known.prefix(num_equal(known.token_ids[:most], group.identity[:most]))
 
     def take(self, group: Group) -> None:
         """Let a group that is admitted have what its session kept; what it does not use is freed.

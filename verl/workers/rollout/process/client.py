@@ -345,6 +345,7 @@ class EngineProcess(StreamingRollout):
             raise
         link.timeouts = Timeouts(silent_seconds=silent, work_seconds=spec.work_seconds)
         self._link, self._facts, self._is_asleep = link, EngineFacts(**facts), False
+        link.media_form = self._facts.media
         link.version = 0 if spec.has_weights else None
         return self._facts
 

@@ -40,6 +40,10 @@ class EngineFacts:
     can_pause: bool = False
     """Whether weights may be replaced while requests run, which then go on with the new ones."""
 
+    media: str = ""
+    """How it takes images: `inputs` (what the tower is given), `files` (it has a processor of its
+    own), or not at all."""
+
     keeps_cache: bool = False
     """Whether keys and values computed with older weights are used on (`kv_after_update=keep`)."""
 

@@ -150,6 +150,9 @@ class Link:
         self.version: int | None = None
         """Version of the weights that the process holds complete."""
 
+        self.media_form = ""
+        """How the engine takes images (`EngineFacts.media`)."""
+
         self._numbers = itertools.count()
         self._last = -1
         self._pending: dict[int, PendingCall] = {}
@@ -183,7 +186,8 @@ class Link:
     ) -> PendingRequest:
         """Ask for tokens."""
         pending = PendingRequest(next(self._numbers), request, on_delta, on_end)
-        self._send(pending, {"call": "submit", "request": request_fields(request)})
+        fields = request_fields(request, self.media_form)
+        self._send(pending, {"call": "submit", "request": fields})
         return pending
 
     def begin(self, name: str, *, descriptor: int | None = None, **arguments: Any) -> PendingCall:

@@ -9,15 +9,27 @@
 Requests are calls whose answer is the last of their deltas; only a refusal is an answer.
 """
 
+import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.utils.images import as_png
+from verl.utils.media import Media
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, TokenDelta
 from verl.workers.weight_sync import bucket
 from verl.workers.weight_sync.bucket import WeightSyncError
 
 MAX_TOKENS_PER_MESSAGE = 1 << 16
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+}
+"""Of tensors on the wire."""
 
 
 class EngineStateError(RuntimeError):
@@ -44,7 +56,13 @@ def error_of(fields: Mapping[str, Any]) -> Exception:
     return _ANSWERED[fields["error"]](fields["text"])
 
 
-def request_fields(request: GenerationRequest) -> dict[str, Any]:
+def request_fields(request: GenerationRequest, media_form: str = "") -> dict[str, Any]:
+    """`media_form` is how the engine takes images (`EngineFacts.media`)."""
+    if request.media and not media_form:
+        raise ValueError(
+            f"request {request.request_id} has {len(request.media)} images, and its engine's model "
+            "is given none"
+        )
     return {
         "request_id": request.request_id,
         "prompt_ids": [int(token) for token in request.prompt_ids],
@@ -53,6 +71,7 @@ def request_fields(request: GenerationRequest) -> dict[str, Any]:
         "seeds": _plain(request.seeds),
         "session_ids": _plain(request.session_ids),
         "num_sampled": request.num_sampled,
+        "media": [media_fields(one, media_form) for one in request.media],
     }
 
 
@@ -72,7 +91,52 @@ def request_of(fields: Mapping[str, Any]) -> GenerationRequest:
         seeds=_tuple(fields["seeds"]),
         session_ids=_tuple(fields["session_ids"]),
         num_sampled=fields["num_sampled"],
+        media=tuple(media_of(one) for one in fields["media"]),
     )
+
+
+def media_fields(media: Media, form: str) -> dict[str, Any]:
+    """An image: the tower's arguments, or a file for an engine that has a processor of its own."""
+    source = media.source if isinstance(media.source, bytes | None) else as_png(media.source)
+    inputs = media.inputs if form == "inputs" else {}
+    return {
+        "kind": media.kind,
+        "content_hash": media.content_hash,
+        "inputs": {name: tensor_fields(tensor) for name, tensor in inputs.items()},
+        "places": media.places.tolist(),
+        "grid": _plain(media.grid),
+        "span": _plain(media.span),
+        "file": None if source is None or form != "files" else _as_text(source),
+    }
+
+
+def media_of(fields: Mapping[str, Any]) -> Media:
+    file = fields["file"]
+    return Media(
+        kind=fields["kind"],
+        content_hash=fields["content_hash"],
+        inputs={name: tensor_of(tensor) for name, tensor in fields["inputs"].items()},
+        places=np.array(fields["places"], dtype=np.int64),
+        grid=_tuple(fields["grid"]),  # pyright: ignore[reportArgumentType]
+        span=_tuple(fields["span"]),  # pyright: ignore[reportArgumentType]
+        source=None if file is None else base64.b64decode(file),
+    )
+
+
+def tensor_fields(tensor: Tensor) -> list[Any]:
+    values = tensor.detach().cpu().contiguous()
+    octets = values.flatten().view(torch.uint8).numpy().tobytes()
+    return [str(values.dtype).removeprefix("torch."), list(values.shape), _as_text(octets)]
+
+
+def tensor_of(fields: Sequence[Any]) -> Tensor:
+    dtype, shape, text = fields
+    octets = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return octets.view(DTYPES[dtype]).view(shape)
+
+
+def _as_text(octets: bytes) -> str:
+    return base64.b64encode(octets).decode("ascii")
 
 
 def delta_fields(number: int, delta: TokenDelta, version: int) -> list[Any]:

@@ -14,6 +14,7 @@ from verl import __version__
 from verl.models.exact import make_exact
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
+from verl.models.vision import has_vision
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
@@ -110,6 +111,7 @@ class HostedNativeEngine(HostedEngine):
             can_sleep=True,
             max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
             can_pause=True,
+            media="inputs" if has_vision(self.engine.runner.module.config) else "",
             keeps_cache=self.engine.keeps_cache,
         )
 

@@ -27,11 +27,14 @@ change how tokens are drawn."""
 
 
 def merged_arguments(
-    derived: Mapping[str, Any], own: Mapping[str, Any], known: list[str]
+    derived: Mapping[str, Any], own: Mapping[str, Any], known: list[str], *, sees: bool = False
 ) -> dict[str, Any]:
-    """`own`, the user's, win over `derived`; what vLLM does not know is refused."""
+    """`own`, the user's, win over `derived`; what vLLM does not know is refused.
+
+    A model that `sees` needs the tokenizer, to which its processor of images belongs.
+    """
     refuse_unknown(own, known)
-    return {**derived, **own, **FIXED}
+    return {**derived, **own, **FIXED, "skip_tokenizer_init": not sees}
 
 
 def refuse_unknown(own: Mapping[str, Any], known: list[str]) -> None:

@@ -19,6 +19,8 @@ from transformers import AutoTokenizer
 from vllm import EngineArgs, LLMEngine
 from vllm.inputs import tokens_input
 
+from verl.utils.images import open_image
+from verl.utils.media import unexpanded
 from verl.workers.rollout.adapter_names import without_adapters
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
 from verl.workers.rollout.native.sequence import (
@@ -52,13 +54,18 @@ class RunningSample:
     token_ids: list[int] = field(default_factory=list)
     """The response so far, in earlier requests too; kept only where a text may end it."""
 
+    prompt: list[int] | None = None
+    """What vLLM must have made of a prompt with images; None without these."""
+
 
 class VLLMEngine(HostedEngine):
     """Over vLLM's `LLMEngine`; `options` are what `vllm_options` made."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         known = [argument.name for argument in fields(EngineArgs)]
-        arguments = merged_arguments(options["arguments"], options["engine_kwargs"], known)
+        arguments = merged_arguments(
+            options["arguments"], options["engine_kwargs"], known, sees=options["sees"]
+        )
         self._engine = engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._end_tokens = list(options["end_tokens"])
         max_response_tokens = engine.model_config.max_model_len - options["prompt_length"]
@@ -80,6 +87,7 @@ class VLLMEngine(HostedEngine):
             can_sleep=self._engine.model_config.enable_sleep_mode,
             max_model_len=self._engine.model_config.max_model_len,
             can_pause=CAN_PAUSE and self._adapter is None,
+            media="files" if self._engine.model_config.is_multimodal_model else "",
         )
 
     # ---- requests ----------------------------------------------------------------------------
@@ -93,9 +101,12 @@ class VLLMEngine(HostedEngine):
         try:
             for index, sampling in enumerate(sampling_of_samples(request, self._end_tokens)):
                 name = f"{number}.{index}"
-                self._engine.add_request(name, tokens_input(prompt), sampling, lora_request=lora)
+                given = tokens_input(prompt) if not request.media else input_with_images(request)
+                self._engine.add_request(name, given, sampling, lora_request=lora)
                 sampled = prompt[len(prompt) - request.num_sampled :]
-                self._samples[name] = RunningSample(number, index, request.params.stop, sampled)
+                sample = RunningSample(number, index, request.params.stop, sampled)
+                sample.prompt = prompt if request.media else None
+                self._samples[name] = sample
         except REFUSED_REQUEST as refusal:
             raise ValueError(f"request {request.request_id}: {refusal}") from refusal
 
@@ -121,6 +132,12 @@ class VLLMEngine(HostedEngine):
 
     def _delta(self, output: Any) -> tuple[int, TokenDelta]:
         sample, new = self._samples[output.request_id], output.outputs[0]
+        if sample.prompt is not None and list(output.prompt_token_ids) != sample.prompt:
+            raise RuntimeError(
+                f"vLLM makes {len(output.prompt_token_ids)} tokens of a prompt with images that "
+                f"has {len(sample.prompt)} in training; set rollout.engine_kwargs.vllm."
+                "mm_processor_kwargs to what data.mm_processor_kwargs says"
+            )
         token_ids, stop_reason = list(new.token_ids), new.finish_reason or ""
         if sample.stop:
             sample.token_ids += token_ids
@@ -249,3 +266,11 @@ def last_delta(sample: int, stop_reason: str) -> TokenDelta:
     return TokenDelta(
         sample=sample, token_ids=(), log_probs=(), policy_versions=(), stop_reason=stop_reason
     )
+
+
+def input_with_images(request: GenerationRequest) -> Any:
+    """vLLM expands placeholders itself, with the processor of its own."""
+    return {
+        "prompt_token_ids": unexpanded(request.prompt_ids, request.media),
+        "multi_modal_data": {"image": [open_image(one.source) for one in request.media]},
+    }

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config.roles import ROLLOUTS
 from verl.config.rollout import RolloutConfig
+from verl.utils.tokenizer import has_processor
 from verl.workers.rollout.engine_options import (
     CPU_VARIABLES,
     end_tokens,
@@ -75,6 +76,7 @@ def vllm_options(
         "prompt_length": rollout.prompt_length,
         "end_tokens": end_tokens(Path(model_path), trust_remote_code),
         "adapter": adapter,
+        "sees": has_processor(model_path),
     }
 
 

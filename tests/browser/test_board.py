@@ -1,0 +1,173 @@
+"""The run page in a real browser: 10,000 samples, two widths, dark and light, live or in a file."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl.board.serving import Board, board_server, page_address
+from verl.board.store import Sample, Step, StoreWriter
+from verl.utils.json_server import JsonServer
+
+STEPS, SAMPLES_OF_A_STEP = 50, 200
+PATIENCE = 60_000  # milliseconds, for busy machines
+
+pytestmark = pytest.mark.slow
+
+
+def samples(step: int) -> Iterator[Sample]:
+    chooser = np.random.default_rng(step)
+    for row in range(SAMPLES_OF_A_STEP):
+        ids = chooser.integers(3, 60, 40).tolist()
+        mask = np.ones(40)
+        mask[20:24] = 0  # a tool
+        yield Sample(
+            uid=f"{step}-{row // 8}",
+            prompt=f"What is {row} times {step}?",
+            response=" ".join(map(str, ids)) + (" needle" if (step, row) == (17, 5) else ""),
+            score=float(row % 2),
+            truth=str(row * step),
+            prompt_ids=[1, 2, 3],
+            response_ids=ids,
+            columns={
+                "mask": mask,
+                "advantage": chooser.normal(size=40),
+                "log_prob": -chooser.random(40),
+            },
+        )
+
+
+def recorded(folder: Path, name: str, shift: float) -> None:
+    store = StoreWriter(
+        folder / name,
+        facts={
+            "name": f"demo/{name}",
+            "total_steps": STEPS,
+            "settings": {"trainer": {"board": True}},
+        },
+        decode=lambda token: f"t{token} ",
+        max_bytes=1 << 30,
+    )
+    for step in range(1, STEPS + 1):
+        metrics = {
+            "critic/score/mean": shift + step / STEPS,
+            "actor/entropy": 2 / step,
+            "actor/kl_loss": float("nan"),
+        }
+        seconds = {"gen": 2.0, "update_actor": 1.5, "other": 0.5}
+        rows = list(samples(step))
+        while store._waiting.qsize():
+            pass
+        events = [("tripwire", "tripwire/entropy_collapsed")] if step == STEPS else []
+        store.add(
+            Step(
+                number=step,
+                metrics=metrics,
+                seconds=seconds,
+                samples=lambda rows=rows: rows,
+                events=events,
+            )
+        )
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory) -> Board:
+    folder = tmp_path_factory.mktemp("runs")
+    recorded(folder, "first", 0.0)
+    recorded(folder, "second", 0.1)
+    return Board([folder])
+
+
+@pytest.fixture(scope="module")
+def server(board) -> Iterator[JsonServer]:
+    with board_server(board) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def exported(board, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("export") / "runs.html"
+    path.write_text(board.exported(300), encoding="utf-8")
+    return path
+
+
+LOOKS = [(1280, "light"), (390, "dark")]
+
+
+@pytest.fixture(
+    params=[(kind, *look) for kind in ("served", "exported") for look in LOOKS], ids=str
+)
+def page(request, browser, server, exported) -> Iterator[Any]:
+    kind, width, scheme = request.param
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE)
+    tab, complaints = context.new_page(), []
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.goto(page_address(server) if kind == "served" else exported.as_uri())
+    tab.get_by_text("critic/score/mean").first.wait_for()
+    yield tab
+    assert complaints == []
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    context.close()
+
+
+def choose(page: Any, name: str) -> None:
+    page.get_by_role("tab", name=name).click()
+
+
+def test_curves_of_all_runs_are_drawn_and_found_by_name(page):
+    card = page.locator(".card", has_text="critic/score/mean").first
+    assert card.locator("svg path").count() == 2
+    page.get_by_label("Find metrics").fill("entropy")
+    page.get_by_text("1 metrics").wait_for()
+    page.get_by_role("checkbox").nth(1).uncheck()
+    assert page.locator(".card svg path").count() == 1
+    page.get_by_label("Find metrics").fill("kl_loss")
+    page.get_by_text("no finite value").wait_for()
+
+
+def test_samples_are_searched_and_opened_token_by_token(page):
+    choose(page, "Samples")
+    page.locator(".sample").first.click()
+    page.locator("#detail .tokens span").first.wait_for()
+    assert page.locator("#detail .tokens span").count() == 40
+    assert page.locator("#detail .tokens span.tool").count() == 4
+    shade = "getComputedStyle(document.querySelector('#detail .tokens span')).backgroundColor"
+    before = page.evaluate(shade)
+    page.get_by_label("Colour tokens by").select_option("log_prob")
+    assert page.evaluate(shade) != before
+    page.get_by_label("Find in prompts and responses").fill("times 50?")
+    page.get_by_text(re.compile("^(200|6) samples$")).wait_for()  # in the file: 6 of each step
+
+
+def test_a_needle_in_10_000_samples_is_found(browser, server):
+    tab = browser.new_page()
+    tab.set_default_timeout(PATIENCE)
+    tab.goto(page_address(server))
+    tab.get_by_role("tab", name="Samples").click()
+    tab.get_by_text("10000 samples").wait_for()
+    tab.get_by_label("Find in prompts and responses").fill("NEEDLE")
+    tab.get_by_text("1 samples").wait_for()
+    assert "step 17" in tab.locator(".sample").inner_text()
+    tab.close()
+
+
+def test_time_health_and_comparison_have_something_to_say(page):
+    choose(page, "Time")
+    page.get_by_text("gen 50.0%").first.wait_for()
+    choose(page, "Health")
+    page.get_by_text("tripwire/entropy_collapsed").first.wait_for()
+    choose(page, "Compare")
+    page.get_by_text("They part at step 1: critic/score/mean: 0.02 against 0.12").wait_for()
+
+
+def test_without_the_token_the_page_says_what_is_missing(browser, server):
+    tab = browser.new_page()
+    tab.goto(server.url)
+    tab.get_by_text("this address lacks the token").wait_for()
+    tab.close()

@@ -1,0 +1,85 @@
+"""`RunBoard`: the recording of a run that goes on, and its page beside it."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from verl.board.recorder import Recorder
+from verl.board.serving import Board, board_server, page_address
+from verl.board.store import Sample
+from verl.protocol.trajectory import Group
+from verl.utils.json_server import JsonServer
+
+
+class RunBoard:
+    """Opens with the first step that is recorded: what a store holds of later ones is of an attempt
+    that was lost. Without `is_on` it does nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Any,
+        *,
+        is_on: bool,
+        facts: Callable[[], Mapping[str, Any]],
+        max_bytes: int,
+    ) -> None:
+        self._folder, self._tokenizer = folder, tokenizer
+        self._facts, self._max_bytes = facts, max_bytes
+        self.is_on = is_on
+        self._recorder: Recorder | None = None
+        self._server: JsonServer | None = None
+
+    def __enter__(self) -> "RunBoard":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._server is not None:
+            self._server.stop()
+            say(f"the run page is still to be had: python -m verl.board {self._folder}")
+
+    def add_step(
+        self,
+        number: int,
+        metrics: Mapping[str, Any],
+        seconds: Mapping[str, float],
+        *,
+        batch: Any = None,
+        groups: Sequence[Group] = (),
+        warnings: Mapping[str, Any] | None = None,
+    ) -> None:
+        if self.is_on:
+            recorder = self._recorder_from(number)
+            recorder.add_step(
+                number, metrics, seconds, batch=batch, groups=groups, warnings=warnings
+            )
+
+    def add_validation(self, step: int, samples: Callable[[], Sequence[Sample]]) -> None:
+        if self.is_on:
+            self._recorder_from(step).add_validation(samples())
+
+    def _recorder_from(self, step: int) -> Recorder:
+        if self._recorder is None:
+            self._recorder = Recorder(
+                self._folder,
+                self._tokenizer,
+                facts=self._facts(),
+                max_bytes=self._max_bytes,
+                first_step=step - 1,
+            )
+            self._server = board_server(Board([self._recorder.writer.path])).start()
+            say(f"run page: {page_address(self._server)}")
+        return self._recorder
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")

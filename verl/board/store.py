@@ -1,0 +1,284 @@
+"""`board.sqlite` beside the checkpoints of a run: steps, samples, tokens, events.
+
+    trainer                          writer thread                     readers
+      add_step, add_samples  ---->     one transaction per step  ---->   see committed steps only
+      never waits                      retention by size                 (write-ahead log)
+
+A step that is committed is there after kill -9. If the thread falls behind by `MAX_WAITING` steps,
+the samples of a step are left out, its metrics are not, and an event says so. When the file grows
+beyond its limit, samples of the oldest steps go first; metrics stay. What the disk refuses ends the
+recording with a message, not the run.
+
+Token columns are little-endian arrays: ids int32, everything else float32, one entry per token.
+"""
+
+import json
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "board.sqlite"
+VERSION = 1
+MAX_WAITING = 4
+CLOSE_SECONDS = 30.0
+BUSY_SECONDS = 10.0
+LOOK_SECONDS = 60.0
+KEPT_SHARE = 0.8
+"""Part of the limit to which retention brings the file down."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, time REAL, metrics TEXT, seconds TEXT);
+CREATE TABLE IF NOT EXISTS samples (
+    id INTEGER PRIMARY KEY, step INTEGER, phase TEXT, uid TEXT, prompt TEXT, response TEXT,
+    truth TEXT, source TEXT, score REAL, turns INTEGER, tokens INTEGER, advantage REAL,
+    extras TEXT, prompt_ids BLOB, response_ids BLOB, columns TEXT
+);
+CREATE INDEX IF NOT EXISTS samples_of_step ON samples (step, phase);
+CREATE TABLE IF NOT EXISTS columns (
+    sample INTEGER, name TEXT, data BLOB, PRIMARY KEY (sample, name)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS vocabulary (id INTEGER PRIMARY KEY, text TEXT);
+CREATE TABLE IF NOT EXISTS events (
+    id INTEGER PRIMARY KEY, step INTEGER, time REAL, kind TEXT, text TEXT
+);
+"""
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """One response as it was trained on or validated with."""
+
+    uid: str
+    prompt: str
+    response: str
+    phase: str = "train"
+    truth: str = ""
+    source: str = ""
+    score: float | None = None
+    turns: int = 1
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    prompt_ids: Sequence[int] = ()
+    response_ids: Sequence[int] = ()
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """(T,) of each response token: `mask`, `log_prob`, `advantage`, `entropy`, `version`, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step reported; `samples` makes its rows, on the writer's thread."""
+
+    number: int
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+    """Where its time went; the entries add up to its wall time."""
+
+    samples: Callable[[], Iterable[Sample]] = tuple
+    events: Sequence[tuple[str, str]] = ()
+    """(kind, text) each."""
+
+    time: float = field(default_factory=time.time)
+
+
+class StoreWriter:
+    """Writes from one thread; `decode` gives the text of one token id."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        facts: Mapping[str, Any],
+        decode: Callable[[int], str],
+        max_bytes: int,
+        first_step: int = 0,
+    ) -> None:
+        """`facts` describe the run. Steps after `first_step` are of an attempt that was lost."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        self._decode = decode
+        self._max_bytes = max_bytes
+        self._known_ids: set[int] = set()
+        self._waiting: queue.Queue[tuple[Step, bool] | None] = queue.Queue()
+        self._places = threading.BoundedSemaphore(MAX_WAITING)
+        self._failure: str | None = None
+        self._prepare(facts, first_step)
+        self._thread = threading.Thread(target=self._write_all, name="board store", daemon=True)
+        self._thread.start()
+
+    def add(self, step: Step) -> None:
+        """Hand over a step; returns at once."""
+        has_place = self._places.acquire(blocking=False)
+        if not has_place:
+            text = "the disk is slower than training: samples of this step are left out"
+            events = [*step.events, ("left out", text)]
+            step = replace(step, samples=tuple, events=events)
+        self._waiting.put((step, has_place))
+
+    def close(self) -> None:
+        """Write what waits, within `CLOSE_SECONDS`."""
+        self._waiting.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s is still being written after %g s; its last steps may be missing",
+                self.path,
+                CLOSE_SECONDS,
+            )
+
+    # ---- the thread ------------------------------------------------------------------------------
+
+    def _prepare(self, facts: Mapping[str, Any], first_step: int) -> None:
+        with closing(self._connect()) as connection, connection:
+            connection.executescript(SCHEMA)
+            for table in ("steps", "samples", "events"):
+                connection.execute(f"DELETE FROM {table} WHERE step > ?", (first_step,))
+            connection.execute("DELETE FROM columns WHERE sample NOT IN (SELECT id FROM samples)")
+            entries = {"version": VERSION, "started": time.time(), **facts}
+            connection.executemany(
+                "INSERT OR REPLACE INTO facts VALUES (?, ?)",
+                [(name, json.dumps(value)) for name, value in entries.items()],
+            )
+            rows = connection.execute("SELECT id FROM vocabulary")
+            self._known_ids = {row[0] for row in rows}
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS)
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    def _write_all(self) -> None:
+        with closing(self._connect()) as connection:
+            while (waiting := self._next()) is not None:
+                step, has_place = waiting
+                try:
+                    if self._failure is None:
+                        self._write(connection, step)
+                except (sqlite3.Error, OSError) as error:
+                    self._failure = f"{type(error).__name__}: {error}"
+                    logger.warning(
+                        "recording for the run page ends at step %d, training goes on: %s (%s)",
+                        step.number,
+                        self._failure,
+                        self.path,
+                    )
+                finally:
+                    if has_place:
+                        self._places.release()
+
+    def _next(self) -> tuple[Step, bool] | None:
+        while True:
+            try:
+                return self._waiting.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                continue
+
+    def _write(self, connection: sqlite3.Connection, step: Step) -> None:
+        samples = list(step.samples())
+        with connection:
+            metrics = json.dumps(plain_numbers(step.metrics))
+            seconds = json.dumps(plain_numbers(step.seconds))
+            connection.execute(
+                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)",
+                (step.number, step.time, metrics, seconds),
+            )
+            connection.executemany(
+                "INSERT INTO events (step, time, kind, text) VALUES (?, ?, ?, ?)",
+                [(step.number, step.time, kind, text) for kind, text in step.events],
+            )
+            for sample in samples:
+                self._write_sample(connection, step.number, sample)
+        self._keep_within_limit(connection)
+
+    def _write_sample(self, connection: sqlite3.Connection, step: int, sample: Sample) -> None:
+        mask, advantage = (sample.columns.get(name) for name in ("mask", "advantage"))
+        mean = None
+        if advantage is not None and mask is not None and mask.any():
+            mean = float(advantage[mask != 0].mean())
+        cursor = connection.execute(
+            "INSERT INTO samples (step, phase, uid, prompt, response, truth, source, score, turns,"
+            " tokens, advantage, extras, prompt_ids, response_ids, columns)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                step,
+                sample.phase,
+                sample.uid,
+                sample.prompt,
+                sample.response,
+                sample.truth,
+                sample.source,
+                sample.score,
+                sample.turns,
+                len(sample.response_ids),
+                mean,
+                json.dumps(sample.extras, default=str),
+                np.asarray(sample.prompt_ids, dtype="<i4").tobytes(),
+                np.asarray(sample.response_ids, dtype="<i4").tobytes(),
+                json.dumps(list(sample.columns)),
+            ),
+        )
+        connection.executemany(
+            "INSERT INTO columns VALUES (?, ?, ?)",
+            [
+                (cursor.lastrowid, name, np.asarray(values, dtype="<f4").tobytes())
+                for name, values in sample.columns.items()
+            ],
+        )
+        new = {*sample.prompt_ids, *sample.response_ids} - self._known_ids
+        connection.executemany(
+            "INSERT OR IGNORE INTO vocabulary VALUES (?, ?)",
+            [(token, self._decode(token)) for token in sorted(new)],
+        )
+        self._known_ids |= new
+
+    def _keep_within_limit(self, connection: sqlite3.Connection) -> None:
+        size = _pragma(connection, "page_size")
+        used = (_pragma(connection, "page_count") - _pragma(connection, "freelist_count")) * size
+        if used <= self._max_bytes:
+            return
+        steps = [
+            row[0] for row in connection.execute("SELECT DISTINCT step FROM samples ORDER BY 1")
+        ]
+        excess = (used - KEPT_SHARE * self._max_bytes) / max(used, 1)
+        num_old = max(1, min(len(steps) - 1, round(excess * len(steps))))
+        if len(steps) < 2:
+            return
+        last = steps[num_old - 1]
+        text = f"samples up to step {last} were removed: the file has reached its limit"
+        with connection:
+            connection.execute(
+                "DELETE FROM columns WHERE sample IN (SELECT id FROM samples WHERE step <= ?)",
+                (last,),
+            )
+            connection.execute("DELETE FROM samples WHERE step <= ?", (last,))
+            connection.execute(
+                "INSERT INTO events (step, time, kind, text) VALUES (?, ?, 'retention', ?)",
+                (steps[-1], time.time(), text),
+            )
+        connection.execute("PRAGMA incremental_vacuum").fetchall()
+
+
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, float | str]:
+    """What is a number, as JSON has it; NaN and infinity as strings that `float` reads back."""
+    found: dict[str, float | str] = {}
+    for name, value in values.items():
+        if isinstance(value, bool | int | float | np.number):
+            number = float(value)
+            found[name] = number if np.isfinite(number) else str(number)
+    return found
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])

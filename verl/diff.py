@@ -1,0 +1,46 @@
+"""Where two recorded runs part: `python -m verl.diff FIRST SECOND`.
+
+Exits with 0 if every step that both have is equal, with 1 if not, with 2 if one cannot be read.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from verl.board.compare import first_difference
+from verl.board.reader import NoStore, StoreReader, stores_below
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m verl.diff", description=__doc__)
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        ours, theirs = (one_run(path) for path in (options.first, options.second))
+    except NoStore as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    common = {e["step"] for e in ours.steps()} & {e["step"] for e in theirs.steps()}
+    if not common:
+        sys.stderr.write("error: the runs have no step in common\n")
+        return 2
+    found = first_difference(ours, theirs)
+    if found is None:
+        first, last = min(common), max(common)
+        sys.stdout.write(f"equal in all {len(common)} steps that both have ({first} to {last})\n")
+        return 0
+    sys.stdout.write(f"{found}\n")
+    return 1
+
+
+def one_run(path: Path) -> StoreReader:
+    stores = stores_below(path)
+    if len(stores) > 1:
+        names = ", ".join(str(store.parent) for store in stores[:5])
+        raise NoStore(f"{path} holds {len(stores)} runs ({names}); name one of them")
+    return StoreReader(stores[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

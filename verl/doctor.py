@@ -1,0 +1,222 @@
+"""What this machine has and lacks for training: `python -m verl.doctor`.
+
+Each check gives a state, what was found, and what to do about it. Nothing is changed, nothing is
+downloaded. Exits with 1 if something that training needs is missing. For a configuration use the
+plan: `python -m verl.trainer.main_ppo ... trainer.dry_run=True`.
+"""
+
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from verl.config.packages import installed_version
+from verl.config.roles import ROLLOUTS
+from verl.utils.environment import cache_folder, sglang_python, usable_cores, vllm_python
+from verl.utils.py_functional import printable
+
+OK, NOTE, BAD = "ok", "note", "missing"
+STYLES = {OK: "green", NOTE: "yellow", BAD: "red"}
+MIN_OPEN_FILES = 4096
+MIN_SHARED_BYTES = 1 << 30
+MIN_FREE_BYTES = 10 << 30
+OPTIONAL = {
+    "ray": "several devices or machines",
+    "peft": "LoRA",
+    "math_verify": "integrals, sums and limits in mathematical answers",
+    "fastapi": "serving models, agent programs",
+    "mcp": "tools of MCP servers",
+    "datasets": "preparing data sets",
+    "matplotlib": "plots",
+    "tensorboard": "trainer.logger=[tensorboard]",
+    "wandb": "trainer.logger=[wandb]",
+}
+EXTRA_OF = {
+    "math_verify": "math", "fastapi": "server", "mcp": "agents", "datasets": "data",
+    "matplotlib": "plot", "tensorboard": "track", "wandb": "track",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check."""
+
+    name: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def check_python() -> Iterator[Finding]:
+    version = sys.version.split()[0]
+    state = OK if sys.version_info >= (3, 10) else BAD
+    yield Finding("Python", state, version, "" if state == OK else "install Python 3.10 or newer")
+
+
+def check_requirements() -> Iterator[Finding]:
+    """Every package that verl always needs, in a version that it supports."""
+    for text in metadata.requires("verl") or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None:  # of an extra
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield Finding(requirement.name, BAD, "not installed", f'pip install "{requirement}"')
+            continue
+        if requirement.specifier.contains(Version(version), prereleases=True):
+            if requirement.name in ("torch", "transformers"):
+                yield Finding(requirement.name, OK, version)
+        else:
+            yield Finding(requirement.name, BAD, version, f'pip install "{requirement}"')
+
+
+def check_device() -> Iterator[Finding]:
+    import torch  # noqa: PLC0415 - the checks before it must work without
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        reason = "this torch is built without CUDA" if built is None else "the driver shows no GPU"
+        remedy = "training runs on the CPU (trainer.device=cpu, n_gpus_per_node counts processes)"
+        yield Finding("GPU", NOTE, f"none: {reason}", remedy)
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = f"{torch.cuda.get_device_name(index)}, {free >> 30} of {total >> 30} GiB free"
+        busy = free < total * 0.8
+        remedy = "another process uses its memory: look at nvidia-smi" if busy else ""
+        yield Finding(f"GPU {index}", NOTE if busy else OK, name, remedy)
+    has_triton = find_spec("triton") is not None
+    remedy = "" if has_triton else "pip install triton: without it the fused kernels are not used"
+    yield Finding("Triton", OK if has_triton else NOTE, "there" if has_triton else "none", remedy)
+
+
+def check_collectives() -> Iterator[Finding]:
+    import torch.distributed as dist  # noqa: PLC0415 - the checks before it must work without
+
+    backends = [
+        name
+        for name, is_there in (
+            ("gloo", dist.is_available() and dist.is_gloo_available()),
+            ("nccl", dist.is_available() and dist.is_nccl_available()),
+        )
+        if is_there
+    ]
+    state = OK if "gloo" in backends else BAD
+    remedy = "" if state == OK else "several ranks need a torch with gloo"
+    yield Finding("collectives", state, ", ".join(backends) or "none", remedy)
+
+
+def check_system() -> Iterator[Finding]:
+    cores = usable_cores()
+    yield Finding("cores", OK if cores > 1 else NOTE, str(cores))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 0 <= soft < MIN_OPEN_FILES
+    remedy = f"ulimit -n {min(hard, 65536)}: many environments and engines need more" if few else ""
+    yield Finding("open files", NOTE if few else OK, str(soft), remedy)
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        small = free < MIN_SHARED_BYTES
+        remedy = "start the container with --shm-size=8g: weights go to engines there"
+        text = f"{free / 2**30:.1f} GiB free"
+        yield Finding("/dev/shm", NOTE if small else OK, text, remedy if small else "")
+    for name, folder in (("work folder", Path.cwd()), ("cache", cache_folder())):
+        yield from check_folder(name, folder)
+
+
+def check_folder(name: str, folder: Path) -> Iterator[Finding]:
+    """Whether files can be written there, and how many."""
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        yield Finding(name, BAD, f"{folder}: {error.strerror}", "choose a folder that is yours")
+        return
+    free = shutil.disk_usage(folder).free
+    small = free < MIN_FREE_BYTES
+    text = f"{folder}: {free / 2**30:.0f} GiB free"
+    yield Finding(name, NOTE if small else OK, text, "checkpoints need room" if small else "")
+
+
+def check_sandbox() -> Iterator[Finding]:
+    from verl.utils.sandbox.sandbox import check_available  # noqa: PLC0415 - Linux only
+
+    try:
+        check_available()
+    except (OSError, RuntimeError, ValueError) as error:
+        remedy = "programs cannot be graded here; use sandbox_fusion.url"
+        yield Finding("sandbox", NOTE, str(error).splitlines()[0], remedy)
+        return
+    yield Finding("sandbox", OK, "programs of a model can be run")
+
+
+def check_engines() -> Iterator[Finding]:
+    """Rollout engines of other packages; the built-in one needs nothing."""
+    own = {"vllm": vllm_python(), "sglang": sglang_python()}
+    for name, traits in ROLLOUTS.items():
+        if traits.package is None:
+            continue
+        python = own[name]
+        if python is None and find_spec(traits.package) is None:
+            yield Finding(name, NOTE, "not installed", "rollout.name=native needs nothing")
+            continue
+        version = installed_version(traits.package, python)
+        where = f"{version or 'none'} in {python or sys.executable}"
+        wanted = Requirement(f"{traits.package}{traits.versions}").specifier
+        fits = version is not None and wanted.contains(version, prereleases=True)
+        remedy = "" if fits else f"supported: {traits.versions or 'any'}"
+        yield Finding(name, OK if fits else NOTE, where, remedy)
+
+
+def check_optional() -> Iterator[Finding]:
+    for package, purpose in OPTIONAL.items():
+        if find_spec(package) is None:
+            remedy = f'pip install "verl[{EXTRA_OF.get(package, package)}]"'
+            yield Finding(package, NOTE, f"not installed ({purpose})", remedy)
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_python,
+    check_requirements,
+    check_device,
+    check_collectives,
+    check_system,
+    check_sandbox,
+    check_engines,
+    check_optional,
+)
+
+
+def findings() -> Iterator[Finding]:
+    for check in CHECKS:
+        yield from check()
+
+
+def main(console: Console | None = None) -> int:
+    table = Table("", "what", "found", "what to do")
+    worst = 0
+    for finding in findings():
+        mark = Text(finding.state, style=STYLES[finding.state])
+        cells = (printable(text) for text in (finding.name, finding.found, finding.remedy))
+        table.add_row(mark, *map(Text, cells))
+        worst = max(worst, int(finding.state == BAD))
+    (console or Console()).print(table)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
