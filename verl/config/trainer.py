@@ -142,11 +142,11 @@ class TrainerConfig(BaseConfig):
     )
     """Delete a checkpoint's files once they are loaded."""
 
-    max_actor_ckpt_to_keep: int | None = option(None, minimum=1)
-    """Newest checkpoints of the actor to keep; null keeps all."""
+    max_actor_ckpt_to_keep: int | None = option(None, minimum=0)
+    """Newest checkpoints of the actor to keep; null or 0 keeps all."""
 
-    max_critic_ckpt_to_keep: int | None = option(None, minimum=1, used_if=WITH_CRITIC)
-    """Newest checkpoints of the critic to keep; null keeps all."""
+    max_critic_ckpt_to_keep: int | None = option(None, minimum=0, used_if=WITH_CRITIC)
+    """Newest checkpoints of the critic to keep; null or 0 keeps all."""
 
     journal_steps_to_keep: int = option(
         50, minimum=0, used_if=When(lambda here, run: here.save_freq > 0, "nothing is saved")

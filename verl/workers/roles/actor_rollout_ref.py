@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.actor import FSDPActorConfig
 from verl.config.convert import omega_conf_to_dataclass
+from verl.config.distillation import DistillationConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
 from verl.data_plane.batch import tqbridge
@@ -52,6 +53,8 @@ from verl.workers.roles.generator import (
     shares_weights,
     update_bucket_bytes,
 )
+from verl.workers.roles.teacher import MESH as TEACHER_MESH
+from verl.workers.roles.teacher import TeachingWorker
 from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.engine_weights import KeptWeights, exhaust, on_host, send_to_ports
@@ -61,7 +64,6 @@ from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
 from verl.workers.rollout.publish import CheckSettings
 from verl.workers.rollout.trained import Answer, log_probs_of, scrambled
-from verl.workers.schedule import MicroBatching
 from verl.workers.weight_sync import Published, WeightSender
 
 MESH = "actor"
@@ -136,8 +138,11 @@ class GeneratingWorker(RankWorker):
         return self.generator.generate_sequences(prompts)
 
 
-class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerExtension):
-    """Actor, rollout and reference policy of one rank; `role` names which of them it plays."""
+class ActorRolloutRefWorker(
+    GeneratingWorker, TeachingWorker, CheckpointedWorker, DistProfilerExtension
+):
+    """Actor, rollout and reference policy of one rank; `role` names which of them it plays. With
+    `distillation_config` it learns from teachers, which it holds unless they have own ranks."""
 
     engine: BaseEngine
     policy: Policy
@@ -151,9 +156,11 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         *,
         device: str | None = None,
         total_training_steps: int | None = None,
+        distillation_config: DistillationConfig | None = None,
     ) -> None:
         super().__init__()
         config = omega_conf_to_dataclass(config, ActorRolloutRefConfig)
+        self.distillation = distillation_config
         DistProfilerExtension.__init__(self, DistProfiler(self.rank, config.actor.profiler))
         self.config = config
         self.device = device or get_device_name()
@@ -162,7 +169,8 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         if total_training_steps is not None:
             config.actor.optim.total_training_steps = total_training_steps
         self._ranks_per_sequence = fsdp_config(config).ulysses_sequence_parallel_size
-        self.register_mesh(MESH, ranks_per_sequence=self._ranks_per_sequence)
+        for mesh in (MESH, TEACHER_MESH):
+            self.register_mesh(mesh, ranks_per_sequence=self._ranks_per_sequence)
         if self.is_rollout:
             size = ranks_per_engine(config.rollout)
             self.register_mesh(ROLLOUT_MESH, ranks_per_sequence=size)
@@ -201,7 +209,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         )
         prepare_replay(self.engine, actor.router_replay.mode, is_exact=config.rollout.exact)
         self.flops = FlopsCounter(self.engine.module.config)
-        self.policy = Policy(actor, self.engine)
+        self.policy = Policy(actor, self.engine, self.distiller(actor, self.engine))
         self.generator = self.build_generator()
         if self.is_rollout:
             self.generator.start(self.engine, sequence_group=self.sequence_group)
@@ -238,16 +246,10 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
 
     # ---- log-probabilities and updates -----------------------------------------------------------
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def inference_settings(self, model: str) -> MicroBatching:
-        """How the rows of a pass without gradients are split, for `actor` or `ref`."""
-        section = self.config.rollout if model == "actor" else self.config.ref
-        return MicroBatching.of(
-            by_tokens=section.log_prob_use_dynamic_bsz,
-            tokens=section.log_prob_max_token_len_per_gpu,
-            rows=section.log_prob_micro_batch_size_per_gpu,
-            ranks_per_sequence=self._ranks_per_sequence,
-        )
+    @property
+    def _rows_per_step(self) -> int:
+        actor = self.config.actor
+        return actor.ppo_mini_batch_size * self.config.rollout.n + actor.sft_replay.num_rows
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_settings(self) -> UpdateSettings:
