@@ -128,7 +128,10 @@ def test_a_row_must_name_its_user(users, extra_info, reason):
         ({"interactions": []}, "must hold `interaction:`"),
         ({"interaction": [{"name": "x"}]}, "needs class_name"),
         ({"interaction": [{"class_name": f"{__name__}.PickyInteraction", "cfg": 1}]}, "'cfg'"),
-        ({"interaction": [{"class_name": f"{__name__}.PickyInteraction"}] * 2}, "Duplicate interaction"),
+        (
+            {"interaction": [{"class_name": f"{__name__}.PickyInteraction"}] * 2},
+            "Duplicate interaction",
+        ),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(tmp_path, content, reason):
