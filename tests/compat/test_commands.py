@@ -19,8 +19,8 @@ from verl.trainer import (
 MAINS = {
     "main_ppo": main_ppo.main,
     "recipe.dapo.main_dapo": main_ppo.main,
-    "experimental.one_step_off_policy.main_ppo": main_ppo.one_step_off_main,
-    "experimental.fully_async_policy.fully_async_main": main_ppo.fully_async_main,
+    "experimental.one_step_off_policy.main_ppo": main_ppo.ONE_STEP_OFF.main,
+    "experimental.fully_async_policy.fully_async_main": main_ppo.FULLY_ASYNC.main,
     "fsdp_sft_trainer": fsdp_sft_trainer.main,
     "sft_trainer": sft_trainer.main,
     "main_generation": main_generation.main,

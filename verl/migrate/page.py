@@ -23,6 +23,18 @@ to the command to see its plan.
 
 Scripts of verl need no migration: `python -m verl.trainer.main_ppo` takes the keys of all
 generations and says what it made of each old one.
+
+## The same curve
+
+`benchmarks/parity.py` trains one task with ours and with TRL (in a folder of its own, see the
+file): the same weights, prompts, samples per step, updates and settings of plain GRPO, on the CPU.
+
+![Mean reward over 40 steps, ours and TRL 1.16.0 over each other](images/parity.png)
+
+With `python -m benchmarks.parity --out build/parity --steps 40 --seeds 3` the mean reward of a step
+passes 0.9 at steps 10, 9 and 8 (ours) and 10, 9 and 10 (TRL 1.16.0), and is 0.999 over the last ten
+steps with both. The seeds are the same numbers, not the same samples: each program draws its own.
+OpenRLHF 0.11.2 requires flash-attn and DeepSpeed, which need CUDA, so it is left out on a CPU.
 """
 
 

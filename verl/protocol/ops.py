@@ -344,8 +344,8 @@ def unfold_columns(data: Batch, n_split: int, split_keys: Collection[str]) -> Ba
 
 def _list_columns(key: str, array: np.ndarray) -> np.ndarray:
     """(B,) rows that are lists of one length n, as a (B, n) object array."""
-    lengths = {len(row) if isinstance(row, list | tuple | np.ndarray) else None for row in array}
-    if len(lengths) != 1 or None in lengths:
+    lengths = {len(row) if isinstance(row, list | tuple | np.ndarray) else 0 for row in array}
+    if len(lengths) != 1 or 0 in lengths:
         raise BatchError(f"the rows of {key!r} must be lists of equal length, got {lengths}")
     columns = np.empty((len(array), *lengths), dtype=object)
     for number, row in enumerate(array):
