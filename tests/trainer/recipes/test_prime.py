@@ -256,7 +256,7 @@ OLD_FILE = {
             "ref_type": "freeze",
             "fsdp_config": {"min_num_params": 0, "param_offload": False},
             "update": "before",
-            "optim": {"lr": 1e-6, "grad_clip": 10.0, "warmup_style": "constant"},
+            "optim": {"lr": 1e-6, "grad_clip": 7.0, "warmup_style": "constant"},
             "beta_train": 0.05,
             "loss_type": "ce",
         },
@@ -273,7 +273,7 @@ OLD_FILE = {
 def test_keys_of_older_files_are_known():
     loaded = load_config(OLD_FILE, PPOConfig)
     config = loaded.checked()
-    assert config.reward_model.model.optim.grad_clip == 10.0
+    assert config.reward_model.model.optim.clip_grad == 7.0
     assert config.reward_model.model.ref_path == config.reward_model.model.path
     assert config.reward_model.mini_batch_size == 256
 
