@@ -45,7 +45,8 @@ class TeacherService:
     def complete(self, request: Any) -> dict[str, Any]:
         if not isinstance(request, dict):
             raise Refusal(422, "the body must be a JSON object")
-        ids, top_k = request.get("prompt"), request.get("prompt_logprobs")
+        ids: Any = request.get("prompt")
+        top_k = request.get("prompt_logprobs")
         is_ids = isinstance(ids, list) and all(isinstance(one, int) for one in ids)
         size = self.engine.module.config.get_text_config().vocab_size
         if not is_ids or not all(0 <= one < size for one in ids) or not ids:
