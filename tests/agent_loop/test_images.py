@@ -86,7 +86,7 @@ def test_a_tool_may_reply_with_an_image(tmp_path, tools):
 
 
 def test_a_broken_image_of_a_tool_is_a_broken_world(tmp_path, tools):
-    with pytest.raises(InfraFault, match="look.*cannot be read"):
+    with pytest.raises(InfraFault, match=r"look.*cannot be read"):
         run(tmp_path, tools, call("look", '{"n": 0}') + END, "No." + END, prompt=shown())
 
 

@@ -1,6 +1,7 @@
 """Runs with images through `main_ppo`, the fine-tuning command and the generation command."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -187,3 +188,18 @@ def test_the_generation_command_answers_prompts_with_images(toy, tmp_path):
     answers = pq.read_table(tmp_path / "b.parquet")["responses"].to_pylist()
     assert [len(one or ()) for one in answers] == [1] * 110 + [0]
     assert len({text for one in answers[:110] for text in one}) > 100
+
+
+def test_rows_of_geometry3k_reach_the_plan(toy, tmp_path, capsys):
+    row = {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "user", "content": "<image>Find x. Think first."}],
+        "images": [{"bytes": as_png(picture(1)), "path": None}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"split": "train", "index": 0, "answer": "7", "question": "<image>Find x."},
+    }
+    pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "geo3k.parquet")
+    files = [f"data.{name}_files={tmp_path / 'geo3k.parquet'}" for name in ("train", "val")]
+    toy_run(toy, tmp_path, *SHORT, *files, "trainer.dry_run=true")
+    assert re.search(r"rows +4\n", capsys.readouterr().out)

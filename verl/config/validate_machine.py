@@ -22,6 +22,7 @@ from verl.config.roles import (
     TRACKERS,
     needs_critic,
     ranks_beside,
+    runs_prime,
     teacher_ranks,
     world_size,
 )
@@ -144,6 +145,8 @@ def named_models(config: Any) -> Iterator[tuple[str, str]]:
             yield "critic.model.path", config.critic.model.path
         if config.reward_model.enable:
             yield "reward_model.model.path", config.reward_model.model.path
+        if runs_prime(config) and config.reward_model.model.get("ref_path"):
+            yield "reward_model.model.ref_path", config.reward_model.model.ref_path
     elif isinstance(config, SFTConfig):
         yield "model.partial_pretrain", config.model.partial_pretrain
     elif "model" in config:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from verl.models.fused_norms import (
     FusedForward,
@@ -44,6 +45,7 @@ from verl.models.fused_norms import (
 from verl.models.joined_linears import JoinedLinears, can_join
 from verl.models.kernels.availability import can_run_triton
 from verl.models.routing import is_generating
+from verl.models.vision import vision_parts
 
 logger = logging.getLogger(__name__)
 ROTARY = "apply_rotary_pos_emb"
@@ -69,7 +71,9 @@ def _fuse_modules(
 ) -> list[str]:
     verdicts: dict[Hashable, int | str] = {}
     fused, left = dict[str, None](), dict[str, str]()
-    for module in list(model.modules()):
+    parts = vision_parts(model) if isinstance(model, PreTrainedModel) else []
+    towers = {id(module) for part in parts for module in part.modules()}  # stay as they are
+    for module in [module for module in model.modules() if id(module) not in towers]:
         options = [] if isinstance(module.forward, FusedForward) else options_for(module)
         if not options:
             continue

@@ -35,6 +35,7 @@ from verl.config.roles import (
     ranks_per_sequence,
     replicas,
     role_ranks,
+    runs_prime,
     teacher_ranks,
     world_size,
 )
@@ -270,4 +271,7 @@ def reward_placement(config: Any) -> RolePlacement:
     where = pool(config, "reward_model")
     if model.enable_resource_pool:
         where = f"a pool of {model.nnodes} x {model.n_gpus_per_node}"
-    return RolePlacement("reward model", where, f"{model.rollout.name}, {model.model.path}")
+    how = f"{model.rollout.name}, {model.model.path}"
+    if runs_prime(config):
+        how = f"implicit and trained, not in the memory below, {model.model.path}"
+    return RolePlacement("reward model", where, how)

@@ -92,8 +92,7 @@ class RunWorkers:
             self.ref_policy_wg = groups.get(str(Role.RefPolicy), self.actor_rollout_wg)
         if self.use_critic:
             roles["critic"] = self.critic_wg = groups[str(Role.Critic)]
-        if self.use_rm:
-            self.rm_wg = groups[str(Role.RewardModel)]
+        self.rm_wg = groups.get(str(Role.RewardModel))
         if self.config.distillation.enabled:
             self.teacher_wg = groups.get(str(Role.Teacher), self.actor_rollout_wg)
         self.async_rollout_manager = self._agent_loop_manager()
@@ -137,7 +136,7 @@ class RunWorkers:
             sections[Role.RefPolicy] = (section, {"role": str(Role.RefPolicy)})
         if self.use_critic:
             sections[Role.Critic] = (self.config.critic, {})
-        if self.use_rm:
+        if Role.RewardModel in self.role_worker_mapping:
             sections[Role.RewardModel] = (self.config.reward_model, {})
         roles: RolesByPool = {}
         for role, (options, arguments) in sections.items():

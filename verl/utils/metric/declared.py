@@ -124,6 +124,7 @@ SECTIONS = (
             "Divergence of new and old policy on a token, as DPPO bounds it.",
         ),
         ("actor/dro_penalty", "nats^2", MEAN, "Half the squared log-ratio of a token."),
+        ("training/replayed_ratio", "ratio", MEAN, "Share of PF-PPO's draws from earlier steps."),
         ("actor/kl_coef", "1", MEAN, "What `actor/kl_loss` is multiplied by in the loss."),
         ("actor/entropy_loss", "nats", SUM, "Entropy as it enters the loss."),
         ("critic/vf_loss", "loss", SUM, "Value loss of the critic."),
@@ -210,6 +211,22 @@ SECTIONS = (
         ("reward_model/input_length/mean", "tokens", MEAN, "Mean input of the reward model."),
         ("reward_model/input_length/max", "tokens", MAX, "Longest input of the reward model."),
         ("reward_model/num_truncated", "count", SUM, "Inputs of the reward model that were cut."),
+        ("reward_model/dpo_loss", "nats", SUM, "PRIME: cross-entropy of the implicit model."),
+        ("reward_model/reward", "reward", MEAN, "PRIME: beta times the log-ratio of a response."),
+        (
+            "reward_model/dpo_acc",
+            "ratio",
+            MEAN,
+            "PRIME: how often the better of two responses to a prompt has the larger log-ratio.",
+        ),
+        (
+            "reward_model/dpo_acc_abs",
+            "ratio",
+            MEAN,
+            "PRIME: share of responses whose log-ratio is above 0 exactly if they are right.",
+        ),
+        ("reward_model/grad_norm", "1", MEAN, "PRIME: gradient norm before clipping."),
+        ("reward_model/lr", "1", MEAN, "PRIME: learning rate of the implicit model."),
         ("variance_proxy/proxy1_signal_strength", "1", MEAN, "Squared norm of the mean gradient."),
         ("variance_proxy/proxy2_total_power", "1", MEAN, "Mean power of per-response gradients."),
         (
@@ -264,6 +281,15 @@ SECTIONS = (
         ),
         ("train/num_gen_batches", "count", SUM, "Batches generated for one step."),
         ("train/num_groups_dropped", "count", SUM, "Prompts dropped by dynamic sampling."),
+        ("train/num_groups_drawn", "count", SUM, "Prompts drawn where some are preferred."),
+        ("train/num_groups_out_of_bounds", "count", SUM, "Those too easy or too hard."),
+        ("train/num_groups_truncated", "count", SUM, "Those with a response at the length limit."),
+        (
+            "train/num_groups_filled_up",
+            "count",
+            SUM,
+            "Such prompts that were trained on all the same.",
+        ),
         (
             "training/old_log_prob_pass_skipped",
             "0 or 1",
@@ -532,6 +558,8 @@ SECTIONS = (
         ("train/total_tokens(B)", "1e9 tokens", MAX, "Tokens since the start."),
         ("train/time(s)", "s", MAX, "Seconds of the step."),
         ("train/tokens_per_second", "tokens/s", MEAN, "Tokens per second."),
+        ("train/accuracy", "ratio", MEAN, "Reward models: pairs whose chosen side scores higher."),
+        ("train/margin", "reward", MEAN, "Reward models: score of the chosen side less the other."),
     ),
 )
 

@@ -186,8 +186,8 @@ class ForwardPass(nn.Module):
         return {name: column + unseen for name, column in self._run(*arguments).items()}
 
     def _nothing_of_the_tower(self) -> Tensor | float:
-        """0, with a gradient of 0 for all trained weights of a vision tower: ranks sum the gradients
-        of the same weights, also where their rows have no images."""
+        """0, with a gradient of 0 for the trained weights of a vision tower: ranks sum gradients of
+        the same weights, also where their rows have no images."""
         towers = vision_parts(self.module) if torch.is_grad_enabled() else []
         weights = [p for tower in towers for p in tower.parameters() if p.requires_grad]
         return sum((weight.sum() * 0.0 for weight in weights), 0.0)

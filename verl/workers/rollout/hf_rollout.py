@@ -116,6 +116,10 @@ class HFRollout(Rollout):
             return
         request = submission.request
         seed = request.params.seed
+        if request.media:
+            text = f"request {request.request_id} has images, which rollout.name=hf does not take"
+            submission.fail(ValueError(f"{text}; use native"))
+            return
         try:
             running = build_groups(
                 request,
