@@ -35,7 +35,7 @@ TEACHER = "distillation.teacher_models.teacher_model"
 
 
 def build(folder: Path, seed: int) -> Path:
-    """A Llama of 30,000 random weights and a tokenizer with a token for each character."""
+    """A Llama of 25,000 random weights and a tokenizer with a token for each character."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -226,13 +226,14 @@ def test_teachers_on_ranks_of_their_own_say_the_same(toy, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_it_had_not_been(toy, teacher, tmp_path):
+def test_a_killed_run_goes_on_as_if_it_had_not_been(toy, tmp_path):
+    model = toy / "model"
     common = [f"{LOSS}.use_task_rewards=false", "trainer.total_training_steps=6"]
     (tmp_path / "demonstrations.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{a}+1=", "response": "7 7"}) + "\n" for a in range(5))
     )
     common += [f"{ACTOR}.sft_replay.files={tmp_path / 'demonstrations.jsonl'}"]
-    _, straight = distilled(toy, tmp_path / "a", *common, mode="reverse_kl_full", path=teacher)
+    _, straight = distilled(toy, tmp_path / "a", *common, mode="reverse_kl_full", path=model)
     output = tmp_path / "b"
     saves = [*common, "trainer.save_freq=2"]
     script = (
@@ -242,7 +243,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(toy, teacher, tmp_path):
         "distilled(pathlib.Path(toy), pathlib.Path(output), *changes, mode='reverse_kl_full', "
         "path=path)\n"
     )
-    command = [sys.executable, "-c", script, str(toy), str(output), str(teacher), *saves]
+    command = [sys.executable, "-c", script, str(toy), str(output), str(model), *saves]
     output.mkdir()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -251,7 +252,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(toy, teacher, tmp_path):
                 os.kill(process.pid, signal.SIGKILL)
                 break
         assert process.wait(60) == -signal.SIGKILL
-    _, resumed = distilled(toy, output, *saves, mode="reverse_kl_full", path=teacher)
+    _, resumed = distilled(toy, output, *saves, mode="reverse_kl_full", path=model)
     assert resumed.global_steps == 6
     for name, value in weights(straight).items():
         assert torch.equal(weights(resumed)[name], value), name

@@ -202,7 +202,7 @@ class ActorRolloutRefWorker(
                 probe_micro_batch=actor.probe_micro_batch,
                 is_exact=config.rollout.exact,
                 freezes_tower=actor.freeze_vision_tower,
-                keeps_start=self.is_ref,
+                keeps_start=self.is_ref or self.distillation is not None,
                 is_shared=self.is_rollout and not has_own_process(config.rollout.name),
                 sequence_group=self.sequence_group,
             )
