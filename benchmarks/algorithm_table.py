@@ -366,6 +366,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         paper="2502.01456",
         what="An implicit process reward model, trained online on outcomes, rewards each token.",
         watch=("critic/score/mean", "actor/entropy"),
+        page="prime",
     ),
 }
 

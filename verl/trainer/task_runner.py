@@ -17,7 +17,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.roles import async_mode
 from verl.data_plane import PlaneLost
 from verl.models.loading import read_config
-from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
+from verl.single_controller.base.failures import WorkerDied, WorkerError, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
 from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.asynchronous import AsyncTrainer
@@ -147,9 +147,10 @@ class TaskRunner:
             try:
                 self._train(trainer)
                 return
-            except (WorkerDied, WorkerTimeout, PlaneLost) as error:
-                trainer.stop_workers()
-                if restarts_left == 0:
+            except (WorkerError, PlaneLost) as error:
+                if is_loss(error):
+                    trainer.stop_workers()
+                if restarts_left == 0 or not is_loss(error):
                     raise
                 logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))
                 continue_from_own_commit(config, trainer)
@@ -199,6 +200,12 @@ class TaskRunner:
             controller=self.controller(config),
             device_name=self.device(config),
         )
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a worker or the data plane is gone, which another attempt may cure."""
+    lost = (WorkerDied, WorkerTimeout, PlaneLost)  # the plane as the driver or a rank finds it
+    return isinstance(error, lost) or isinstance(error.__cause__, PlaneLost)
 
 
 def continue_from_own_commit(config: PPOConfig, trainer: PPOTrainer) -> None:

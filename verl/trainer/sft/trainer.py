@@ -64,6 +64,7 @@ from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.utils.profiler import DistProfiler
 from verl.utils.tracking import Tracking
 from verl.workers.engine.base import Columns, TrainResult
+from verl.workers.engine.routes import AUX_LOSS
 from verl.workers.engine.stepping import SteppingEngine
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,12 @@ class SFTTrainer:
 
         def loss(columns: Columns, part: TensorDict) -> tuple[Tensor, dict[str, Any]]:
             mask = part["response_mask"].to(columns["log_probs"].device)
-            return -(columns["log_probs"] * mask).sum() / counts.num_trained_tokens, {}
+            nll = -(columns["log_probs"] * mask).sum() / counts.num_trained_tokens
+            if AUX_LOSS in columns:
+                num_rows = self.settings.data.train_batch_size
+                share = columns[AUX_LOSS].sum() / num_rows
+                return nll + self.engine.routes.aux_loss_coef * share, {}
+            return nll, {}
 
         micro_batching = self.settings.micro_batching
         return self.engine.train_batch(batch, loss, micro_batching=micro_batching), {}

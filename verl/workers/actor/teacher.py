@@ -24,6 +24,7 @@ from verl.workers.engine.base import Columns
 from verl.workers.engine.forward import row_lengths
 from verl.workers.engine.inputs import PROMPT_INDEX
 from verl.workers.engine.outputs import TEACHER_INDEX, Outputs
+from verl.workers.engine.routes import ROUTED_EXPERTS
 from verl.workers.schedule import MicroBatching, Passes, split_micro_batches
 
 TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS = (
@@ -74,9 +75,10 @@ class Teacher:
 
 
 def teacher_rows(rows: TensorDict) -> TensorDict:
-    """The rows as a teacher reads them: with prompts of its own, where there are any."""
+    """The rows as a teacher reads them: with prompts of its own, where there are any, and without
+    the routes that the student's experts took."""
     if PROMPTS not in rows.keys():  # noqa: SIM118 (a TensorDict)
-        return rows
+        return rows.exclude(ROUTED_EXPERTS)
     num_columns = rows["responses"].shape[1]
     mask = torch.cat([rows[PROMPT_MASK], rows["attention_mask"][:, -num_columns:]], dim=1)
     changed: Any = {

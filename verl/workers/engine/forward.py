@@ -48,7 +48,7 @@ def forward_rows(
     layout, shard = packed_layout(module, inputs.parts), None
     if sequence_group is not None:
         shard = SequenceShard(len(inputs.input_ids), inputs.sources, sequence_group)
-    experts = None if routes is None else PassRoutes(module, rows, inputs, shard)
+    experts = None if routes is None else PassRoutes(routes.routing, rows, inputs, shard)
     if shard is not None:
         inputs, layout = inputs.shard(shard), UlyssesLayout(layout, shard)
     features = placed_features(module, inputs.media, one_by_one=is_exact(module))

@@ -130,8 +130,8 @@ class SteppingEngine(BaseEngine):
     def initialize(self) -> None:
         self.module = self.load_module()
         routing = Routing.of(self.module)
-        if routing is not None:
-            self.routes = RouteOptions(aux_loss_coef=routing.aux_loss_coef)
+        if routing is not None and not self._is_value_model:
+            self.routes = RouteOptions(routing)
         if self.sequence_group is not None:
             refuse_unshardable(self.module, self.sequence_group)
         self.device = self._compute_device or next(self.module.parameters()).device
