@@ -242,6 +242,7 @@ def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:
         ) from error
     set_chat_template(tokenizer, config.data.chat_template or model.custom_chat_template)
     processor = hf_processor(path, trust_remote_code=trusts)
-    if tokenizer.chat_template is None and processor is not None:
-        set_chat_template(tokenizer, processor.chat_template)  # older files have it there alone
+    template = None if processor is None else processor.chat_template
+    if tokenizer.chat_template is None and isinstance(template, str):
+        set_chat_template(tokenizer, template)  # older files have it there alone
     return tokenizer, processor
