@@ -18,6 +18,7 @@ from verl.config.roles import (
     TRACKERS,
     async_mode,
     did_you_mean,
+    engine_of,
     has_own_loops,
     may_register_names,
     needs_critic,
@@ -195,7 +196,8 @@ def replay_faults(config: Any) -> Iterator[Fault]:
             f"set {other}=False, or mode=R3"
         )
         yield Fault(text, (key, other))
-    ranks = section.actor.ulysses_sequence_parallel_size
+    engine = engine_of(config, "actor_rollout_ref")
+    ranks = engine.get("ulysses_sequence_parallel_size", 1)
     if mode == "R2" and ranks > 1:
         text = (
             f"{key} is R2, and ulysses_sequence_parallel_size is {ranks}; routes are recorded "
