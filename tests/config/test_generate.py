@@ -20,7 +20,7 @@ from verl.config.yaml_files import FILES, HEADER, sentences
 
 PUBLIC_FILES = """
 ppo_trainer ppo_megatron_trainer sft_trainer sft_trainer_engine generation evaluation
-reward_manager actor/actor critic/critic ref/ref profiler/profiler
+rm_trainer reward_manager actor/actor critic/critic ref/ref profiler/profiler
 actor/dp_actor actor/megatron_actor data/legacy_data ref/dp_ref ref/megatron_ref rollout/rollout
 model/hf_model critic/dp_critic critic/megatron_critic reward_model/dp_reward_loop
 reward_model/megatron_reward_loop reward_model/dp_reward_model reward_model/megatron_reward_model
