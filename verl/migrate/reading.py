@@ -18,7 +18,7 @@ from verl.migrate.plan import Expression
 
 MAX_BYTES = 1_000_000
 MAX_ROUNDS = 10
-MODULE = re.compile(r"(?:-m\s+|/)((?:verl|recipe|openrlhf)(?:[./]\w+)+)")
+MODULE = re.compile(r"(?:-m\s+|/)((?:verl|recipe|openrlhf)[./][\w./]+)")
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)=\(([^)]*)\)", re.MULTILINE)
 END = re.compile(r"\||&|;|\d*>")

@@ -1,4 +1,7 @@
-"""The algorithms under the path users import them from; the code is in `verl.algos`."""
+"""The algorithms under the path users import them from; the code is in `verl.algos`.
+
+Users replace `ADV_ESTIMATOR_REGISTRY` of this module, so the two functions that use it are here.
+"""
 
 # ruff: noqa: F401, F403
 from collections.abc import Callable
