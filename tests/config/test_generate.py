@@ -19,13 +19,8 @@ from verl.config.generate import PAGE, REPOSITORY, YAML_FOLDER, main, stale_file
 from verl.config.yaml_files import FILES, HEADER, sentences
 
 PUBLIC_FILES = """
-<<<<<<< HEAD
 ppo_trainer ppo_megatron_trainer sft_trainer sft_trainer_engine rm_trainer generation evaluation
 reward_manager actor/actor critic/critic ref/ref profiler/profiler
-=======
-ppo_trainer ppo_megatron_trainer sft_trainer sft_trainer_engine generation evaluation
-rm_trainer reward_manager actor/actor critic/critic ref/ref profiler/profiler
->>>>>>> surface
 actor/dp_actor actor/megatron_actor data/legacy_data ref/dp_ref ref/megatron_ref rollout/rollout
 model/hf_model critic/dp_critic critic/megatron_critic reward_model/dp_reward_loop
 reward_model/megatron_reward_loop reward_model/dp_reward_model reward_model/megatron_reward_model
