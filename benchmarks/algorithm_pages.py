@@ -61,14 +61,15 @@ def page(name: str, algorithm: Algorithm, summary: dict[str, Any] | None) -> str
 
 def index(results: dict[str, Any] | None) -> str:
     rows = [
-        f"| [{algorithm.title}]({name}.md) | {algorithm.what} "
+        f"| [{algorithm.title}]({algorithm.page or name}.md) | {algorithm.what} "
         f"| [{algorithm.paper}](https://arxiv.org/abs/{algorithm.paper}) |"
         for name, algorithm in ALGORITHMS.items()
     ]
+    listed = [algorithm.page for algorithm in ALGORITHMS.values()]
     others = [
         path
         for path in sorted(DOCS.glob("*.md"))
-        if path.stem not in (*ALGORITHMS, "README") and NOTE not in path.read_text()
+        if path.stem not in (*ALGORITHMS, *listed, "README") and NOTE not in path.read_text()
     ]
     links = [f"- [{heading(path)}]({path.name})" for path in others]
     parts = [
@@ -98,9 +99,8 @@ def main() -> None:
         draw(json.loads(NUMBERS.read_text())["runs"], CURVES)
     results = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else None
     for name, algorithm in ALGORITHMS.items():
-        path = DOCS / f"{name}.md"
+        path = DOCS / f"{algorithm.page or name}.md"
         if path.exists() and NOTE not in path.read_text():
-            print(f"left alone: {path}")
             continue
         summary = None if results is None else results["summaries"].get(name)
         path.write_text(page(name, algorithm, summary))

@@ -1,7 +1,7 @@
 """The algorithms that are compared and have a page: settings, formula, what to watch, paper.
 
 A new recipe is one entry here. `settings` are options of `main_ppo` beyond those that all runs
-share (`benchmarks.algorithms.COMMON`); `recipe` has a page of its own where it is a folder.
+share (`benchmarks.algorithms.COMMON`); `{model}` in them is the folder of the model.
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,9 @@ class Algorithm:
     command: str = "verl.trainer.main_ppo"
     folder: str | None = None
     """Of the recipe, below the repository."""
+
+    page: str | None = None
+    """A page written by hand that has it, in docs/algorithms."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -272,6 +275,98 @@ ALGORITHMS: dict[str, Algorithm] = {
         watch=("critic/vf_explained_var", "actor/ce_loss", *CLIPS),
         command="recipe.vapo.main_vapo",
         folder="recipe/vapo",
+    ),
+    "online_dpo": Algorithm(
+        title="Online DPO",
+        settings=("trainer.recipe=online_dpo", f"{ESTIMATOR}=null", f"{LOSS}=dpo"),
+        formula="L = -log sigmoid(beta (h_best - h_worst)),   h = sum_t log pi - log pi_ref",
+        paper="2402.04792",
+        what="The best against the worst response to a prompt, by a contrastive loss.",
+        watch=("actor/dpo_accuracy", "actor/dpo_margin", "preference/num_prompts_tied"),
+        page="dpo",
+    ),
+    "spin": Algorithm(
+        title="SPIN",
+        settings=("trainer.recipe=spin", f"{ESTIMATOR}=null", f"{LOSS}=dpo"),
+        formula="online DPO whose reference is the policy of the step before",
+        paper="2401.01335",
+        what="DPO against the policy's own earlier self, or demonstrations against its responses.",
+        watch=("critic/score/mean", "actor/ref_distance"),
+        page="spin",
+    ),
+    "sppo": Algorithm(
+        title="SPPO",
+        settings=(f"{ESTIMATOR}=sppo", f"{LOSS}=sppo"),
+        formula="L = (sum_t log rho - eta (r - mean_g r))^2",
+        paper="2405.00675",
+        what="The log-ratio of a whole response follows its reward above the group's.",
+        watch=("actor/sequence_residual", "critic/score/mean"),
+        page="sppo",
+    ),
+    "gvpo": Algorithm(
+        title="GVPO",
+        settings=(
+            f"{ESTIMATOR}=grpo",
+            "algorithm.norm_adv_by_std_in_grpo=false",
+            f"{LOSS}=gvpo",
+            f"{ACTOR}.policy_loss.gvpo_beta=0.1",
+        ),
+        formula="L = (beta (h - mean_g h) - (A - mean_g A))^2",
+        paper="2504.19599",
+        what="A regression of centred log-ratios on centred rewards.",
+        watch=("actor/sequence_residual", "critic/score/mean"),
+        page="gvpo",
+    ),
+    "dppo_tv": Algorithm(
+        title="DPPO-TV",
+        settings=(f"{ESTIMATOR}=grpo", f"{LOSS}=dppo_tv", f"{ACTOR}.clip_ratio=0.15"),
+        formula="L = -A rho,   0 where |pi - pi_old| is beyond the bound and rho moves on",
+        paper="2602.04879",
+        what="A trust region by divergence instead of ratio.",
+        watch=("actor/dppo_divergence", "actor/pg_clipfrac"),
+        page="dppo",
+    ),
+    "dppo_kl": Algorithm(
+        title="DPPO-KL",
+        settings=(f"{ESTIMATOR}=grpo", f"{LOSS}=dppo_kl", f"{ACTOR}.clip_ratio=0.05"),
+        formula="DPPO-TV with the KL of this token or another",
+        paper="2602.04879",
+        what="A trust region by divergence instead of ratio.",
+        watch=("actor/dppo_divergence", "actor/pg_clipfrac"),
+        page="dppo",
+    ),
+    "dro": Algorithm(
+        title="DRO",
+        settings=(f"{ESTIMATOR}=grpo", f"{LOSS}=dro", f"{ACTOR}.policy_loss.dro_beta=0.05"),
+        formula="L = -A log pi + (beta / 2) (log rho)^2",
+        paper="2405.19107",
+        what="The policy gradient with a quadratic pull to the old policy and no clip.",
+        watch=("actor/dro_penalty", "actor/ppo_kl"),
+        page="dro",
+    ),
+    "gdpo": Algorithm(
+        title="GDPO",
+        settings=(f"{ESTIMATOR}=gdpo", "algorithm.gdpo_reward_keys=[acc]"),
+        formula="A = whiten(sum_k w_k (r_k - mean_g r_k) / std_g r_k) over the batch",
+        paper="2601.05242",
+        what="Several rewards, each normalised within the prompt on its own.",
+        watch=("critic/score/mean",),
+        page="gdpo",
+    ),
+    "prime": Algorithm(
+        title="PRIME",
+        settings=(
+            "trainer.recipe=prime",
+            f"{ESTIMATOR}=rloo",
+            "reward_model.enable=true",
+            "reward_model.model.path={model}",
+            "reward_model.micro_batch_size_per_gpu=128",
+        ),
+        formula="r_t = beta (log pi_rm - log pi_ref) beside the outcome, RLOO each, reverse sums",
+        paper="2502.01456",
+        what="An implicit process reward model, trained online on outcomes, rewards each token.",
+        watch=("critic/score/mean", "actor/entropy"),
+        page="prime",
     ),
 }
 

@@ -159,8 +159,9 @@ def run_one(name: str, seed: int, steps: int) -> dict[str, Any]:
             "trainer.experiment_name": f"{name}-{seed}",
         }
         named = [f"{key}={value}" for key, value in options.items()]
+        own = [setting.replace("{model}", f"{folder / 'model'}") for setting in settings_of(name)]
         start = time.perf_counter()
-        run_ppo(OmegaConf.from_dotlist([*COMMON, *named, *settings_of(name)]))
+        run_ppo(OmegaConf.from_dotlist([*COMMON, *named, *own]))
         seconds = time.perf_counter() - start
         lines = [json.loads(line) for line in log.read_text().splitlines()]
     return {
@@ -239,7 +240,9 @@ def table(summaries: dict[str, dict[str, Any]], num_seeds: int, steps: int) -> s
     done = {name: row for name, row in summaries.items() if "final" in row}
     for name in sorted(done, key=lambda one: (one in CONTROLS, -done[one]["area"])):
         row = done[name]
-        shown = f"control: {name}" if name in CONTROLS else f"[{ALGORITHMS[name].title}]({name}.md)"
+        shown = f"control: {name}"
+        if name not in CONTROLS:
+            shown = f"[{ALGORITHMS[name].title}]({ALGORITHMS[name].page or name}.md)"
         lines.append(
             f"| {shown} | {row['final']:.2f} ± {row['final_interval']:.2f} "
             f"| {row['area']:.2f} ± {row['area_interval']:.2f} | {row['prompts']:.0f} "

@@ -29,13 +29,13 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return solution_str.count(ground_truth) / 8
 """
-MODES = ("k3", "forward_kl_topk", "reverse_kl_full", "jsd")
+MODES = ("k3", "forward_kl_topk", "reverse_kl_full")
 LOSS = "distillation.distillation_loss"
 TEACHER = "distillation.teacher_models.teacher_model"
 
 
 def build(folder: Path, seed: int) -> Path:
-    """A Llama of 30,000 random weights and a tokenizer with a token for each character."""
+    """A Llama of 25,000 random weights and a tokenizer with a token for each character."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -76,7 +76,7 @@ def train(out: Path, name: str, model: Path, *changes: str, steps: int) -> list[
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     command = [
         sys.executable, "-m", "verl.trainer.main_ppo",
-        f"data.train_files={out / 'train.jsonl'}", "data.val_files=null",
+        f"data.train_files={out / 'train.jsonl'}", "data.val_files=[]",
         "data.train_batch_size=8", "data.max_prompt_length=6", "data.max_response_length=8",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
@@ -134,7 +134,7 @@ def draw(results: dict[str, list[dict[str, float]]], path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Distil a tiny student from a tiny teacher.")
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"))
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     options = parser.parse_args()
     out = options.out.absolute()

@@ -90,6 +90,11 @@ def test_a_broken_image_of_a_tool_is_a_broken_world(tmp_path, tools):
         run(tmp_path, tools, call("look", '{"n": 0}') + END, "No." + END, prompt=shown())
 
 
+def test_an_image_that_has_gone_since_the_data_was_opened_is_a_broken_world(tmp_path, tools):
+    with pytest.raises(InfraFault, match="No such file"):
+        run(tmp_path, tools, "No." + END, prompt=shown(str(tmp_path / "gone.png")))
+
+
 def test_images_beyond_the_limit_end_the_conversation(tmp_path, tools):
     config = turns_config(**tools)
     section = config.actor_rollout_ref

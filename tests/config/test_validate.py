@@ -129,7 +129,7 @@ CASES = [
     (
         {f"{A}.ppo_micro_batch_size": 64, f"{A}.ppo_micro_batch_size_per_gpu": 4},
         f"{A}.ppo_micro_batch_size is 64 and",
-        f"remove {A}.ppo_micro_batch_size",
+        "You have set both; they say the same in two ways, so remove ppo_micro_batch_size",
     ),
     (
         {
@@ -138,7 +138,7 @@ CASES = [
             "critic.ppo_micro_batch_size_per_gpu": 1,
         },
         f"{A}.ppo_micro_batch_size_per_gpu is null",
-        f"{A}.use_dynamic_bsz=True",
+        "use_dynamic_bsz=True",
     ),
     (
         {

@@ -21,28 +21,20 @@ from verl.utils.json_server import JsonServer, Refusal
 
 LOSS = "distillation.distillation_loss"
 TEACHER = "distillation.teacher_models.teacher_model"
+SCORE = "critic/score/mean"
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """A model that writes sevens, whatever it is asked."""
-    return writes(tmp_path_factory.mktemp("teacher"), "7")
-
-
-def writes(folder, letter, strength=6.0):
-    """The tiny model, made to prefer one letter by far."""
-    save_tiny_model(folder)
-    from transformers import AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    token = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(letter)
-    assert token is not None
-    with torch.no_grad():
-        head = model.get_output_embeddings().weight
-        head[token] = strength * torch.sign(model.base_model.norm.weight) / len(head[token]) ** 0.5
-        model.base_model.norm.weight.abs_()
-    model.save_pretrained(folder)
-    return folder
+def teacher(toy, tmp_path_factory):
+    """The toy's model after it has learnt to write sevens."""
+    folder = tmp_path_factory.mktemp("teacher")
+    save_tiny_model(folder / "model")
+    steps, trainer = toy_run(toy, folder / "run", "trainer.total_training_steps=30")
+    assert steps[-1][SCORE] > 0.6
+    AutoModelForCausalLM.from_pretrained(folder / "model").save_pretrained(
+        folder / "model", state_dict=weights(trainer)
+    )
+    return folder / "model"
 
 
 def distilled(toy, output, *changes, mode="k3", path=None):
@@ -217,20 +209,31 @@ def test_a_student_takes_over_its_teachers_habit(mode, toy, teacher, tmp_path):
     frozen, _ = distilled(
         toy, tmp_path / "b", *alone, f"{ACTOR}.optim.lr=0", mode=mode, path=teacher
     )
-    score = "critic/score/mean"
-    assert steps[-1][score] > 0.6
-    assert frozen[-1][score] < 0.2
+    assert steps[-1][SCORE] > 0.6
+    assert frozen[-1][SCORE] < 0.2
     assert steps[-1]["distillation/divergence"] < 0.3 * frozen[-1]["distillation/divergence"]
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_it_had_not_been(toy, teacher, tmp_path):
+def test_teachers_on_ranks_of_their_own_say_the_same(toy, tmp_path):
+    options = {"mode": "forward_kl_topk", "path": toy / "model"}
+    once = (f"{ACTOR}.optim.lr=0", "trainer.total_training_steps=1", "trainer.controller=local")
+    apart = ("distillation.nnodes=1", "distillation.n_gpus_per_node=2")
+    (expected,), _ = distilled(toy, tmp_path / "a", *once, **options)
+    (found,), _ = distilled(toy, tmp_path / "b", *once, *apart, **options)
+    names = [name for name in expected if name.startswith("distillation/")]
+    assert [found[name] for name in names] == pytest.approx([expected[name] for name in names])
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_it_had_not_been(toy, tmp_path):
+    model = toy / "model"
     common = [f"{LOSS}.use_task_rewards=false", "trainer.total_training_steps=6"]
     (tmp_path / "demonstrations.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{a}+1=", "response": "7 7"}) + "\n" for a in range(5))
     )
     common += [f"{ACTOR}.sft_replay.files={tmp_path / 'demonstrations.jsonl'}"]
-    _, straight = distilled(toy, tmp_path / "a", *common, mode="reverse_kl_full", path=teacher)
+    _, straight = distilled(toy, tmp_path / "a", *common, mode="reverse_kl_full", path=model)
     output = tmp_path / "b"
     saves = [*common, "trainer.save_freq=2"]
     script = (
@@ -240,16 +243,16 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(toy, teacher, tmp_path):
         "distilled(pathlib.Path(toy), pathlib.Path(output), *changes, mode='reverse_kl_full', "
         "path=path)\n"
     )
-    command = [sys.executable, "-c", script, str(toy), str(output), str(teacher), *saves]
+    command = [sys.executable, "-c", script, str(toy), str(output), str(model), *saves]
     output.mkdir()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "COMMITTED step=4" in line:
-            os.kill(process.pid, signal.SIGKILL)
-            break
-    assert process.wait(60) == -signal.SIGKILL
-    _, resumed = distilled(toy, output, *saves, mode="reverse_kl_full", path=teacher)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "COMMITTED step=4" in line:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+        assert process.wait(60) == -signal.SIGKILL
+    _, resumed = distilled(toy, output, *saves, mode="reverse_kl_full", path=model)
     assert resumed.global_steps == 6
     for name, value in weights(straight).items():
         assert torch.equal(weights(resumed)[name], value), name

@@ -20,7 +20,7 @@ from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
 from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
 from verl.utils.dataset.continuation import Continuation, continuation_of
-from verl.utils.dataset.media import load_media, media_encoder_of
+from verl.utils.dataset.media import UnreadableImage, load_media, media_encoder_of
 from verl.utils.dataset.prompts import Prompt, encode_prompt, has_media, render
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.media import Media
@@ -174,7 +174,7 @@ class AgentLoopBase(ABC):
         self.data_config = self.config.data if section is None else unwrapped(section)
         self.hf_model_type = hf_model_type
         self.apply_chat_template_kwargs = dict(self.data_config.apply_chat_template_kwargs)
-        self.mm_processor_kwargs: dict[str, Any] = dict(self.data_config.mm_processor_kwargs)
+        self.mm_processor_kwargs: dict[str, Any] = dict(self.data_config.mm_processor_kwargs or {})
         self.media = media_encoder_of(
             tokenizer,
             processor,
@@ -236,9 +236,10 @@ class AgentLoopBase(ABC):
             if isinstance(messages, str):
                 raise ValueError("remove_system_prompt is for messages; the prompt is text")
             follow = partial(self.continuation(tools).ids_after_turn, None)
-            ids, media = follow(messages), ()
             if has_media(messages):
                 ids, media = await asyncio.to_thread(self.media.encode, messages, follow)
+            else:
+                ids, media = follow(messages), ()
         if images is not None and len(images) != len(media):
             raise ValueError(
                 f"{len(images)} images were given for messages with {len(media)} parts of type "
@@ -249,16 +250,23 @@ class AgentLoopBase(ABC):
     async def encode_with_media(
         self, messages: Prompt, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[list[int], tuple[Media, ...]]:
-        """Token ids of a prompt, and its images with their places among these."""
+        """Token ids of a prompt, and its images with their places among these.
+
+        Rows were checked when the data was opened; an image that cannot be read any more is a
+        fault of the world.
+        """
         if isinstance(messages, str) or not has_media(messages):
             return self.encode(messages, tools), ()
-        return await asyncio.to_thread(
-            self.media.encode_prompt,
-            messages,
-            max_tokens=self.rollout_config.prompt_length,
-            tools=tools,
-            template_kwargs=self.apply_chat_template_kwargs,
-        )
+        try:
+            return await asyncio.to_thread(
+                self.media.encode_prompt,
+                messages,
+                max_tokens=self.rollout_config.prompt_length,
+                tools=tools,
+                template_kwargs=self.apply_chat_template_kwargs,
+            )
+        except UnreadableImage as error:
+            raise InfraFault(str(error), reason="image") from error
 
     async def find_media(self, result: LoopResult) -> None:
         """Find the images of outputs that have `multi_modal_data` and no `media`."""

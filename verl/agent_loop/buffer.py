@@ -219,7 +219,7 @@ class PreferredGroups(BufferPolicy):
         low, high = self.accuracy_bounds
         grades = [t.grade for t in group.last_rows if isinstance(t.grade, Score)]
         accuracies = [float(grade.extras.get("acc", grade.value)) for grade in grades]
-        return bool(accuracies) and low <= np.mean(accuracies) <= high
+        return bool(accuracies) and low <= float(np.mean(accuracies)) <= high
 
     def is_truncated(self, group: Group) -> bool:
         limit = self.max_response_tokens

@@ -60,7 +60,7 @@ def option(
     default: Any = MISSING,
     *,
     default_factory: Callable[[], Any] | None = None,
-    yaml: str | None = None,
+    yaml: Any = None,
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
@@ -76,6 +76,7 @@ def option(
 
     `yaml` is the interpolation that the generated YAML holds where the default follows another
     key, as in `"${oc.select:actor_rollout_ref.rollout.n,1}"`; `default` is what it falls back to.
+    It may be a plain value where a section corrects its own default.
 
     `used_if` says when the option, or a section with all that is below it, has an effect; all its
     conditions must hold. `absent` marks values that are refused because what they ask for does not
@@ -119,6 +120,10 @@ def is_option(item: Field[Any]) -> bool:
     return item.name != "_target_" and "runtime" not in item.metadata
 
 
+class MissingOption(KeyError, AttributeError):
+    """A key that a section lacks: the error of a mapping, and of an attribute."""
+
+
 @dataclass(kw_only=True)
 class BaseConfig(Mapping[str, Any]):
     """A frozen section; the fields named in `_mutable_fields` may change after construction."""
@@ -145,9 +150,12 @@ class BaseConfig(Mapping[str, Any]):
             yield from rule_faults(item, vars(self)[item.name], f"{path}{item.name}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if vars(self).get("_is_frozen") and name not in self._mutable_fields:
+        if not vars(self).get("_is_frozen") or name in self._mutable_fields:
+            object.__setattr__(self, name, value)
+        elif name in vars(self) or name in vars(self)["extras"]:
             raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot change after creation")
-        object.__setattr__(self, name, value)
+        else:  # a value that a program attaches, once
+            vars(self)["extras"][name] = value
 
     def __getattr__(self, name: str) -> Any:  # only for what is neither field nor method
         extras = vars(self).get("extras", {})
@@ -158,8 +166,10 @@ class BaseConfig(Mapping[str, Any]):
         return extras[name]
 
     def __getitem__(self, key: str) -> Any:
+        if not isinstance(key, str):
+            raise TypeError(f"the keys of {type(self).__name__} are names, not {key!r}")
         if key not in self.__dataclass_fields__ and key not in vars(self)["extras"]:
-            raise KeyError(key)
+            raise MissingOption(key)
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:

@@ -87,10 +87,10 @@ class DistillationLossConfig(BaseConfig):
 class TeacherInferenceConfig(BaseConfig):
     """Settings of a serving engine for the teacher."""
 
-    name: str | None = option(None, yaml="${oc.select:actor_rollout_ref.rollout.name}")
+    name: str = option("native", yaml="${oc.select:actor_rollout_ref.rollout.name,native}")
     """Engine; follows the rollout."""
 
-    dtype: str = option("bfloat16", yaml="${oc.select:actor_rollout_ref.rollout.dtype}")
+    dtype: str = option("bfloat16", yaml="${oc.select:actor_rollout_ref.rollout.dtype,bfloat16}")
     """Number format; follows the rollout."""
 
     gpu_memory_utilization: float = option(0.5, above=0, maximum=1)
@@ -144,15 +144,17 @@ class TeacherInferenceConfig(BaseConfig):
     skip_tokenizer_init: bool = True
     """Load no tokenizer into the engine."""
 
-    prompt_length: int = option(512, yaml="${oc.select:actor_rollout_ref.rollout.prompt_length}")
+    prompt_length: int = option(
+        512, yaml="${oc.select:actor_rollout_ref.rollout.prompt_length,512}"
+    )
     """Longest prompt; follows the rollout."""
 
     response_length: int = option(
-        512, yaml="${oc.select:actor_rollout_ref.rollout.response_length}"
+        512, yaml="${oc.select:actor_rollout_ref.rollout.response_length,512}"
     )
     """Longest response; follows the rollout."""
 
-    temperature: float = option(1.0, yaml="${oc.select:actor_rollout_ref.rollout.temperature}")
+    temperature: float = option(1.0, yaml="${oc.select:actor_rollout_ref.rollout.temperature,1.0}")
     """Temperature; follows the rollout."""
 
 

@@ -310,7 +310,9 @@ def differences(different: list[tuple[str, Any]]) -> Iterator[str]:
 
 
 def shown_default(value: Any, item: Field[Any]) -> str:
-    followed = follows(item.metadata.get("yaml") or "")
+    written = item.metadata.get("yaml")
+    followed = follows(written) if isinstance(written, str) else ""
+    value = value if isinstance(written, str | None) else written
     literal = "" if isinstance(value, BaseConfig) or (value is None and followed) else inline(value)
     return ", ".join(part for part in (f"`{literal}`" if literal else "", followed) if part)
 

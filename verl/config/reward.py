@@ -415,7 +415,7 @@ class FSDPRewardModelModelConfig(RewardModelModelConfig):
     beta_train: float = option(0.05, above=0, used_if=PRIME)
     """PRIME: a token's reward is beta times its log-ratio to the reference."""
 
-    loss_type: str = option("ce", choices=("ce",), used_if=PRIME)
+    loss_type: str = option("ce", choices=("ce",), used_if=never("there is one loss"))
     """PRIME: cross-entropy between sigmoid(beta times the sum of log-ratios) and the outcome."""
 
     optim: FSDPOptimizerConfig = option(default_factory=ImplicitOptimizerConfig, used_if=PRIME)

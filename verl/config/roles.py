@@ -208,6 +208,12 @@ def ranks_beside(config: Any) -> int:
     return section.rollout.nnodes * section.rollout.n_gpus_per_node
 
 
+def teacher_ranks(config: Any) -> int:
+    """Ranks that only teach, on devices beside those of the trainer and of generation."""
+    section = config.distillation
+    return section.nnodes * section.n_gpus_per_node if section.enabled else 0
+
+
 def engine_of(config: Any, role: str) -> Any:
     """The section that says how a role's model is spread over its ranks."""
     if role == "critic":
@@ -413,7 +419,10 @@ PROFILED = (
 ON_RAY = When(
     lambda here, run: (
         run.trainer.controller == "ray"
-        or (run.trainer.controller == "auto" and world_size(run) + ranks_beside(run) > 1)
+        or (
+            run.trainer.controller == "auto"
+            and world_size(run) + ranks_beside(run) + teacher_ranks(run) > 1
+        )
     ),
     "the run does not use Ray",
 )

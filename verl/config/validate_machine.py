@@ -23,6 +23,7 @@ from verl.config.roles import (
     needs_critic,
     ranks_beside,
     runs_prime,
+    teacher_ranks,
     world_size,
 )
 from verl.config.sft import SFTConfig, SFTEngineConfig
@@ -163,7 +164,8 @@ def looks_local(name: str) -> bool:
 
 
 def controller_faults(config: PPOConfig) -> Iterator[Fault]:
-    controller, devices = config.trainer.controller, world_size(config) + ranks_beside(config)
+    controller = config.trainer.controller
+    devices = world_size(config) + ranks_beside(config) + teacher_ranks(config)
     if ON_RAY.holds(config, config) and find_spec("ray") is None:
         way_out = 'pip install "verl[ray]"'
         if config.trainer.nnodes == 1:

@@ -6,8 +6,8 @@
 Equal images are computed once in a pass, and once in generation while the tower stays as it is. In
 exact mode the tower runs one image at a time, in rollout and in training, so an image has the same
 features wherever it appears, bit for bit. Where features go is told by whoever placed the image
-(`Media.places`). The language model is called with embeddings and never
-looks for placeholder tokens itself: one that the model has sampled is a token like others.
+(`Media.places`). The language model is called with embeddings and never looks for placeholder
+tokens itself: one that the model has sampled is a token like others.
 """
 
 from collections import OrderedDict

@@ -17,7 +17,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.roles import async_mode
 from verl.data_plane import PlaneLost
 from verl.models.loading import read_config
-from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
+from verl.single_controller.base.failures import WorkerDied, WorkerError, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
 from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.asynchronous import AsyncTrainer
@@ -147,9 +147,10 @@ class TaskRunner:
             try:
                 self._train(trainer)
                 return
-            except (WorkerDied, WorkerTimeout, PlaneLost) as error:
-                trainer.stop_workers()
-                if restarts_left == 0:
+            except (WorkerError, PlaneLost) as error:
+                if is_loss(error):
+                    trainer.stop_workers()
+                if restarts_left == 0 or not is_loss(error):
                     raise
                 logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))
                 continue_from_own_commit(config, trainer)
@@ -201,6 +202,12 @@ class TaskRunner:
         )
 
 
+def is_loss(error: BaseException) -> bool:
+    """Whether a worker or the data plane is gone, which another attempt may cure."""
+    lost = (WorkerDied, WorkerTimeout, PlaneLost)  # the plane as the driver or a rank finds it
+    return isinstance(error, lost) or isinstance(error.__cause__, PlaneLost)
+
+
 def continue_from_own_commit(config: PPOConfig, trainer: PPOTrainer) -> None:
     """What this run has saved is where it goes on; else it begins as it did the first time."""
     step = trainer.checkpoint_manager.committed_step if trainer.has_committed else None
@@ -235,6 +242,7 @@ def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:
         ) from error
     set_chat_template(tokenizer, config.data.chat_template or model.custom_chat_template)
     processor = hf_processor(path, trust_remote_code=trusts)
-    if tokenizer.chat_template is None and processor is not None:
-        set_chat_template(tokenizer, processor.chat_template)  # older files have it there alone
+    template = None if processor is None else processor.chat_template
+    if tokenizer.chat_template is None and isinstance(template, str):
+        set_chat_template(tokenizer, template)  # older files have it there alone
     return tokenizer, processor

@@ -18,7 +18,9 @@ from transformers import (
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import (
+    PROCESSOR_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+)
 from transformers.utils.hub import cached_file, has_file
 
 from verl.utils.import_utils import is_available

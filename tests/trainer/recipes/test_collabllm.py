@@ -13,7 +13,6 @@ from verl.workers.reward_manager.collabllm import CollabRewardManager
 from verl.workers.reward_manager.service import GradingService
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-LOUD = '{"role": "assistant", "content": "7777"}'
 
 
 class Echo(BaseInteraction):
@@ -89,7 +88,7 @@ def test_an_answer_is_continued_several_times_and_alone_is_trained(toy, tmp_path
         toy,
         tmp_path,
         f"data.train_files={tmp_path / 'train.jsonl'}",
-        "data.val_files=null",
+        f"data.val_files={tmp_path / 'train.jsonl'}",
         "data.max_response_length=24",
         f"data.chat_template={json.dumps(TEMPLATE)}",
         f"{ROLLOUT}.agent.default_agent_loop=collabllm_agent",

@@ -43,7 +43,10 @@ class TeacherService:
         }
 
     def complete(self, request: Any) -> dict[str, Any]:
-        ids, top_k = request.get("prompt"), request.get("prompt_logprobs")
+        if not isinstance(request, dict):
+            raise Refusal(422, "the body must be a JSON object")
+        ids: Any = request.get("prompt")
+        top_k = request.get("prompt_logprobs")
         is_ids = isinstance(ids, list) and all(isinstance(one, int) for one in ids)
         size = self.engine.module.config.get_text_config().vocab_size
         if not is_ids or not all(0 <= one < size for one in ids) or not ids:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
+from verl.config.convert import omega_conf_to_dataclass
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.trainer.common import DEFAULT_SEED
@@ -195,13 +197,22 @@ def create_rl_dataset(
     )
 
 
-def create_rl_sampler(data_config: DataConfig, dataset: Dataset[Any]) -> Sampler[int]:
-    """`data.sampler`, or a random order by `data.seed`, or the order of the files."""
+class NotASampler(TypeError, AssertionError):
+    """A class of the wrong kind in `data.sampler`; callers have always caught an AssertionError."""
+
+
+def create_rl_sampler(data_config: DataConfig | DictConfig, dataset: Dataset[Any]) -> Sampler[int]:
+    """`data.sampler`, or a random order by `data.seed`, or the order of the files.
+
+    Keys that a `DictConfig` lacks have their defaults.
+    """
+    if not isinstance(data_config, DataConfig):
+        data_config = omega_conf_to_dataclass(data_config, DataConfig)
     chosen = data_config.sampler
     if chosen.class_path is not None:
         cls = load_extern_object(chosen.class_path, chosen.class_name or "")
         if not isinstance(cls, type) or not issubclass(cls, AbstractSampler):
-            raise TypeError(
+            raise NotASampler(
                 f"data.sampler.class_name ({chosen.class_name}) must be an AbstractSampler"
             )
         return cls(data_source=dataset, data_config=data_config)  # pyright: ignore[reportArgumentType]

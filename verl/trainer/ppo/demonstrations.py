@@ -65,12 +65,12 @@ class CrossEntropyRows:
         order, added, seen = [], 0, set()
         for row, label in enumerate(labels):
             if label not in seen and seen and len(seen) % self._sessions_per_step == 0:
-                order += [len(rows) + added + i for i in range(self._replay.num_rows)]
-                added += self._replay.num_rows
+                order += [len(rows) + added + i for i in range(self._replay.rows_per_mini_batch)]
+                added += self._replay.rows_per_mini_batch
             seen.add(label)
             order.append(row)
-        order += [len(rows) + added + i for i in range(self._replay.num_rows)]
-        added += self._replay.num_rows
+        order += [len(rows) + added + i for i in range(self._replay.rows_per_mini_batch)]
+        added += self._replay.rows_per_mini_batch
         first = (step - 1) * self._rows_per_update
         chosen = [self._index(first + place) for place in range(added)]
         return DataProto.concat([rows, self._rows(chosen, like=rows)]).select_idxs(order)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.config.ppo import PPOConfig
-from verl.config.roles import pool_devices, ranks_beside, world_size
+from verl.config.roles import pool_devices, ranks_beside, teacher_ranks, world_size
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.base.resource_pool import PoolManager
 from verl.single_controller.controllers import Controller
@@ -67,6 +67,9 @@ def devices_of(config: PPOConfig, pool_name: str) -> list[int] | None:
     if pool_name == ROLLOUT_POOL and ranks_beside(config):
         first = world_size(config)  # behind those of the trainer
         return list(range(first, first + ranks_beside(config)))
+    if pool_name == TEACHER_POOL:
+        first = world_size(config) + ranks_beside(config)
+        return list(range(first, first + teacher_ranks(config)))
     return pool_devices(config, pool_name.removesuffix("_pool"))
 
 

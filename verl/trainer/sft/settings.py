@@ -296,7 +296,7 @@ def build_engine(
             engine.optimizer.optimizer,
             warmup_steps(optim, total_steps),
             total_steps,
-            min_lr_ratio=optim.min_lr_ratio,
+            min_lr_ratio=optim.min_lr_ratio or 0.0,
             num_cycles=optim.num_cycles,
         )
     return engine
@@ -333,7 +333,7 @@ def engine_optimizer(settings: SFTSettings, total_steps: int) -> FSDPOptimizerCo
         lr_warmup_steps=warmup_steps(optim, total_steps),
         total_training_steps=total_steps,
         lr_scheduler_type="constant" if settings.schedule == "wsd" else settings.schedule,
-        min_lr_ratio=optim.min_lr_ratio,
+        min_lr_ratio=optim.min_lr_ratio or 0.0,
         num_cycles=optim.num_cycles,
         override_optimizer_config=optim.override_optimizer_config,
     )

@@ -41,12 +41,16 @@ Values = Sequence[Any]
 # ---- loading -------------------------------------------------------------------------------------
 
 
+class UnreadableImage(DataError):
+    """An image of a row that cannot be used."""
+
+
 def load_image(value: Any) -> Any:
     """`open_image`, whose refusals are faults of the data here."""
     try:
         return open_image(value)
     except BadImage as error:
-        raise DataError(str(error)) from error
+        raise UnreadableImage(str(error)) from error
 
 
 def load_video(part: Mapping[str, Any]) -> list[Any]:

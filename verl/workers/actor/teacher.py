@@ -6,6 +6,7 @@ response tokens either way.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.distillation import FULL, TOP_K, Divergence
-from verl.config.distillation import DistillationConfig, DistillationLossConfig, teachers_of
+from verl.config.distillation import (
+    DistillationConfig,
+    DistillationLossConfig,
+    TeacherConfig,
+    teachers_of,
+)
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
 from verl.models.head import OutputHead
@@ -24,6 +30,7 @@ from verl.workers.engine.base import Columns
 from verl.workers.engine.forward import row_lengths
 from verl.workers.engine.inputs import PROMPT_INDEX
 from verl.workers.engine.outputs import TEACHER_INDEX, Outputs
+from verl.workers.engine.routes import ROUTED_EXPERTS
 from verl.workers.schedule import MicroBatching, Passes, split_micro_batches
 
 TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS = (
@@ -74,9 +81,10 @@ class Teacher:
 
 
 def teacher_rows(rows: TensorDict) -> TensorDict:
-    """The rows as a teacher reads them: with prompts of its own, where there are any."""
+    """The rows as a teacher reads them: with prompts of its own, where there are any, and without
+    the routes that the student's experts took."""
     if PROMPTS not in rows.keys():  # noqa: SIM118 (a TensorDict)
-        return rows
+        return rows.exclude(ROUTED_EXPERTS)
     num_columns = rows["responses"].shape[1]
     mask = torch.cat([rows[PROMPT_MASK], rows["attention_mask"][:, -num_columns:]], dim=1)
     changed: Any = {
@@ -144,21 +152,22 @@ def build_teachers(
 ) -> list[Teacher]:
     """The teachers that compute in this process, by number; `policy` may be one of them."""
     assert isinstance(config.ref, FSDPRefConfig)
-    teachers = []
-    for teacher in teachers_of(distillation).values():
-        if policy is not None and teacher.weights == "current":
-            teachers.append(Teacher(policy))
-        elif policy is not None and teacher.weights == "start" and has_lora(policy.module):
-            teachers.append(Teacher(policy, is_start=True))
-        elif teacher.endpoint is None:
-            spec = EngineSpec(
-                model=config.model,
-                engine=config.ref.fsdp_config,
-                optimizer=None,
-                device=device,
-                path=teacher.model_path,
-                is_exact=config.rollout.exact,
-                sequence_group=sequence_group,
-            )
-            teachers.append(Teacher(EngineRegistry.new(spec)))
-    return teachers
+    spec = EngineSpec(
+        model=config.model,
+        engine=config.ref.fsdp_config,
+        optimizer=None,
+        device=device,
+        is_exact=config.rollout.exact,
+        sequence_group=sequence_group,
+    )
+    teachers = teachers_of(distillation).values()
+    return [build_teacher(one, spec, policy) for one in teachers if one.endpoint is None]
+
+
+def build_teacher(teacher: TeacherConfig, spec: EngineSpec, policy: BaseEngine | None) -> Teacher:
+    """The policy itself where its weights will do, else a frozen model beside it."""
+    if policy is not None and teacher.weights == "current":
+        return Teacher(policy)
+    if policy is not None and teacher.weights == "start" and has_lora(policy.module):
+        return Teacher(policy, is_start=True)
+    return Teacher(EngineRegistry.new(replace(spec, path=teacher.model_path)))

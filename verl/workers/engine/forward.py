@@ -131,7 +131,7 @@ def rows_on_device(rows: TensorDict, device: torch.device) -> TensorDict:
 
 def column_names(rows: TensorDict) -> list[str]:
     """The names of tensors: all but the table of media."""
-    return [name for name in rows.keys() if name != MEDIA_TABLE]  # noqa: SIM118 (a TensorDict)
+    return [str(name) for name in rows.keys() if name != MEDIA_TABLE]  # noqa: SIM118 (a TensorDict)
 
 
 def take_rows(data: TensorDict, rows: list[int]) -> TensorDict:

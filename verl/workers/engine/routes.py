@@ -25,7 +25,7 @@ from verl.models.shared_prompts import SharedPrompts
 from verl.models.ulysses import SequenceShard
 from verl.utils.device import without_waiting
 from verl.utils.distributed import Group, all_reduce_
-from verl.workers.engine.base import Columns
+from verl.workers.engine.base import BaseEngine, Columns
 from verl.workers.engine.inputs import ModelInputs, prompt_owners
 
 ROUTED_EXPERTS = "routed_experts"
@@ -229,3 +229,14 @@ def load_metrics(load: ExpertLoad, group: Group = None) -> dict[str, float]:
     metrics["actor/expert_load_max_mean"] = sum(largest) / len(largest)
     metrics["actor/idle_experts"] = float((counts == 0).float().mean())
     return metrics
+
+
+def prepare_replay(engine: BaseEngine, mode: str, *, is_exact: bool) -> None:
+    """Tell the engine of a policy how its routes are replayed (`actor.router_replay.mode`)."""
+    if mode != "disabled" and engine.routes is None:
+        raise ValueError(
+            f"actor.router_replay.mode is {mode}, but {type(engine.module).__name__} has no "
+            "experts whose routes could be replayed: leave it out"
+        )
+    if engine.routes is not None:
+        engine.routes.must_agree = mode == "R3" and is_exact

@@ -30,8 +30,8 @@ Messages = list[dict[str, Any]]
 
 INTERACTIVITY = (
     "You grade how well an assistant works with a person. `candidate` is their conversation. "
-    "Decide how far the assistant asks what it needs to know, builds on what the person says and moves "
-    "them towards what they want; 0 is not at all, 1 could not be better."
+    "Decide how far the assistant asks what it needs to know, builds on what the person says and "
+    "moves them towards what they want; 0 is not at all, 1 could not be better."
 )
 
 

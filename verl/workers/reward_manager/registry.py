@@ -33,4 +33,7 @@ def register(name: str) -> Callable[[Manager], Manager]:
 
 def get_reward_manager_cls(name: str) -> type[Any]:
     """The class behind a name; an unknown name is a ValueError that lists the known ones."""
+    if name not in REWARD_MANAGER_REGISTRY:
+        known = ", ".join(REWARD_MANAGER_REGISTRY)
+        raise ValueError(f"Unknown reward manager: {name}. Known: {known}")
     return REWARD_MANAGER_REGISTRY[name]

@@ -36,7 +36,7 @@ from verl.utils.profiler import DistProfiler, DistProfilerExtension
 from verl.utils.tokenizer import WithProcessorFiles
 from verl.workers.actor.dp_actor import Policy, Reference
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
-from verl.workers.engine.routes import ROUTED_EXPERTS
+from verl.workers.engine.routes import ROUTED_EXPERTS, prepare_replay
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
@@ -202,12 +202,12 @@ class ActorRolloutRefWorker(
                 probe_micro_batch=actor.probe_micro_batch,
                 is_exact=config.rollout.exact,
                 freezes_tower=actor.freeze_vision_tower,
-                keeps_start=self.is_ref,
+                keeps_start=self.is_ref or self.distillation is not None,
                 is_shared=self.is_rollout and not has_own_process(config.rollout.name),
                 sequence_group=self.sequence_group,
             )
         )
-        self._prepare_replay()
+        prepare_replay(self.engine, actor.router_replay.mode, is_exact=config.rollout.exact)
         self.flops = FlopsCounter(self.engine.module.config)
         self.policy = Policy(actor, self.engine, self.distiller(actor, self.engine))
         self.generator = self.build_generator()
@@ -223,16 +223,6 @@ class ActorRolloutRefWorker(
             rank=self.rank,
             world_size=self.world_size,
         )
-
-    def _prepare_replay(self) -> None:
-        mode, routes = self.config.actor.router_replay.mode, self.engine.routes
-        if mode != "disabled" and routes is None:
-            raise ValueError(
-                f"actor.router_replay.mode is {mode}, but {type(self.engine.module).__name__} has "
-                "no experts whose routes could be replayed: leave it out"
-            )
-        if routes is not None:
-            routes.must_agree = mode == "R3" and self.config.rollout.exact
 
     def _build_reference(self) -> Reference:
         """The policy itself where its adapters can be taken off, else a frozen model beside it."""
@@ -266,18 +256,12 @@ class ActorRolloutRefWorker(
         """How the rows of an update are split into optimizer steps and micro-batches."""
         actor = self.config.actor
         return UpdateSettings(
-            rows_per_step=self._rows_per_step,
+            rows_per_step=self.policy.rows_per_step(self.config.rollout.n),
             micro_batching=self.policy.micro_batching(),
             epochs=actor.ppo_epochs,
             shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
             keeps_prompts_whole=self.policy.keeps_prompts_whole,
         )
-
-    @property
-    def _rows_per_step(self) -> int:
-        """Sessions of an optimizer step, or prompts where the loss compares their responses."""
-        prompts = self.config.actor.ppo_mini_batch_size
-        return prompts if self.policy.keeps_prompts_whole else prompts * self.config.rollout.n
 
     @register(
         dispatch_mode=dispatch_inference(MESH, "actor"),
@@ -332,7 +316,7 @@ class ActorRolloutRefWorker(
         with self.profiler.annotated("actor_update"):
             metrics = self.policy.update_policy(
                 model_rows(data),
-                rows_per_step=self._rows_per_step,
+                rows_per_step=self.policy.rows_per_step(config.rollout.n),
                 temperature=config.rollout.temperature,
                 old_policy_version=data.meta_info.get("old_policy_version"),
                 plan=update_plan(data),

@@ -252,7 +252,7 @@ def component_counts(batch: DataProto | StoredBatch) -> dict[str, list[int]]:
 
 def stored(plane: DataPlane, partition: str, batch: DataProto, num_parts: int) -> StoredBatch:
     """Put a batch into a plane. What dispatch reads of it stays here: a few numbers per row."""
-    rows = model_rows(batch)
+    rows = model_rows(batch).exclude(MEDIA_ROW, MEDIA_TABLE)
     numbers = {name: rows[name] for name in rows.keys() if name not in batch.batch.keys()}  # noqa: SIM118
     if PROMPT_INDEX not in numbers:
         numbers[PROMPT_INDEX] = torch.tensor(prompt_groups(rows))

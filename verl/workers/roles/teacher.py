@@ -54,8 +54,14 @@ class TeachingWorker(RankWorker):
 
     def start_teachers(self, policy: BaseEngine | None = None) -> None:
         assert self.distillation is not None
-        options = {"device": self.device, "sequence_group": self.sequence_group, "policy": policy}
-        self.teachers = tuple(build_teachers(self.config, self.distillation, **options))
+        built = build_teachers(
+            self.config,
+            self.distillation,
+            device=self.device,
+            sequence_group=self.sequence_group,
+            policy=policy,
+        )
+        self.teachers = tuple(built)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def inference_settings(self, model: str) -> MicroBatching:

@@ -159,7 +159,7 @@ class ImplicitRewardWorker(RankWorker, CheckpointedWorker):
         self.engine = EngineRegistry.new(
             spec(
                 optimizer=model.optim,
-                max_grad_norm=model.optim.grad_clip or model.optim.clip_grad,
+                max_grad_norm=model.optim.clip_grad,
                 gradient_checkpointing=model.enable_gradient_checkpointing,
             )
         )

@@ -115,7 +115,8 @@ class ModelRunner:
         """Bring sequences into the cache; the hidden state of the last token of each."""
         columns = [torch.from_numpy(column) for column in packed_tokens(sequences)]
         features = self._features_of(sequences)
-        return self.last_hidden(layout, *in_one_copy(columns, self.device), features)
+        ids, positions, last = in_one_copy(columns, self.device)
+        return self.last_hidden(layout, ids, positions, last, features)
 
     @torch.no_grad()
     def last_hidden(
