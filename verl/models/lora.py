@@ -39,6 +39,8 @@ from verl.models.vision import vision_parts
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import require
 
+logger = logging.getLogger(__name__)
+
 ALL_LINEAR = "all-linear"
 NAME = re.compile(r"[\w.]+")
 NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -161,7 +163,9 @@ def linear_layers(model: PreTrainedModel, target_modules: str | list[str]) -> st
         if type(module) is nn.Linear and module is not head and name != HEAD
     ]
     names = [name for name in names if name.rpartition(".")[2] not in NAMES_OF_EXPERTS]
-    return sorted({".".join(name.split(".")[-2:]) for name in names})
+    chosen = sorted({".".join(name.split(".")[-2:]) for name in names})
+    logger.warning("adapters go on %s; experts and routers stay frozen", ", ".join(chosen))
+    return chosen
 
 
 def train_head(model: PreTrainedModel) -> None:
@@ -245,8 +249,6 @@ def _running_as(model: nn.Module, adapter: str | None) -> Iterator[None]:
         for parameter in trained:
             parameter.requires_grad_(True)
 
-
-logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "lora_adapter"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -181,8 +181,8 @@ class ModelShape:
         return self.body_params + self.hidden
 
     def lora_params(self, rank: int) -> int:
-        """Adapters of this rank on every linear layer of the body, the head excluded; of a model with
-        experts, on attention alone."""
+        """Adapters of this rank on every linear layer of the body, the head excluded; where there
+        are experts, on attention alone."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * (self.hidden + queries) + 2 * (self.hidden + keys)
         if self.latent is not None:
