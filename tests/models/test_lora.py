@@ -133,11 +133,13 @@ def test_layers_that_cannot_have_an_adapter_are_refused(target, complaint):
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
-def test_experts_get_no_adapter_and_attention_beside_them_may():
+def test_experts_get_no_adapter_and_attention_beside_them_does(caplog):
     with pytest.raises(ValueError, match=r"only linear layers .* name them in target_modules"):
-        with_lora("qwen3_moe")
-    model = with_lora("qwen3_moe", target_modules=["q_proj"], scale=0.1)
-    torch.testing.assert_close(logits(merged_copy(model)), logits(model))
+        with_lora("qwen3_moe", target_modules=["gate_proj", "up_proj", "down_proj"])
+    for targets in ({}, {"target_modules": ["q_proj"]}):
+        model = with_lora("qwen3_moe", **targets, scale=0.1)
+        torch.testing.assert_close(logits(merged_copy(model)), logits(model))
+    assert "experts and routers stay frozen" in caplog.text
 
 
 def test_a_model_without_weights_gets_adapters_without_weights(tmp_path):

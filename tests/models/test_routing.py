@@ -8,6 +8,7 @@ import torch
 from tests.models.test_packed import LENGTHS, packed_logits, random_ids
 from tests.tiny_models import tiny_model
 from verl.models.experts import EXPERTS, expert_modules, prepare_experts, sort_pairs
+from verl.models.lora import LoraOptions, add_lora
 from verl.models.routing import Routing, generation_pass
 
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
@@ -114,3 +115,18 @@ def test_a_copy_of_a_model_has_routers_of_its_own():
     assert other.layers[0].selected is None
     assert torch.equal(packed_logits(copy, ids, LENGTHS), logits)
     assert torch.equal(routing.selected(len(ids)), other.selected(len(ids)))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_adapters_of_all_linear_layers_go_on_attention(model_type):
+    model = tiny_model(model_type)
+    add_lora(model, LoraOptions(rank=4, alpha=8))
+    adapted = {
+        name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name
+    }
+    assert adapted
+    assert all(".self_attn." in name for name in adapted)
+    logits = packed_logits(model, random_ids(LENGTHS), LENGTHS)
+    logits.square().sum().backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)

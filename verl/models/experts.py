@@ -60,7 +60,7 @@ def prepare_experts(model: PreTrainedModel) -> None:
     if not experts or Routing.of(model) is not None:
         return
     for number, (name, module) in enumerate(experts.items()):
-        routing = LayerRouting(number, decoder_layer_of(name, number), int(module.num_experts))
+        routing = LayerRouting(number, decoder_layer_of(name, number), vars(module)["num_experts"])
         vars(module)["routing"] = routing
         install(model.get_submodule(name.rpartition(".")[0]), routing)
         vars(module)["config"]._experts_implementation = EXPERTS

@@ -34,12 +34,16 @@ from verl.config.base import BaseConfig
 from verl.config.critic import FSDPCriticModelCfg
 from verl.config.model import HFModelConfig
 from verl.models.experts import prepare_experts
+from verl.models.routing import Routing
 from verl.models.vision import vision_parts
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import require
 
+logger = logging.getLogger(__name__)
+
 ALL_LINEAR = "all-linear"
 NAME = re.compile(r"[\w.]+")
+NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +123,7 @@ def fresh_config(model: PreTrainedModel, options: LoraOptions) -> Any:
         r=options.rank,
         lora_alpha=options.alpha,
         use_rslora=options.use_rslora,
-        target_modules=options.target_modules,
+        target_modules=linear_layers(model, options.target_modules),
         exclude_modules=[HEAD] if is_value_model else excluded(model, options),
         task_type="TOKEN_CLS" if is_value_model else "CAUSAL_LM",
         base_model_name_or_path=model.config.name_or_path,
@@ -142,6 +146,26 @@ def excluded(model: PreTrainedModel, options: LoraOptions) -> str | list[str] | 
     if isinstance(unwanted, str):
         return "|".join([f"(?:{unwanted})", *map(re.escape, linears)])
     return [*(unwanted or []), *linears]
+
+
+def linear_layers(model: PreTrainedModel, target_modules: str | list[str]) -> str | list[str]:
+    """`all-linear` of a model with experts: the layers of its attention, by name.
+
+    peft takes the names of MLPs for those of experts, and would put adapters on their tensors and
+    on routers, which stay frozen here.
+    """
+    if target_modules != ALL_LINEAR or Routing.of(model) is None:
+        return target_modules
+    head = model.get_output_embeddings()
+    names = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and name != HEAD
+    ]
+    names = [name for name in names if name.rpartition(".")[2] not in NAMES_OF_EXPERTS]
+    chosen = sorted({".".join(name.split(".")[-2:]) for name in names})
+    logger.warning("adapters go on %s; experts and routers stay frozen", ", ".join(chosen))
+    return chosen
 
 
 def train_head(model: PreTrainedModel) -> None:
@@ -225,8 +249,6 @@ def _running_as(model: nn.Module, adapter: str | None) -> Iterator[None]:
         for parameter in trained:
             parameter.requires_grad_(True)
 
-
-logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "lora_adapter"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -181,16 +181,14 @@ class ModelShape:
         return self.body_params + self.hidden
 
     def lora_params(self, rank: int) -> int:
-        """Adapters of this rank on every linear layer of the body; routers, routed experts and the
-        head have none."""
+        """Adapters of this rank on every linear layer of the body, the head excluded; where there
+        are experts, on attention alone."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * (self.hidden + queries) + 2 * (self.hidden + keys)
         if self.latent is not None:
             attention = self.latent.ends(self.hidden, self.heads)
-        sparse = self.layers - self.dense_layers if self.experts else 0
-        dense = 3 * (self.hidden + self.inner) * (self.layers - sparse)
-        shared = 3 * (self.hidden + self.shared_inner) * sparse if self.shared_inner else 0
-        return rank * (self.layers * attention + dense + shared)
+        mlp = 0 if self.experts else 3 * (self.hidden + self.inner)
+        return rank * self.layers * (attention + mlp)
 
 
 def shape_at(path: str) -> tuple[ModelShape | None, str]:

@@ -147,8 +147,8 @@ class KVCache:
 def _move(store: list[KeysAndValues], move: Move, num_tokens: int) -> None:
     for pair in store:
         for slots in pair:
-            store = as_bytes(slots)
-            store[move.target, :, :num_tokens] = store[move.source, :, :num_tokens]
+            numbers = as_bytes(slots)
+            numbers[move.target, :, :num_tokens] = numbers[move.source, :, :num_tokens]
 
 
 def _with_zeros(slots: Tensor, num_new: int) -> Tensor:
