@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests and runs start many processes: each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-examples test-sglang test-verifiers test-invariance test-templates chaos soak mutants golden test-all lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-examples test-sglang test-verifiers test-invariance test-templates chaos soak mutants golden test-all docs docs-serve dist test-dist lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -111,6 +111,20 @@ soak: $(STAMP)  ## Strike a run for half an hour (MINUTES=, HOURS=) and compare 
 
 test-all: $(STAMP)  ## Run the slow tests too
 	$(BIN)/python -m pytest -m 'not gpu'
+
+docs: $(STAMP)  ## Build the documentation site into build/site; broken links are errors
+	$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/pip install --quiet -c requirements/constraints.txt 'verl[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: docs  ## Read the documentation in the browser
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
+
+dist: $(STAMP)  ## Build the wheel and the source distribution
+	$(BIN)/python -c 'import build' 2>/dev/null || $(BIN)/pip install --quiet build
+	$(BIN)/python -m build --outdir dist .
+
+test-dist: dist  ## Install the wheel into a fresh environment and run the quickstart there, outside the repository
+	PYTHON=$(PYTHON) scripts/test_dist.sh
 
 lint: $(STAMP)  ## Formatting, lint rules, types, import order
 	$(BIN)/ruff format --check .

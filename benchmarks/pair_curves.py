@@ -38,7 +38,7 @@ def main() -> None:
             ends = {kind: fmean(scores[-1] for scores in curves[kind]) for kind in curves}
             print(name, {kind: round(end, 3) for kind, end in ends.items()}, f"{seconds:.0f} s")
             draw(options.out / f"{name}.png", name, curves)
-    (options.out / "pairs.json").write_text(json.dumps(found, indent=1))
+            (options.out / "pairs.json").write_text(json.dumps(found))
 
 
 def measure(toy: Path, output: Path, name: str, seeds: int) -> Curves:

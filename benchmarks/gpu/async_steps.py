@@ -51,7 +51,7 @@ def mode_settings(staleness: int, kv: str) -> dict[str, Any]:
 def predictions(timeline: Path, ahead: Sequence[int]) -> dict[str, float]:
     """Seconds per step that one run foretells for the others."""
     plan, steps = plan_async.read_timeline(timeline)
-    costs = plan_async.fitted(plan, steps)
+    costs = plan_async.fitted((plan, steps))
     return {
         f"ahead_{number}": plan_async.predict(
             dataclasses.replace(plan, staleness=float(number)), steps, costs

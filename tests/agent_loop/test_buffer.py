@@ -4,8 +4,14 @@ import threading
 
 import pytest
 
-from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
-from verl.protocol.trajectory import Abstain, Group, Score, Trajectory
+from verl.agent_loop.buffer import (
+    Buffer,
+    BufferPolicy,
+    DynamicSampling,
+    OnPolicy,
+    PreferredGroups,
+)
+from verl.protocol.trajectory import Abstain, Group, Score, Segment, Trajectory
 
 
 def group(index, *values, step=1, fault=None, **reported):
@@ -178,3 +184,46 @@ def test_the_groups_of_a_second_step_run_while_the_first_is_trained():
     buffer.publish(1)
     assert next(buffer.demands(2)) == 2
     assert [one.index for one in buffer.take(2).groups] == [2, 3]
+
+
+def preferring(num_prompts, num_drawn, *, bounds=(0.2, 0.8), limit=None):
+    return PreferredGroups(
+        num_prompts, num_drawn, accuracy_bounds=bounds, max_response_tokens=limit
+    )
+
+
+def test_prompts_of_middling_accuracy_come_first_and_others_fill_up():
+    drawn = [group(0, 1, 1), group(1, 0, 1), group(2, 0, 0), group(3, 1, 0), group(4, 0, 1)]
+    policy = preferring(2, 5)
+    taken, num_demands = fill(policy, drawn)
+    assert uids(taken.groups) == ["1-1", "1-3"]
+    assert uids(taken.discarded) == ["1-0", "1-2", "1-4"]
+    assert num_demands == 1
+    counts = policy.metrics(taken)
+    assert counts["train/num_groups_drawn"] == 5
+    assert counts["train/num_groups_out_of_bounds"] == 2
+    assert counts["train/num_groups_filled_up"] == 0
+    few = preferring(3, 3)
+    taken, _ = fill(few, [group(0, 1, 1), group(1, 0, 1), group(2, 0, 0, fault="lost")])
+    assert uids(taken.groups) == ["1-0", "1-1"], "in data order, without the one at fault"
+    assert few.metrics(taken)["train/num_groups_filled_up"] == 1
+
+
+def test_accuracy_is_what_graders_report_and_bounds_belong_to_it():
+    policy = preferring(1, 1)
+    assert policy.is_within_bounds(group(0, 9, 9, acc=[True, False]))
+    assert not policy.is_within_bounds(group(0, 0.5, 0.5, acc=[True, True]))
+    assert policy.is_within_bounds(group(0, 0.2, 0.2))
+    assert preferring(1, 1, bounds=None).is_within_bounds(group(0, 1, 1))
+
+
+def test_a_prompt_with_a_response_at_the_limit_is_second_choice():
+    long, short = group(0, 0, 1), group(1, 0, 1)
+    for one, length in ((long, 4), (short, 3)):
+        prompt = Segment(author="user", token_ids=[1])
+        answer = Segment(author="model", token_ids=[2] * length, parent=0)
+        one.trajectories[0].segments = [prompt, answer]
+    policy = preferring(1, 2, bounds=None, limit=4)
+    taken, _ = fill(policy, [long, short])
+    assert uids(taken.groups) == ["1-1"]
+    assert policy.metrics(taken)["train/num_groups_truncated"] == 1

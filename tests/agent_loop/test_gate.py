@@ -1,11 +1,14 @@
 """Which weights sample which token follows from the plan, whatever the machine does meanwhile."""
 
 import asyncio
+import math
 import random
 import threading
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl.agent_loop.gate import Gate
 from verl.agent_loop.schedule import Schedule
@@ -206,3 +209,82 @@ def test_an_error_of_generation_ends_the_wait_for_rows():
     world.gate.fail(RuntimeError("the engine is gone"))
     with pytest.raises(RuntimeError, match="the engine is gone"):
         world.gate.settle()
+
+
+# ---- what is trained on --------------------------------------------------------------------------
+
+
+def virtual_run(plan, lengths, num_steps):
+    """The schedule alone: (step, versions, start, end) of every row, in the order of the data."""
+    schedule = Schedule(plan, num_steps * plan.batch)
+    rows, clocks, num_started = [], [0], 0
+    while schedule.published < num_steps:
+        for index in range(num_started, schedule.limit):
+            row = schedule.begin(index)
+            rows.append((index // plan.batch, row.clock, row.clock + lengths[index]))
+            schedule.advance(row, lengths[index])
+            schedule.end(row)
+        num_started = schedule.limit
+        clocks.append(schedule.update_clock())
+        schedule.publish(clocks[-1])
+    found = []
+    for step, start, end in rows:
+        first = max(number for number, clock in enumerate(clocks) if clock <= start)
+        last = max(number for number, clock in enumerate(clocks) if clock < end)
+        found.append((step, [n * plan.sync_every for n in (first, last)], start, end))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    batch=st.integers(1, 6),
+    sync_every=st.integers(1, 3),
+    staleness=st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0, 3.5]),
+    lag=st.integers(0, 1),
+    update_tokens=st.integers(0, 30),
+    seed=st.integers(0, 2**32),
+)
+def test_every_group_is_trained_once_and_no_token_is_older_than_the_bound(
+    batch, sync_every, staleness, lag, update_tokens, seed
+):
+    plan = AsyncPlan(
+        batch=batch, sync_every=sync_every, staleness=staleness, lag=lag,
+        update_tokens=update_tokens * lag,
+    )  # fmt: skip
+    num_steps, draw = 4 * sync_every, random.Random(seed)
+    lengths = [1 + int(draw.lognormvariate(2, 1)) for _ in range(num_steps * batch)]
+    rows = virtual_run(plan, lengths, num_steps)
+    assert [step for step, *_ in rows] == [index // batch for index in range(len(lengths))]
+    for step, (first, last), *_ in rows:
+        assert step - plan.max_staleness <= first <= last <= step
+
+
+def ks_p_value(left, right):
+    """Kolmogorov and Smirnov's two-sample test: how likely so large a distance is by chance."""
+    values = sorted({*left, *right})
+    share = [
+        [sum(x <= v for x in sample) / len(sample) for v in values] for sample in (left, right)
+    ]
+    distance = max(abs(a - b) for a, b in zip(*share, strict=True))
+    root = math.sqrt(len(left) * len(right) / (len(left) + len(right)))
+    scaled = (root + 0.12 + 0.11 / root) * distance
+    terms = ((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
+    return min(1.0, 2 * sum(terms)) if scaled > 0.2 else 1.0
+
+
+@pytest.mark.parametrize("staleness", [0.0, 1.0, 4.0])
+def test_lengths_that_are_trained_are_those_that_are_generated(staleness):
+    """The 99th percentile is ten medians; whoever trains on what ends first sees short ones."""
+    plan, num_steps = AsyncPlan(batch=16, staleness=staleness), 20
+    draw, spread = random.Random(5), math.log(10) / 2.326
+    drawn = [round(draw.lognormvariate(math.log(300), spread)) for _ in range(2000)]
+    rows = virtual_run(plan, drawn, num_steps)
+    others = drawn[len(rows) :]
+    for steps in (range(10), range(10, 20)):  # the early ones, and the late ones
+        trained = [end - start for step, _, start, end in rows if step in steps]
+        assert len(trained) == 160, "no group is dropped"
+        assert ks_p_value(trained, others) > 0.05
+    ahead = rows[: round(16 * (1 + staleness))]
+    by_arrival = sorted(ahead, key=lambda row: row[3])[:16]
+    if staleness == 4.0:
+        assert ks_p_value([end - start for *_, start, end in by_arrival], others) < 0.01

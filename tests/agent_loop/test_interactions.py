@@ -85,7 +85,7 @@ def test_the_teacher_insists(users):
     assert CORRECT not in text_of(output)
     assert output.extra_fields["turn_scores"] == [0.0, 1.0]
     teacher = ToolAgentLoop._worlds[-1][1].interactions.users["teacher"]
-    assert teacher._truths == {}
+    assert teacher._instance_dict == {}
 
 
 def test_the_weather_is_asked_of_a_tool(users):
@@ -128,7 +128,10 @@ def test_a_row_must_name_its_user(users, extra_info, reason):
         ({"interactions": []}, "must hold `interaction:`"),
         ({"interaction": [{"name": "x"}]}, "needs class_name"),
         ({"interaction": [{"class_name": f"{__name__}.PickyInteraction", "cfg": 1}]}, "'cfg'"),
-        ({"interaction": [{"class_name": f"{__name__}.PickyInteraction"}] * 2}, "two interactions"),
+        (
+            {"interaction": [{"class_name": f"{__name__}.PickyInteraction"}] * 2},
+            "Duplicate interaction",
+        ),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(tmp_path, content, reason):

@@ -254,6 +254,7 @@ def test_only_aggregation_by_sequence_must_know_of_sessions():
         "seq-mean-token-sum": True,
         "seq-mean-token-mean": True,
         "seq-mean-token-sum-norm": False,
+        "token-sum": False,
     }
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import host_cost
-from benchmarks.gpu import decode, filtered, grpo_step, kernels, train, trainer_step
+from benchmarks.gpu import decode, distillation, filtered, grpo_step, kernels, train, trainer_step
 from benchmarks.gpu.policy import whole_groups
 from benchmarks.gpu.summary import summarise
 from benchmarks.gpu.workload import Workload
@@ -156,3 +156,13 @@ def test_the_host_cost_of_a_rollout_is_measured_beside_the_bare_engine(tmp_path)
     found = json.loads(path.read_text())
     assert set(found) == {"equal", "unequal"}
     assert set(found["equal"]) == {"bare", "loops", "per_row"}
+
+
+def test_every_way_of_comparing_with_a_teacher_is_measured(run):
+    found = run(distillation, "--teacher", "tiny", "--rounds", "1")
+    assert tuple(found["variants"]) == distillation.VARIANTS
+    assert "answers" not in found["variants"]["jsd"]["seconds"]
+    assert "answers" in found["variants"]["k3"]["seconds"]
+    exact, estimate = (found["variants"][name]["metrics"] for name in ("reverse_kl_full", "k3"))
+    assert exact["distillation/divergence"] > 0
+    assert estimate["distillation/divergence"] > 0

@@ -211,13 +211,17 @@ ROWS = (
     Row(
         "F15",
         "generation killed with groups in flight",
-        "Each prompt is consumed exactly once, however long its responses take.",
+        "Each prompt is consumed exactly once, however long its responses take, also with groups "
+        "of several steps in flight; what is trained is as long as what is generated.",
         (
+            f"{T}/agent_loop/test_gate.py::"
+            "test_every_group_is_trained_once_and_no_token_is_older_than_the_bound",
+            f"{T}/agent_loop/test_gate.py::"
+            "test_lengths_that_are_trained_are_those_that_are_generated",
             f"{T}/chaos/test_in_flight.py::test_each_prompt_is_consumed_exactly_once",
             f"{T}/chaos/test_in_flight.py::test_ten_thousand_schedules_consume_each_prompt_once",
             f"{T}/chaos/test_in_flight.py::test_the_checker_sees_each_kind_of_fault",
         ),
-        missing="asynchronous training, where groups of several steps are in flight, comes later",
     ),
     Row(
         "F16",
@@ -289,17 +293,22 @@ ROWS = (
     ),
     Row(
         "F21",
-        "an asynchronous run loses an engine, a rank that generates or one that trains, in each "
-        "phase, by kill -9 or SIGSTOP",
-        "A lost engine gets what is published, not what is trained meanwhile; a lost rank starts "
-        "anew from the last commit; the run ends bit for bit the same.",
+        "an asynchronous run loses an engine, a rank that generates or one that trains, its data "
+        "plane or the server of its tools, in each phase, by kill -9 or SIGSTOP",
+        "A lost engine gets what is published, not what is trained meanwhile; with a lost rank or "
+        "data plane it starts anew from the last commit; it ends bit for bit the same, also if it "
+        "goes on with more engines or fewer. Rows whose tools are lost have no score.",
         (
             f"{T}/trainer/test_async_placing.py::"
             "test_an_engine_lost_while_a_step_is_trained_gets_what_is_published",
             f"{T}/chaos/test_async_losses.py::"
             "test_whoever_is_lost_in_whichever_phase_the_run_ends_the_same",
+            f"{T}/trainer/test_stored.py::"
+            "test_a_plane_lost_in_any_phase_costs_the_steps_since_the_last_commit",
+            f"{T}/data_plane/test_ray_faults.py",
+            f"{T}/chaos/test_async_tools.py::test_a_tool_server_may_be_lost_in_any_phase",
+            f"{T}/trainer/test_async_placing.py::test_a_run_goes_on_with_more_engines_or_fewer",
         ),
-        missing="a tool server that is lost while rows are settled",
     ),
     Row(
         "D1",

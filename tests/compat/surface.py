@@ -6,17 +6,20 @@ pass, in this order: `=...` is any default, `_` any name, and brackets followed 
 callable of which only these first parameters are promised.
 """
 
+from tests.compat.surface_09 import SECOND_GENERATION
 from tests.compat.surface_batch import BATCH_AND_CONTROLLER
 from tests.compat.surface_loop import LOOP
 from tests.compat.surface_recipes import RECIPES
 from tests.compat.surface_training import TRAINING
 from tests.compat.surface_utils import UTILITIES
 
-PRESENT = {**BATCH_AND_CONTROLLER, **LOOP, **TRAINING, **UTILITIES, **RECIPES}
+PRESENT = {**BATCH_AND_CONTROLLER, **LOOP, **TRAINING, **UTILITIES, **RECIPES, **SECOND_GENERATION}
 
 LATER = {
-    "verl.checkpoint_engine": "CheckpointEngineManager",
-    "verl.experimental.agent_loop": "AgentLoopWorker",
+    "verl.experimental.agent_loop.prometheus_utils": "update_prometheus_config",
+    "verl.trainer.ppo.v1.replay_buffer": "ReplayBuffer",
+    "verl.utils.skip": "SkipManager",
+    "verl.utils.tokenizer.continuous_token": "",
     "verl.model_merger": "MegatronModelMerger",
     "verl.models.transformers.qwen2_vl": "get_rope_index",
     "verl.utils.dataset.vision_utils": "process_image process_video",

@@ -207,6 +207,8 @@ TRAINING = {
     "verl.experimental.one_step_off_policy.main_ppo": "main(config)",
     "verl.experimental.transfer_queue.main_ppo": "main(config)",
     "verl.trainer.ppo.v1": """
+        AgentLoopManagerTQ
+        AgentLoopWorkerTQ
         PPOTrainer
         PPOTrainer.on_init_end()
         PPOTrainer.on_train_begin()

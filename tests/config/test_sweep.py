@@ -14,10 +14,24 @@ from verl.config.effects import OTHER_BACK_END, default_of, key_parts, why_idle,
 from verl.config.legacy import meaning_of
 from verl.config.roles import OWN_LOOPS
 from verl.config.schema import ROOTS, Keys, family
-from verl.trainer import fsdp_sft_trainer, main_eval, main_generation, main_ppo, sft_trainer
-from verl.trainer.sft.launch import OF_ENGINE
+from verl.trainer import (
+    fsdp_sft_trainer,
+    main_eval,
+    main_generation,
+    main_ppo,
+    main_rm,
+    sft_trainer,
+)
+from verl.trainer.sft.launch import OF_ENGINE, OF_REWARD_MODEL
 
-COMMANDS = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "generation", "evaluation")
+COMMANDS = (
+    "ppo_trainer",
+    "sft_trainer",
+    "sft_trainer_engine",
+    "rm_trainer",
+    "generation",
+    "evaluation",
+)
 CHECKED = {"use_remove_padding"}
 """Options without a reader whose value validation insists on, where sequences are shared."""
 
@@ -33,7 +47,9 @@ EVERY_KEY = [(command, key) for command in COMMANDS for key in keys_of(command)]
 def refusal_of(command, parts):
     """The rule that refuses every value but the default."""
     key = ".".join(part.item.name for part in parts)
-    if command == "sft_trainer_engine" and key in OF_ENGINE:
+    if command in ("sft_trainer_engine", "rm_trainer") and key in OF_ENGINE:
+        return key
+    if command == "rm_trainer" and key in OF_REWARD_MODEL:
         return key
     rules = [part.rule("absent") for part in parts]
     return next((rule for rule in rules if rule is not None and rule.values is None), None)
@@ -156,6 +172,7 @@ MAINS = {
     "ppo_trainer": main_ppo.main,
     "sft_trainer": fsdp_sft_trainer.main,
     "sft_trainer_engine": sft_trainer.main,
+    "rm_trainer": main_rm.main,
     "generation": main_generation.main,
     "evaluation": main_eval.main,
 }
@@ -188,7 +205,7 @@ BY_VALUE = [
     "actor_rollout_ref.actor.strategy=veomni",
     "critic.strategy=megatron",
     "actor_rollout_ref.rollout.name=trtllm",
-    "actor_rollout_ref.rollout.dtype=fp8",
+    "actor_rollout_ref.rollout.quantization=torchao",
     "actor_rollout_ref.actor.peft.peft_type=dora",
     "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
     "trainer.v1.sampler.custom_sampler.path=mine.py",

@@ -67,6 +67,35 @@ CASES = [
         "set reward_model.enable=True",
     ),
     (
+        {f"{R}.quantization": "fp8", f"{R}.exact": True},
+        f"{R}.exact is True, quantization is fp8",
+        "set exact=False",
+    ),
+    (
+        {f"{R}.quantization": "fp8", f"{R}.name": "hf"},
+        f"{R}.quantization is fp8, and rollout.name is hf",
+        "set rollout.name=native",
+    ),
+    (
+        {f"{A}.router_replay.mode": "R2", f"{R}.exact": True},
+        f"{A}.router_replay.mode is R2, and {R}.exact is True",
+        "mode=R3",
+    ),
+    (
+        {f"{A}.router_replay.mode": "R3"},
+        f"{A}.router_replay.mode is R3, which replays what the engine returns",
+        "enable_rollout_routing_replay=True",
+    ),
+    (
+        {
+            f"{A}.router_replay.mode": "R3",
+            f"{R}.enable_rollout_routing_replay": True,
+            f"{R}.name": "sglang",
+        },
+        f"{A}.router_replay.mode is R3, but rollout.name is sglang",
+        "R2 replays the routes of the old policy",
+    ),
+    (
         {f"{R}.exact": True, f"{R}.name": "vllm"},
         f'{R}.exact is True, but rollout.name is "vllm"',
         "rollout.name=native or rollout.exact=False",
@@ -100,7 +129,7 @@ CASES = [
     (
         {f"{A}.ppo_micro_batch_size": 64, f"{A}.ppo_micro_batch_size_per_gpu": 4},
         f"{A}.ppo_micro_batch_size is 64 and",
-        f"remove {A}.ppo_micro_batch_size",
+        "You have set both; they say the same in two ways, so remove ppo_micro_batch_size",
     ),
     (
         {
@@ -109,7 +138,7 @@ CASES = [
             "critic.ppo_micro_batch_size_per_gpu": 1,
         },
         f"{A}.ppo_micro_batch_size_per_gpu is null",
-        f"{A}.use_dynamic_bsz=True",
+        "use_dynamic_bsz=True",
     ),
     (
         {
@@ -552,3 +581,10 @@ def test_arguments_of_an_engine_are_looked_up_where_it_is_installed(tmp_path):
     assert f"{R}.engine_kwargs.vllm.swap_spaces is passed on; whether" in "".join(said)
     (text,) = mistakes({f"{R}.engine_kwargs.native.swap_space": 8})
     assert "this engine takes its settings from" in text
+
+
+def test_a_rollout_in_fp8_without_correction_is_named_at_the_start():
+    notices = load({f"{R}.quantization": "fp8"}).notices
+    assert any("rollout_correction.rollout_is=token" in notice for notice in notices)
+    corrected = load({f"{R}.quantization": "fp8", f"{C}.rollout_is": "token"})
+    assert not any("rollout_is=token" in notice for notice in corrected.notices)

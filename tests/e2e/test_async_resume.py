@@ -6,7 +6,6 @@ has ended well.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -15,19 +14,17 @@ import time
 import pytest
 import torch
 
+from tests.children import children
 from tests.toy import toy_run
 from tests.trainer.test_async_placing import separate
 from tests.trainer.test_asynchronous import STEPS, Records, colocated
 
 NUM_MOMENTS = 20
-BY_DEFAULT = (3, 11)
+BY_DEFAULT = (11,)
 PLACES = {
     "on the trainer's device": lambda folder: [*colocated(2, folder), "trainer.save_freq=1"],
     "on one of its own": separate,
 }
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.e2e.test_async_resume"])
 
 
 class Writes(Records):
@@ -44,7 +41,7 @@ class Writes(Records):
 
 def start(toy, output, place):
     output.mkdir(exist_ok=True)
-    child = _context.Process(target=_train, args=(toy, output, place))
+    child = children.Process(target=_train, args=(toy, output, place))
     child.start()
     return child
 

@@ -155,3 +155,22 @@ def test_a_second_run_in_the_folders_of_the_first_is_refused(toy, tmp_path, shar
     said = (tmp_path / "output.txt").read_text()
     assert f"is in use by another run: process {os.getpid()} on" in said
     assert "Loading weights" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["annotate", "update", "save"])
+def test_prime_continues_with_its_reward_model_bit_for_bit(toy, tmp_path, stage):
+    prime = (
+        f"reward_model.model.path={toy / 'model'}",
+        "reward_model.model.optim.lr=0.003",
+        "reward_model.reward_manager=naive",
+        "data.filter_truncate=false",
+        "data.oversample_factor=1.5",
+    )
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    assert run_child(toy, straight, *prime, recipe="prime") == 0
+    assert run_child(toy, broken, *prime, die=(stage, 3), recipe="prime") == -signal.SIGKILL
+    assert run_child(toy, broken, *prime, recipe="prime") == 0
+    found = outcome(broken)
+    assert any(name.startswith("reward_model/optimizer") for name in found[0])
+    assert_same(found, outcome(straight))

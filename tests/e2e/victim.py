@@ -3,7 +3,6 @@
 Children come from a fork server that has imported everything once, so one costs a second or two.
 """
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.children import children
 from tests.toy import ACTOR, recipe_run, toy_run
 from verl.trainer.ppo.trainer import PPOTrainer
 
@@ -33,16 +33,13 @@ STAGES = ("draw_prompts", "rollout", "score", "annotate", "assign_credit", "upda
 Cue = tuple[Any, ...]
 """Stage, step, and the signals if it is not SIGKILL. Like a terminal's, SIGINT is for the group."""
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.e2e.victim"])
-
 
 def run_child(
     toy: Path, output: Path, *changes: str, die: Cue | None = None, recipe: str | None = None
 ) -> int:
     """Train in a child; its exit code. With `die` it gets a signal on that cue."""
     output.mkdir(exist_ok=True)
-    child = _context.Process(target=_train, args=(toy, output, changes, die, recipe))
+    child = children.Process(target=_train, args=(toy, output, changes, die, recipe))
     child.start()
     child.join(timeout=100)
     if child.exitcode is None:

@@ -8,7 +8,8 @@ from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import LIMITS, request, training_log_probs
 from verl.models.fp8 import E4M3, Fp8Linears, fp8_product, reference_quantize_rows
 from verl.models.routing import generation_pass
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.native.cache import as_stored
 from verl.workers.rollout.native.engine import NativeEngine
 
 
@@ -109,3 +110,39 @@ def test_exact_mode_and_fp8_exclude_each_other():
 
     with pytest.raises(ValueError, match=r"exact=False"):
         fp8_engine(make_exact(tiny_model("qwen3"), 64))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "deepseek_v3"])
+def test_keys_and_values_in_fp8_take_half_the_memory_and_change_little(model_type):
+    model = tiny_model(model_type, scale=0.1)
+    engines = [
+        NativeEngine(model, LIMITS, eos_token_ids=[2], kv_cache_dtype=name)
+        for name in ("auto", "fp8")
+    ]
+    sizes = [engine.core.cache.shape.bytes_per_token for engine in engines]
+    assert sizes[0] == 4 * sizes[1], "one byte instead of four on a CPU"
+    output = generate(engines[1])
+    trained = training_log_probs(model, [5, 6, 7], output.token_ids)
+    difference = (torch.tensor(output.log_probs) - trained).abs()
+    assert 1e-6 < difference[1:].max() < 0.1
+    assert difference[0] < 1e-5, "the first token attends to keys as they were computed"
+
+
+def test_a_conversation_goes_on_from_keys_in_fp8():
+    model = tiny_model("qwen3", scale=0.1)
+    engine = NativeEngine(model, LIMITS, eos_token_ids=[2], kv_cache_dtype="fp8")
+    params = SamplingParams(max_tokens=4, seed=4)
+    ids = [5, 6, 7]
+    for number in range(3):
+        turn = GenerationRequest(
+            request_id=str(number), prompt_ids=ids, params=params, session_ids=("s",)
+        )
+        (output,) = engine.generate_batch([turn])[0]
+        trained = training_log_probs(model, ids, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.log_probs), trained, rtol=0, atol=0.1)
+        ids = [*ids, *output.token_ids, 20, 21]
+    assert engine.core.num_prefilled_tokens < 3 + len(ids)
+
+
+def test_larger_keys_than_e4m3_has_become_its_largest():
+    assert as_stored(torch.tensor([1e4, -1e4, 1.0]), E4M3).float().tolist() == [448, -448, 1]

@@ -1,11 +1,13 @@
 """Routers: replaying a selection, and what experts compute on several ranks or in a loop."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
 from tests.models.test_packed import LENGTHS, packed_logits, random_ids
 from tests.tiny_models import tiny_model
-from verl.models.experts import EXPERTS, expert_modules, sort_pairs
+from verl.models.experts import EXPERTS, expert_modules, prepare_experts, sort_pairs
 from verl.models.routing import Routing, generation_pass
 
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
@@ -98,3 +100,17 @@ def test_recomputed_layers_take_the_same_routes():
         found.append(gradients(model))
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+def test_a_copy_of_a_model_has_routers_of_its_own():
+    model = tiny_model("qwen3_moe")
+    prepare_experts(model)  # once more changes nothing
+    copy = deepcopy(model)
+    ids = random_ids(LENGTHS)
+    routing, other = Routing.of(model), Routing.of(copy)
+    routing.begin()
+    other.begin()
+    logits = packed_logits(model, ids, LENGTHS)
+    assert other.layers[0].selected is None
+    assert torch.equal(packed_logits(copy, ids, LENGTHS), logits)
+    assert torch.equal(routing.selected(len(ids)), other.selected(len(ids)))

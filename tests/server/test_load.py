@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.pace import pace
 from tests.server.conftest import OPTIONS
 from tests.server.engines import TOKEN, byte_tokenizer
 from tests.server.load import length_of, prompt_of
@@ -38,7 +39,7 @@ def test_many_clients_get_their_own_answers_and_leave_nothing_behind(engine):
         assert set(found["statuses"]) <= {"200", "429"}
         assert found["statuses"]["429"] > 0
         assert found["health_asked"] > 20
-        assert found["health_p50"] < HEALTH_SECONDS, found["health_p99"]
+        assert found["health_p50"] < HEALTH_SECONDS * pace(), found["health_p99"]
         assert_nothing_is_left(server)
     engine.sleep()  # which it refuses while anything runs
     engine.wake_up()

@@ -43,7 +43,7 @@ def imported_modules(
 ) -> Iterator[tuple[str, int]]:
     typing_only = {
         id(child)
-        for node in ast.walk(tree)
+        for node in tree.body
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.walk(node)
     }
@@ -65,6 +65,7 @@ def imported_modules(
                 yield target, node.lineno
 
 
+@cache
 def graph() -> dict[str, set[tuple[str, int]]]:
     found = list(modules())
     known = {name for name, _, _ in found}

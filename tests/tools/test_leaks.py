@@ -1,7 +1,6 @@
 """Nothing that tools hold outside of the process outlives its trajectory: cancelled, or killed."""
 
 import asyncio
-import multiprocessing
 import os
 import random
 import signal
@@ -11,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import children
 from tests.pace import pace
 from verl.tools.base_tool import BaseTool
 from verl.tools.leases import ToolSet
 from verl.tools.orphans import start_reaping
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.tools.test_leaks"])
 
 
 @dataclass
@@ -112,8 +109,8 @@ def test_what_killed_runs_held_is_ended_at_the_next_start(tmp_path, outside, num
     dice, records = random.Random(7), tmp_path / "records"
     num_left = 0
     for _ in range(num_kills):
-        ready = _context.Event()
-        child = _context.Process(target=_run, args=(outside, records, ready))
+        ready = children.Event()
+        child = children.Process(target=_run, args=(outside, records, ready))
         child.start()
         assert ready.wait(60 * pace())
         time.sleep(0.01 * dice.random())  # somewhere in the middle of it
@@ -135,8 +132,8 @@ def test_what_killed_runs_held_is_ended_at_the_next_start(tmp_path, outside, num
 
 def test_what_cannot_be_ended_is_named_and_tried_again(tmp_path, outside, caplog):
     records = tmp_path / "records"
-    ready = _context.Event()
-    child = _context.Process(target=_run, args=(outside, records, ready))
+    ready = children.Event()
+    child = children.Process(target=_run, args=(outside, records, ready))
     child.start()
     assert ready.wait(60 * pace())
     os.kill(child.pid, signal.SIGSTOP)  # a run that lives keeps what it holds

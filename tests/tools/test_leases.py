@@ -479,10 +479,11 @@ async def test_random_cancels_leave_nothing_behind(tool_set):
 
     async def cancelled(number):
         task = asyncio.create_task(trajectory(number))
-        for _ in range(random.randrange(40)):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait({task})
+        if number % 10:  # the others go through, however slow the machine
+            for _ in range(random.randrange(40)):
+                await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.wait({task}, timeout=60)
 
     for batch in range(5):
         await asyncio.gather(*(cancelled(40 * batch + number) for number in range(40)))

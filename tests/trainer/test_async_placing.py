@@ -145,10 +145,21 @@ def test_a_run_that_is_lost_continues_bit_for_bit(toy, tmp_path, request, every,
     assert same_weights(trainer, whole)
 
 
+@slow
+@pytest.mark.parametrize(("before", "after"), [("process", "processes"), ("ranks", "rank")])
+def test_a_run_goes_on_with_more_engines_or_fewer(toy, tmp_path, straight, before, after):
+    seen, whole = straight
+    first, _ = recorded(Fails, toy, tmp_path, *separate(tmp_path, before), fail_at=4)
+    then, trainer = stopped(*recorded(Records, toy, tmp_path, *separate(tmp_path, after)))
+    assert first == seen[:4]
+    assert then == seen[3:]
+    assert same_weights(trainer, whole)
+
+
 class LosesEngine(Records):
     """While a step is trained: requests are in flight, and what is trained is not published."""
 
-    at = (2, 4)
+    at: tuple
 
     def engine_pids(self):
         if self.rollout_wg is self.actor_rollout_wg:
@@ -173,14 +184,21 @@ class LosesEngine(Records):
         return batch
 
 
-@pytest.mark.parametrize("place", ["process", pytest.param("processes", marks=slow)])
+@pytest.mark.parametrize(
+    ("place", "at"),
+    [
+        ("process", (4,)),
+        pytest.param("process", (2, 4), marks=slow),
+        pytest.param("processes", (2, 4), marks=slow),
+    ],
+)
 def test_an_engine_lost_while_a_step_is_trained_gets_what_is_published(
-    toy, tmp_path, straight, place
+    toy, tmp_path, straight, place, at
 ):
-    kind = type("LosesEngine", (LosesEngine,), {"seen": []})
+    kind = type("LosesEngine", (LosesEngine,), {"seen": [], "at": at})
     metrics, trainer = toy_run(toy, tmp_path, *separate(tmp_path, place), trainer_class=kind)
     trainer.stop_workers()
-    assert total(metrics, "rollout/engine_restarts") == 2
+    assert total(metrics, "rollout/engine_restarts") == len(at)
     assert total(metrics, "rollout/redispatched") > 0
     assert kind.seen == straight[0]
     assert same_weights(trainer, straight[1])

@@ -81,10 +81,15 @@ def straight(toy, tmp_path_factory):
     return recorded(Records, toy, folder, *colocated(2, folder), "trainer.save_freq=1")
 
 
-@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.slow), TURNS])
-def test_without_staleness_it_is_the_synchronous_run(toy, tmp_path, turns):
-    plain = toy_run(toy, tmp_path, *settings(tmp_path, turns=turns))
-    same = toy_run(toy, tmp_path, *colocated(0, tmp_path, turns=turns), trainer_class=AsyncTrainer)
+@pytest.mark.parametrize(
+    ("turns", "steps"), [(TURNS, STEPS), pytest.param(1, 20, marks=pytest.mark.slow)]
+)
+def test_without_staleness_it_is_the_synchronous_run(toy, tmp_path, turns, steps):
+    length = (f"trainer.total_training_steps={steps}", "trainer.total_epochs=10")
+    plain = toy_run(toy, tmp_path, *settings(tmp_path, turns=turns), *length)
+    ahead = (*colocated(0, tmp_path, turns=turns), *length)
+    same = toy_run(toy, tmp_path, *ahead, trainer_class=AsyncTrainer)
+    assert [len(metrics) for metrics, _ in (plain, same)] == [steps, steps]
     assert same_weights(plain[1], same[1])
 
 

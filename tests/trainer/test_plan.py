@@ -290,3 +290,66 @@ def test_a_file_without_rows_is_refused_in_the_plan(tmp_path):
     assert faults(empty) == [f"data.train_files ({empty}) has no rows"]
     assert f"data.train_files ({broken}) cannot be read" in faults(broken)[0]
     assert faults(tmp_path / "gone.parquet") == []
+
+
+def phases_of(values, folder, shape=QWEN_7B):
+    (folder / "config.json").write_text(json.dumps(shape))
+    keys = {**GRPO, "actor_rollout_ref.model.path": str(folder), "trainer.device": "cuda", **values}
+    plan = memory_plan(load(keys).checked())
+    return {phase.name: phase.parts for phase in plan.phases}, plan
+
+
+def test_fp8_weights_lie_beside_those_that_are_trained(tmp_path):
+    """One byte for each weight of attention and MLP; a cache in fp8 is half of one in bf16."""
+    one = {"trainer.n_gpus_per_node": 1}
+    plain, _ = phases_of(one, tmp_path)
+    low, _ = phases_of({**one, f"{R}.quantization": "fp8", f"{R}.kv_cache_dtype": "fp8"}, tmp_path)
+    hidden, inner, heads, kv = 3584, 18944, 28 * 128, 4 * 128
+    layer = 2 * hidden * heads + 2 * hidden * kv + heads + 2 * kv + 3 * hidden * inner
+    assert low["rollout"]["fp8 weights"] == 28 * layer
+    assert "engine weights" not in low["rollout"], "the engine shares the trained ones"
+    assert low["rollout"]["KV cache"] == plain["rollout"]["KV cache"] / 2
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}
+
+
+def test_experts_that_stay_on_their_ranks_are_not_gathered(tmp_path):
+    ranks = {"trainer.n_gpus_per_node": 8, f"{A}.fsdp_config.sharding": "full"}
+    key = f"{A}.fsdp_config.expert_parallel_size"
+    gathered = [
+        phases_of({**ranks, key: size}, tmp_path, EXPERTS)[0]["update actor"]["working weights"]
+        for size in (1, 8)
+    ]
+    of_layer = 3 * 64 * 512 * 256
+    # In bf16: two layers' experts are not gathered; this rank's own are, from fp32.
+    assert gathered[0] - gathered[1] == pytest.approx(2 * (2 * of_layer - 10 * of_layer / 8))
+
+
+def test_the_time_of_an_update_is_bytes_over_the_slowest_link(tmp_path):
+    assert phases_of({"trainer.n_gpus_per_node": 1}, tmp_path)[1].sync.seconds == 0
+    sharded = {f"{A}.fsdp_config.sharding": "full", f"{R}.tensor_model_parallel_size": 4}
+    in_node = phases_of({**sharded, "trainer.n_gpus_per_node": 8}, tmp_path)[1].sync
+    assert in_node.num_bytes == 2 * PARAMS
+    assert in_node.seconds == pytest.approx(2 * PARAMS / 150e9)
+    across = {**sharded, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 2}
+    assert phases_of(across, tmp_path)[1].sync.seconds == pytest.approx(2 * PARAMS / 25e9)
+
+
+def test_the_page_on_large_models_is_what_the_planner_says():
+    from scripts.large_models import PAGE, page
+
+    assert PAGE.read_text() == page(), "run python scripts/large_models.py"

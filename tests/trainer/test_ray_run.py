@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.toy import ROLLOUT, toy_overrides, toy_run
+from tests.trainer.recipes.test_prime import prime_run, prime_settings
 from tests.trainer.test_async_placing import separate
 from tests.trainer.test_engine_processes import without_engine_metrics
 from tests.trainer.test_ranks import EVERYTHING, assert_same_run
@@ -256,3 +257,11 @@ def test_actors_have_engines_in_processes_of_their_own(toy, tmp_path):
     assert_same_run(
         [{k: v for k, v in step.items() if k not in of_engines} for step in found], expected
     )
+
+
+@pytest.mark.slow
+def test_prime_trains_its_reward_model_on_ray_as_one_process_does(toy, tmp_path):
+    changes = ("reward_model.model.optim.lr=0.003", "reward_model.mini_batch_size=2")
+    expected, _ = prime_run(toy, tmp_path / "here", *changes)
+    settings = prime_settings(toy, *changes)
+    assert_same_run(ray_run(toy, tmp_path / "ray", *settings), expected)

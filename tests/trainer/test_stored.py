@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from tests.toy import ACTOR, toy_run
+from tests.trainer.test_asynchronous import STEPS, colocated
 from tests.trainer.test_ranks import EVERYTHING, assert_same_run
+from tests.trainer.test_resume import same_weights
 from verl.data_plane import connect
 from verl.data_plane.batch import StoredBatch
+from verl.trainer.ppo.asynchronous import AsyncTrainer
 from verl.trainer.ppo.trainer import PPOTrainer
 
 STORED = "transfer_queue.enable=true"
@@ -24,7 +27,11 @@ class Watched(PPOTrainer):
         super().finish_step(batch, step)
 
 
-@pytest.mark.parametrize("changes", [EVERYTHING, PLAIN, SAMPLED], ids=["gae", "grpo", "sampled"])
+@pytest.mark.parametrize(
+    "changes",
+    [EVERYTHING, pytest.param(PLAIN, marks=pytest.mark.slow), SAMPLED],
+    ids=["gae", "grpo", "sampled"],
+)
 def test_weights_are_bit_equal_after_five_steps(toy, tmp_path, changes):
     five = (*changes, "trainer.total_training_steps=5", f"trainer.rollout_data_dir={tmp_path}/rows")
     expected, plain = toy_run(toy, tmp_path / "plain", *five)
@@ -33,6 +40,84 @@ def test_weights_are_bit_equal_after_five_steps(toy, tmp_path, changes):
     for name, weight in weights_of(plain).items():
         assert torch.equal(weights_of(trainer)[name], weight), name
     trainer.stop_workers()
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        pytest.param("bypass_mode=true", marks=pytest.mark.slow),
+        "bypass_mode=false algorithm.rollout_correction.rollout_is=token",
+    ],
+)
+def test_an_asynchronous_run_is_the_same_run_too(toy, tmp_path, correction):
+    chosen = f"algorithm.rollout_correction.{correction}".split()
+    runs = []
+    for folder, changes in ((tmp_path / "plain", ()), (tmp_path / "stored", (STORED,))):
+        settings = [*colocated(2, folder), *chosen, *changes]
+        runs.append(toy_run(toy, folder, *settings, trainer_class=AsyncTrainer))
+    (expected, plain), (found, trainer) = (
+        ([without_waiting(step) for step in metrics], trainer) for metrics, trainer in runs
+    )
+    assert_same_run(found, expected)
+    assert any("training/off_policy/age_2/token_ratio" in step for step in found)
+    assert same_weights(trainer, plain)
+    assert trainer.plane.entries() == {}
+    trainer.stop_workers()
+
+
+class LosesPlane(AsyncTrainer):
+    """Finds its plane gone in each phase, once."""
+
+    phases = {2: "generating", 3: "settling", 4: "training", 5: "publishing"}
+    struck: set
+
+    def strike(self, phase):
+        if self.phases.get(self.global_steps) == phase and phase not in self.struck:
+            self.struck.add(phase)
+            self.plane.close()
+
+    def init_workers(self):
+        super().init_workers()
+        update = self.actor_rollout_wg.update_actor
+
+        def struck_update(batch):
+            self.strike("training")
+            return update(batch)
+
+        self.actor_rollout_wg.update_actor = struck_update
+
+    def rollout(self, step):
+        self.strike("generating")
+        return super().rollout(step)
+
+    def _settle(self):
+        self.strike("settling")
+        super()._settle()
+
+    def _make_visible(self, step):
+        self.strike("publishing")
+        return super()._make_visible(step)
+
+
+def test_a_plane_lost_in_any_phase_costs_the_steps_since_the_last_commit(toy, tmp_path):
+    folders = [tmp_path / "straight", tmp_path / "struck"]
+    changes = [
+        [*colocated(2, folder), STORED, "trainer.save_freq=1", "trainer.max_restarts=4"]
+        for folder in folders
+    ]
+    _, straight = toy_run(toy, folders[0], *changes[0], trainer_class=AsyncTrainer)
+    straight.stop_workers()
+    kind = type("LosesPlane", (LosesPlane,), {"struck": set()})
+    metrics, trainer = toy_run(toy, folders[1], *changes[1], trainer_class=kind)
+    trainer.stop_workers()
+    assert kind.struck == set(LosesPlane.phases.values())
+    assert [step["step"] for step in metrics][-1] == STEPS
+    assert same_weights(trainer, straight)
+
+
+def without_waiting(metrics):
+    waits = ("fully_async/", "trainer/idle", "rollouter/")
+    return {name: value for name, value in metrics.items() if not name.startswith(waits)}
 
 
 def weights_of(trainer):

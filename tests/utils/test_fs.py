@@ -57,17 +57,15 @@ def test_a_directory_is_copied_whole_and_only_once(remote, tmp_path):
     assert (local / "config.json").stat().st_ino != before.st_ino
 
 
-@pytest.mark.parametrize("harm", ["changed", "added", "removed", "record"])
+@pytest.mark.parametrize("harm", ["changed", "added", "removed"])
 def test_a_copy_that_is_not_what_was_copied_is_made_again(remote, tmp_path, harm, caplog):
     local = Path(copy_to_local(remote, cache_dir=str(tmp_path)))
     if harm == "changed":
         (local / "part" / "weights").write_bytes(b"54321")
     elif harm == "added":
         (local / "modeling.py").write_text("planted")
-    elif harm == "removed":
-        (local / "config.json").unlink()
     else:
-        (local.parent / fs.RECORD).unlink()
+        (local / "config.json").unlink()
     assert copy_to_local(remote, cache_dir=str(tmp_path)) == str(local)
     files = {path.name: path.read_bytes() for path in local.rglob("*") if path.is_file()}
     assert files == {"config.json": b"{}", "weights": b"12345"}
@@ -87,7 +85,7 @@ def test_copies_lie_in_a_folder_of_the_user(remote, tmp_path, monkeypatch):
 
 def planted(remote: str, cache: Path) -> Path:
     """A model of somebody else, under the name that the cache would use."""
-    folder = fs._cached_path(remote, cache)
+    folder = Path(fs.get_local_temp_path(remote, str(cache)))
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("planted")
     record = {"copy": fs.fingerprint(folder), "source": None}
@@ -206,11 +204,10 @@ def test_a_copy_with_a_missing_or_short_file_is_found(tmp_path):
         for side in ("source", "copy"):
             (tmp_path / side).mkdir(exist_ok=True)
             (tmp_path / side / name).write_text(content)
-    verify_copy(str(tmp_path / "source"), str(tmp_path / "copy"))
+    assert verify_copy(str(tmp_path / "source"), str(tmp_path / "copy"))
     (tmp_path / "copy" / "a").write_text("12")
     (tmp_path / "copy" / "b").unlink()
-    with pytest.raises(OSError, match="not complete: a, b"):
-        verify_copy(str(tmp_path / "source"), str(tmp_path / "copy"))
+    assert not verify_copy(str(tmp_path / "source"), str(tmp_path / "copy"))
 
 
 def test_modelscope_is_asked_for_by_name_when_it_is_missing():

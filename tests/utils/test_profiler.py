@@ -162,7 +162,7 @@ def test_the_tool_options_of_the_role_count_when_none_are_passed(tmp_path):
 def test_tools_for_cuda_say_that_there_is_none(tmp_path, tool):
     config = ProfilerConfig(tool=tool, enable=True, all_ranks=True, save_path=str(tmp_path))
     with pytest.raises(ValueError, match=f"profiler.tool={tool} needs a CUDA device"):
-        DistProfiler(0, config)
+        DistProfiler(0, config).start()
     elsewhere = ProfilerConfig(tool=tool, enable=True, ranks=[1], save_path=str(tmp_path))
     DistProfiler(0, elsewhere, NsightToolConfig())  # this rank takes no part
 

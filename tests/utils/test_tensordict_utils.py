@@ -247,12 +247,12 @@ def test_jagged_tensors_are_joined():
             tu.concat_nested_tensors([one, wrong])
 
 
-def test_values_of_the_batch_that_differ_become_one_per_sample():
+def test_a_value_of_the_batch_is_that_of_the_first_part():
     one = tu.get_tensordict({"a": torch.zeros(2)}, {"rank": 0, "same": [1]})
     other = tu.get_tensordict({"a": torch.zeros(1)}, {"rank": 1, "same": [1]})
     joined = tu.concat_tensordict([one, other])
-    assert tu.get(joined, "rank") == [0, 0, 1]
-    assert isinstance(joined.get("rank"), NonTensorStack)
+    assert tu.get(joined, "rank") == 0
+    assert isinstance(joined.get("rank"), NonTensorData)
     assert tu.get(joined, "same") == [1]
     assert isinstance(joined.get("same"), NonTensorData)
 

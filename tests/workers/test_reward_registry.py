@@ -44,7 +44,7 @@ def test_another_class_under_a_taken_name_is_refused():
 
 
 def test_an_unknown_name_lists_what_is_known():
-    with pytest.raises(ValueError, match=r"unknown reward manager 'constant'.*constant_for_tests"):
+    with pytest.raises(ValueError, match=r"Unknown reward manager: constant\..*constant_for_tests"):
         get_reward_manager_cls("constant")
 
 

@@ -50,6 +50,9 @@ class BufferState:
 class BufferPolicy(ABC):
     """Which groups belong to which step."""
 
+    reads_grades: bool = False
+    """Whether groups need their final scores before it can choose among them."""
+
     @abstractmethod
     def demand(self, step: int, state: BufferState) -> int | None:
         """Prompts to draw now; 0 if there are enough, None while that depends on running ones."""
@@ -61,6 +64,10 @@ class BufferPolicy(ABC):
     def discard(self, step: int, state: BufferState) -> list[int]:
         """Indices of groups that no step will train on, once `select` has had its choice."""
         return []
+
+    def metrics(self, taken: "Taken") -> dict[str, float]:
+        """What it reports about the groups of a step."""
+        return {}
 
 
 class OnPolicy(BufferPolicy):
@@ -88,6 +95,8 @@ class DynamicSampling(BufferPolicy):
     drawn `gen_batch_size` at a time until there are so many, at most `max_num_gen_batches` times
     (0: no limit). Scores are compared in single precision, in which rewards are kept.
     """
+
+    reads_grades = True
 
     def __init__(
         self, num_prompts: int, gen_batch_size: int, metric: str, max_num_gen_batches: int
@@ -121,6 +130,14 @@ class DynamicSampling(BufferPolicy):
     def discard(self, step: int, state: BufferState) -> list[int]:
         return state.ended_of(step)
 
+    def metrics(self, taken: "Taken") -> dict[str, float]:
+        groups = [*taken.groups, *taken.discarded]
+        num_dull = sum(g.fault is None and not self.is_informative(g) for g in groups)
+        return {
+            "train/num_gen_batches": len(groups) // self.gen_batch_size,
+            "train/num_groups_dropped": num_dull,
+        }
+
     def is_informative(self, group: Group) -> bool:
         """Whether trajectories differ in the metric; a single one always counts, a fault never."""
         if group.fault is not None:
@@ -145,6 +162,73 @@ class DynamicSampling(BufferPolicy):
                 f"{known}"
             )
         return [group.index for group in groups if self.is_informative(group)]
+
+
+class PreferredGroups(BufferPolicy):
+    """Draw more prompts than a step trains on and prefer those of middling difficulty (PRIME,
+    arXiv:2502.01456, section 3.3).
+
+    A step draws `num_drawn` prompts once. First come groups whose mean accuracy lies within
+    `accuracy_bounds` and none of whose responses has `max_response_tokens` or more, then others
+    until there are `num_prompts`, both in data order. None turns a criterion off. Accuracy is what
+    graders report as `acc`, else the score. A group with a fault is never taken.
+    """
+
+    reads_grades = True
+
+    def __init__(
+        self,
+        num_prompts: int,
+        num_drawn: int,
+        *,
+        accuracy_bounds: tuple[float, float] | None,
+        max_response_tokens: int | None,
+    ) -> None:
+        self.num_prompts, self.num_drawn = num_prompts, num_drawn
+        self.accuracy_bounds = accuracy_bounds
+        self.max_response_tokens = max_response_tokens
+
+    def demand(self, step: int, state: BufferState) -> int | None:
+        if state.num_running(step):
+            return None
+        return 0 if state.ended_of(step) else self.num_drawn
+
+    def select(self, step: int, state: BufferState) -> list[int] | None:
+        if state.num_running(step):
+            return None
+        groups = [state.ended[index] for index in state.ended_of(step)]
+        sound = [group for group in groups if group.fault is None]
+        chosen = sorted(sound, key=self._is_second_choice)[: self.num_prompts]
+        return sorted(group.index for group in chosen)
+
+    def discard(self, step: int, state: BufferState) -> list[int]:
+        return state.ended_of(step)
+
+    def metrics(self, taken: "Taken") -> dict[str, float]:
+        groups = [g for g in [*taken.groups, *taken.discarded] if g.fault is None]
+        return {
+            "train/num_groups_drawn": len(taken.groups) + len(taken.discarded),
+            "train/num_groups_out_of_bounds": sum(not self.is_within_bounds(g) for g in groups),
+            "train/num_groups_truncated": sum(self.is_truncated(g) for g in groups),
+            "train/num_groups_filled_up": sum(map(self._is_second_choice, taken.groups)),
+        }
+
+    def is_within_bounds(self, group: Group) -> bool:
+        if self.accuracy_bounds is None:
+            return True
+        low, high = self.accuracy_bounds
+        grades = [t.grade for t in group.last_rows if isinstance(t.grade, Score)]
+        accuracies = [float(grade.extras.get("acc", grade.value)) for grade in grades]
+        return bool(accuracies) and low <= float(np.mean(accuracies)) <= high
+
+    def is_truncated(self, group: Group) -> bool:
+        limit = self.max_response_tokens
+        return limit is not None and any(
+            trajectory.num_response_tokens >= limit for trajectory in group.trajectories
+        )
+
+    def _is_second_choice(self, group: Group) -> bool:
+        return not self.is_within_bounds(group) or self.is_truncated(group)
 
 
 class Taken(NamedTuple):

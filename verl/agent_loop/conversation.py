@@ -139,6 +139,24 @@ class Conversation:
         self.response_logprobs += [0.0] * len(ids)
         self.user_turns += 1
 
+    def fork(self, number: int) -> "Conversation":
+        """A conversation that goes on from here by itself, with a session and seeds of its own."""
+        fork = Conversation(
+            self.loop,
+            self.prompt_ids,
+            self.sampling_params,
+            continuation=self.continuation,
+            response_length=self.response_length,
+        )
+        if fork.sampling_params.get("seed") is not None:
+            fork.sampling_params["seed"] = keyed_seed(fork.sampling_params["seed"], "fork", number)
+        fork.response_ids = list(self.response_ids)
+        fork.response_mask = list(self.response_mask)
+        fork.response_logprobs = list(self.response_logprobs)
+        fork.turns = list(self.turns)
+        fork.assistant_turns, fork.user_turns = self.assistant_turns, self.user_turns
+        return fork
+
     def output(self, **fields: Any) -> AgentLoopOutput:
         """The trajectory so far; `fields` are further fields of `AgentLoopOutput`."""
         return AgentLoopOutput(

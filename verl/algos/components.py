@@ -12,8 +12,12 @@ rewards, demonstrations among the responses, a term on what tools replied: all a
 
 from collections.abc import Mapping
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
+
+from verl.algos.sessions import session_numbers, session_sums
+from verl.protocol import DataProto
 
 CE_WEIGHTS, KL_WEIGHTS = "ce_weights", "kl_weights"
 COMPONENTS = (CE_WEIGHTS, KL_WEIGHTS)
@@ -29,3 +33,18 @@ def component_tokens(rows: TensorDict | Mapping[str, Tensor]) -> dict[str, Tenso
 def weighted_mean(values: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
     """sum_t w_t v_t / num_tokens; what has weight 0 has no influence, even if it is NaN."""
     return (values.masked_fill(weights == 0, 0) * weights).sum() / max(num_tokens, 1)
+
+
+def positive_weights(batch: DataProto, coefficient: float, min_score: float) -> Tensor:
+    """`ce_weights` of VAPO (arXiv:2504.05118): the coefficient on all trained tokens of responses
+    whose `acc` (else score) is at least `min_score`, 0 on the others; (B, T)."""
+    mask = batch.batch["response_mask"]
+    score = batch.batch["token_level_scores"].sum(-1)  # (B,)
+    if "acc" in batch.non_tensor_batch:  # None on rows of a session that were not graded
+        reported = [float(value or 0) for value in batch.non_tensor_batch["acc"]]
+        score = torch.tensor(reported, dtype=torch.float64, device=mask.device)
+    score, numbers = session_sums(score, batch), session_numbers(batch)
+    is_right = score >= min_score
+    if numbers is not None:
+        is_right = is_right[numbers.to(mask.device)]
+    return coefficient * (mask * is_right[:, None]).float()

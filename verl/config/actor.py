@@ -8,6 +8,7 @@ on one device and only trade memory for speed.
 # Sections are frozen, so a variant may narrow the type of a section it inherits.
 # pyright: reportIncompatibleVariableOverride=false
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from verl.config.profiler import ProfilerConfig
 from verl.config.roles import BACK_END, CHUNKED, FUSED, ON_GPU, PACKED, ROUTE_FILES, shares_weights
 from verl.config.trainer import CheckpointConfig
 
+DEFAULT_MICRO_BATCH = 8
 LOSS_AGG_MODES = (
     "token-mean",
     "seq-mean-token-sum",
@@ -125,6 +127,34 @@ class RouterReplayConfig(BaseConfig):
     """File from which routing is replayed."""
 
 
+REPLAYED = When(lambda here, run: here.files is not None, "sft_replay.files is null")
+
+
+@dataclass(kw_only=True)
+class SFTReplayConfig(BaseConfig):
+    """Demonstrations that join the rows of an update, trained by cross-entropy."""
+
+    files: str | list[str] | None = None
+    """File or files with prompts and responses, as for supervised fine-tuning. Null: none."""
+
+    rows_per_mini_batch: int = option(1, minimum=1, used_if=REPLAYED)
+    """Demonstrations in each optimizer step, beside the sequences of `ppo_mini_batch_size`."""
+
+    coef: float = option(1.0, above=0, used_if=REPLAYED)
+    """Factor on their cross-entropy, which is a mean over their response tokens."""
+
+    prompt_key: str = option("prompt", used_if=REPLAYED)
+    """Column with the prompt: text, or messages."""
+
+    response_key: str = option("response", used_if=REPLAYED)
+    """Column with the response."""
+
+    @property
+    def num_rows(self) -> int:
+        """Demonstrations in each optimizer step."""
+        return 0 if self.files is None else self.rows_per_mini_batch
+
+
 @dataclass(kw_only=True)
 class ActorConfig(BaseConfig):
     """What every actor has."""
@@ -164,7 +194,7 @@ class ActorConfig(BaseConfig):
     """Deprecated: the same as `ppo_micro_batch_size_per_gpu`, but counted over all devices."""
 
     ppo_micro_batch_size_per_gpu: int | None = option(
-        8,
+        DEFAULT_MICRO_BATCH,
         minimum=1,
         used_if=When(
             lambda here, run: not here.use_dynamic_bsz,
@@ -321,6 +351,23 @@ class ActorConfig(BaseConfig):
     )
     """Estimator of that KL. A trailing `+` takes its value with the gradient of `k2`."""
 
+    sft_replay: SFTReplayConfig = option(default_factory=SFTReplayConfig)
+    """Demonstrations that join the rows of an update, trained by cross-entropy."""
+
+    ce_on_tool_text_coef: float = option(0.0, minimum=0)
+    """Weight of a cross-entropy on the response tokens that the policy did not write: replies of
+    tools, users and environments. 0: none."""
+
+    positive_nll_coef: float = option(0.0, minimum=0)
+    """Weight of a cross-entropy on responses that are right (VAPO, arXiv:2504.05118, has 0.1),
+    divided by their tokens; 0 has none."""
+
+    positive_nll_min_score: float = option(
+        1.0,
+        used_if=When(lambda here, run: here.positive_nll_coef > 0, "positive_nll_coef is 0"),
+    )
+    """From which `acc` (or score, where graders report no `acc`) on a response counts as right."""
+
     use_rollout_log_probs: bool = False
     """Take the rollout's log-probabilities as the old policy's (fully asynchronous training)."""
 
@@ -363,6 +410,50 @@ class ActorConfig(BaseConfig):
 
     global_batch_info: dict[str, Any] = runtime_value(default_factory=dict)
     """Counts over the whole mini-batch, which losses divide by: keyword arguments of `agg_loss`."""
+
+    def faults(self, path: str = "") -> Iterator[str]:
+        yield from super().faults(path)
+        over_all, per_gpu = self.ppo_micro_batch_size, self.ppo_micro_batch_size_per_gpu
+        if self.use_dynamic_bsz:
+            return
+        if over_all is not None and per_gpu not in (None, DEFAULT_MICRO_BATCH):
+            yield (
+                f"{path}ppo_micro_batch_size is {over_all} and ppo_micro_batch_size_per_gpu is "
+                f"{per_gpu}. You have set both; they say the same in two ways, so remove "
+                "ppo_micro_batch_size"
+            )
+        if over_all is None and per_gpu is None:
+            yield (
+                f"{path}ppo_micro_batch_size_per_gpu is null, and so is ppo_micro_batch_size. "
+                "Please set at least one, or use_dynamic_bsz=True"
+            )
+
+    def validate(
+        self,
+        n_gpus: int,
+        train_batch_size: int,
+        model_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise a ValueError if the batch sizes do not fit together on `n_gpus` devices."""
+        mini, micro = self.ppo_mini_batch_size, self.ppo_micro_batch_size
+        if self.use_dynamic_bsz:
+            return
+        if train_batch_size < mini:
+            raise ValueError(
+                f"train_batch_size ({train_batch_size}) must be >= ppo_mini_batch_size ({mini})"
+            )
+        if micro is None:
+            return
+        ranks = self.get("ulysses_sequence_parallel_size", 1)
+        if mini % micro:
+            raise ValueError(
+                f"ppo_mini_batch_size ({mini}) must be a multiple of ppo_micro_batch_size ({micro})"
+            )
+        if micro * ranks < n_gpus:
+            raise ValueError(
+                f"ppo_micro_batch_size ({micro}) * ulysses_sequence_parallel_size ({ranks}) must "
+                f"be >= n_gpus ({n_gpus})"
+            )
 
 
 @dataclass(kw_only=True)
@@ -442,6 +533,20 @@ class FSDPActorConfig(ActorConfig):
 
     fsdp_config: FSDPEngineConfig = option(default_factory=FSDPActorEngineConfig)
     """How the model is spread over devices."""
+
+    def validate(
+        self,
+        n_gpus: int,
+        train_batch_size: int,
+        model_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().validate(n_gpus, train_batch_size, model_config)
+        is_packed = model_config is None or model_config.get("use_remove_padding", True)
+        if self.ulysses_sequence_parallel_size > 1 and not is_packed:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size is {self.ulysses_sequence_parallel_size}; with "
+                "more than 1 you must enable `use_remove_padding`"
+            )
 
 
 @dataclass(kw_only=True)

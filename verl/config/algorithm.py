@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig, When, option, while_on
+from verl.config.roles import PRIME
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_TYPES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
@@ -28,6 +29,9 @@ BYPASS_GRADIENT: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"
 def discounts(estimator: str | None) -> bool:
     estimator = estimator or ""
     return estimator in ("gae", "reinforce_plus_plus", "remax") or "optimal_token" in estimator
+
+
+GAE = When(lambda here, run: here.adv_estimator == "gae", "only adv_estimator=gae uses it")
 
 
 @dataclass(kw_only=True)
@@ -84,6 +88,17 @@ class PFPPOConfig(BaseConfig):
         used_if=When(lambda here, run: here.reweight_method == "pow", "reweight_method is not pow"),
     )
     """Exponent of `pow`."""
+
+    replay_size: int = option(
+        0,
+        minimum=0,
+        used_if=When(
+            lambda here, run: run.trainer.recipe == "pf_ppo",
+            "only the recipe pf_ppo replays: recipe.pf_ppo.main_pf_ppo",
+        ),
+    )
+    """Responses of earlier steps that are drawn from beside those of this one. They are of older
+    policies, so `algorithm.rollout_correction` must choose a correction."""
 
 
 @dataclass(kw_only=True)
@@ -254,11 +269,23 @@ class AlgoConfig(BaseConfig):
         1.0,
         minimum=0,
         maximum=1,
-        used_if=When(
-            lambda here, run: here.adv_estimator == "gae", "only adv_estimator=gae uses it"
+        used_if=(
+            GAE,
+            When(
+                lambda here, run: here.lam_critic is None or here.lam_actor_alpha is None,
+                "lam_critic and lam_actor_alpha are both set",
+            ),
         ),
     )
     """GAE's trade between bias (0) and variance (1)."""
+
+    lam_critic: float | None = option(None, minimum=0, maximum=1, used_if=GAE)
+    """`lam` of the returns that the critic learns, where it differs from the policy's (VAPO,
+    arXiv:2504.05118, has 1); null takes `lam`."""
+
+    lam_actor_alpha: float | None = option(None, above=0, used_if=GAE)
+    """Length-adaptive `lam` of the advantages (VAPO): 1 - 1 / (this * response tokens), at least 0;
+    null takes `lam`."""
 
     norm_adv_by_std_in_grpo: bool = option(
         True,
@@ -333,6 +360,18 @@ class AlgoConfig(BaseConfig):
         used_if=When(lambda here, run: here.filter_groups.enable, "filter_groups.enable is off"),
     )
     """Dynamic sampling: drop prompts that teach nothing."""
+
+    reward_gt_coef: float = option(5.0, used_if=PRIME)
+    """PRIME: weight of the outcome, on the last token of a response."""
+
+    reward_dpo_coef: float = option(5.0, used_if=PRIME)
+    """PRIME: weight of the implicit model's token rewards."""
+
+    prime_baseline: str = option(
+        "leave_one_out", choices=("leave_one_out", "scaled"), used_if=PRIME
+    )
+    """PRIME: subtract the mean token reward of the group's other responses, as published, or scale
+    token rewards by n/(n-1) and subtract the sum of all means over n-1, as verl does."""
 
     rollout_correction: RolloutCorrectionConfig = option(
         default_factory=RolloutCorrectionConfig.disabled

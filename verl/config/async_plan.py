@@ -285,6 +285,14 @@ def algorithm_faults(config: Any, plan: AsyncPlan) -> Iterator[Fault]:
             "before: set it to False, or train synchronously (verl.trainer.main_ppo)"
         )
         yield Fault(text, ("algorithm.filter_groups.enable",))
+    for name in ("filter_accuracy", "filter_truncate"):
+        if config.data[name]:
+            text = (
+                f"data.{name} is True; which prompts a step prefers is known only when all are "
+                f"graded, and {mode} starts those of later steps before: set it to False, or train "
+                "synchronously"
+            )
+            yield Fault(text, (f"data.{name}",))
     if algorithm.adv_estimator == "remax":
         text = (
             f'algorithm.adv_estimator is "remax"; its greedy baselines are generated with the '

@@ -12,7 +12,10 @@ from verl.config.base import Absent, BaseConfig, When, never, option
 from verl.config.roles import FULLY_ASYNC, async_mode
 
 ASYNCHRONOUS = When(lambda here, run: async_mode(run) != "sync", "training is synchronous")
-LENDING = Absent("devices are not lent between training and generation: leave it out")
+LENDING = Absent(
+    "devices are not lent between training and generation: leave it out, or let both have all of "
+    "them with trainer.v1.trainer_mode=colocate_async"
+)
 SWITCHED = never("devices are not lent between training and generation")
 BY_SCHEDULE = "which prompts a step trains on follows from the schedule (docs/async.md)"
 

@@ -60,7 +60,7 @@ def option(
     default: Any = MISSING,
     *,
     default_factory: Callable[[], Any] | None = None,
-    yaml: str | None = None,
+    yaml: Any = None,
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
@@ -69,18 +69,20 @@ def option(
     absent: Absent | None = None,
     reads: tuple[str, ...] | None = None,
     unread: str = "",
+    reads_all_if: When | None = None,
     ignores: Mapping[str, str] | None = None,
 ) -> Any:
     """A field with rules. `minimum` and `maximum` are inclusive, `above` is exclusive.
 
     `yaml` is the interpolation that the generated YAML holds where the default follows another
     key, as in `"${oc.select:actor_rollout_ref.rollout.n,1}"`; `default` is what it falls back to.
+    It may be a plain value where a section corrects its own default.
 
     `used_if` says when the option, or a section with all that is below it, has an effect; all its
     conditions must hold. `absent` marks values that are refused because what they ask for does not
     exist. `reads` lists the keys of a shared section that have an effect where this field mounts
-    it; for the others `unread` is the reason. `ignores` has keys of a free dict that have no
-    effect, with the reasons.
+    it; for the others `unread` is the reason, unless `reads_all_if` holds. `ignores` has keys of a
+    free dict that have no effect, with the reasons.
     """
     rule = {
         "yaml": yaml,
@@ -91,7 +93,7 @@ def option(
         "used_if": (used_if,) if isinstance(used_if, When) else used_if,
         "absent": absent,
         "ignores": ignores,
-        "reads": None if reads is None else (reads, unread),
+        "reads": None if reads is None else (reads, unread, reads_all_if),
     }
     metadata = {name: value for name, value in rule.items() if value is not None}
     if default_factory is not None:
@@ -116,6 +118,10 @@ def runtime_value(
 def is_option(item: Field[Any]) -> bool:
     """Whether a user sets this field: it is neither the class marker nor a runtime value."""
     return item.name != "_target_" and "runtime" not in item.metadata
+
+
+class MissingOption(KeyError, AttributeError):
+    """A key that a section lacks: the error of a mapping, and of an attribute."""
 
 
 @dataclass(kw_only=True)
@@ -144,9 +150,12 @@ class BaseConfig(Mapping[str, Any]):
             yield from rule_faults(item, vars(self)[item.name], f"{path}{item.name}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if vars(self).get("_is_frozen") and name not in self._mutable_fields:
+        if not vars(self).get("_is_frozen") or name in self._mutable_fields:
+            object.__setattr__(self, name, value)
+        elif name in vars(self) or name in vars(self)["extras"]:
             raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot change after creation")
-        object.__setattr__(self, name, value)
+        else:  # a value that a program attaches, once
+            vars(self)["extras"][name] = value
 
     def __getattr__(self, name: str) -> Any:  # only for what is neither field nor method
         extras = vars(self).get("extras", {})
@@ -157,8 +166,10 @@ class BaseConfig(Mapping[str, Any]):
         return extras[name]
 
     def __getitem__(self, key: str) -> Any:
+        if not isinstance(key, str):
+            raise TypeError(f"the keys of {type(self).__name__} are names, not {key!r}")
         if key not in self.__dataclass_fields__ and key not in vars(self)["extras"]:
-            raise KeyError(key)
+            raise MissingOption(key)
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ is allowed, one string for a list of strings); anything else is a fault that nam
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from importlib import import_module
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -296,8 +296,10 @@ def plain(config: Any) -> Any:
     return config
 
 
-def to_dict(section: BaseConfig) -> dict[str, Any]:
+def to_dict(section: BaseConfig | DictConfig) -> dict[str, Any]:
     """The values below a section, extras included, as plain dicts and lists, unlogged."""
+    if isinstance(section, DictConfig):
+        return cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
     state = vars(section)
     values = {item.name: state[item.name] for item in fields(section)} | state["extras"]
     return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig, When, never, option, while_on
-from verl.config.roles import async_mode, is_training
+from verl.config.roles import FILTERED, async_mode, is_training
 
 
 @dataclass(kw_only=True)
@@ -65,6 +65,23 @@ class DataConfig(BaseConfig):
         ),
     )
     """Prompts per generation batch, where it differs (dynamic sampling, asynchronous training)."""
+
+    filter_accuracy: bool = False
+    """Prefer prompts whose responses are right (`acc`, or the score) between `accuracy_lower_bound`
+    and `accuracy_upper_bound` on average: draw more prompts than a step trains on, train on those
+    first and fill up with others."""
+
+    accuracy_lower_bound: float = option(0.2, used_if=while_on("filter_accuracy"))
+    """Least mean accuracy of a prompt that is preferred."""
+
+    accuracy_upper_bound: float = option(0.8, used_if=while_on("filter_accuracy"))
+    """Largest mean accuracy of a prompt that is preferred."""
+
+    filter_truncate: bool = False
+    """Prefer prompts none of whose responses has reached `max_response_length`, in the same way."""
+
+    oversample_factor: float = option(4.0, minimum=1, used_if=FILTERED)
+    """Prompts drawn for a step, as a multiple of `train_batch_size`, where some are preferred."""
 
     val_batch_size: int | None = option(None, minimum=1)
     """Prompts per validation batch; null takes the whole set at once."""

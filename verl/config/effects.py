@@ -52,9 +52,8 @@ def why_idle(config: BaseConfig, key: str) -> str | None:
     """The reason why a key has no effect in this configuration; None when it has one."""
     parts = key_parts(config, key)
     for part in parts:
-        reads = part.rule("reads")
-        if reads is not None and not any(is_at_or_below(part.rest, name) for name in reads[0]):
-            return reads[1]
+        if reason := why_unread(part, config):
+            return reason
         ignored: Mapping[str, str] = part.rule("ignores") or {}
         if part.rest in ignored:
             return ignored[part.rest]
@@ -67,6 +66,16 @@ def why_idle(config: BaseConfig, key: str) -> str | None:
     if parts and parts[-1].item.name == "engine_kwargs":
         return why_engine_ignores(parts[-1])
     return None
+
+
+def why_unread(part: KeyPart, config: BaseConfig) -> str | None:
+    """Why a key of a shared section is not read where this field mounts it; None if it is."""
+    if (rule := part.rule("reads")) is None:
+        return None
+    names, reason, reads_all_if = rule
+    if reads_all_if is not None and reads_all_if.holds(part.section, config):
+        return None
+    return None if any(is_at_or_below(part.rest, name) for name in names) else reason
 
 
 def why_engine_ignores(part: KeyPart) -> str | None:

@@ -228,7 +228,7 @@ class McoreEngineConfig(EngineConfig):
     context_parallel_size: int = option(1, minimum=1)
     """Devices that share one sequence, for long contexts."""
 
-    sequence_parallel: bool = True
+    sequence_parallel: bool = option(True, yaml=True)
     """Split norms and dropout over the tensor-parallel devices; off when there is only one."""
 
     use_distributed_optimizer: bool = True
@@ -261,6 +261,11 @@ class McoreEngineConfig(EngineConfig):
 
     use_remove_padding: bool = True
     """Pack sequences without padding."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_model_parallel_size == 1:
+            self.sequence_parallel = False
 
 
 @dataclass(kw_only=True)

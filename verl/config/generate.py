@@ -50,6 +50,7 @@ SIGNS = {"minimum": "≥", "above": ">", "maximum": "≤"}
 # Sections that are a section of `ppo_trainer` again; the Megatron variant is so throughout.
 LIKE = {
     ("sft_trainer_engine", "model"): "actor_rollout_ref.model",
+    ("rm_trainer", "model"): "actor_rollout_ref.model",
     ("generation", "rollout"): "actor_rollout_ref.rollout",
 }
 COMMANDS = {
@@ -59,6 +60,7 @@ COMMANDS = {
     "sft_trainer": "`torchrun -m verl.trainer.fsdp_sft_trainer`",
     "sft_trainer_engine": "`torchrun -m verl.trainer.sft_trainer`, "
     "`python -m verl.trainer.sft_trainer_ray`",
+    "rm_trainer": "`python -m verl.trainer.main_rm`, `torchrun -m verl.trainer.main_rm`",
     "evaluation": "`python -m verl.trainer.main_eval`",
     "generation": "`python -m verl.trainer.main_generation`",
 }
@@ -308,7 +310,9 @@ def differences(different: list[tuple[str, Any]]) -> Iterator[str]:
 
 
 def shown_default(value: Any, item: Field[Any]) -> str:
-    followed = follows(item.metadata.get("yaml") or "")
+    written = item.metadata.get("yaml")
+    followed = follows(written) if isinstance(written, str) else ""
+    value = value if isinstance(written, str | None) else written
     literal = "" if isinstance(value, BaseConfig) or (value is None and followed) else inline(value)
     return ", ".join(part for part in (f"`{literal}`" if literal else "", followed) if part)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.config.faults import Fault, shown
 from verl.config.schema import Keys, Values, Variant
+from verl.config.second_generation import ENTRIES
 
 Today = dict[str, Any]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -43,7 +44,8 @@ class Rule:
     function of the way, the value and all values that gives today's keys with their values (None:
     the rule is not about this value), or None for a key that means nothing any more.
     `is_about_value` marks rules about a key that still exists, `completes` those whose function
-    builds on the value of today's key instead of replacing it.
+    builds on the value of today's key instead of replacing it. A key without meaning is not
+    mentioned at the values `off`, or never (`is_quiet`); at others, `refuses` makes it a fault.
     """
 
     old: str
@@ -51,6 +53,13 @@ class Rule:
     why: str = ""
     is_about_value: bool = False
     completes: bool = False
+    off: tuple[Any, ...] = ()
+    refuses: bool = False
+    is_quiet: bool = False
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        follows = isinstance(value, str) and value.startswith("${")  # a default of its own files
+        return self.new is None and (self.is_quiet or follows or value in self.off)
 
     def way_to(self, path: str) -> str | None:
         """What `*` stands for in `path` ("" without a star), or None when the rule does not fit."""
@@ -97,6 +106,8 @@ class Meaning:
     values: dict[str, Any]
     why: str
     completes: bool
+    is_silent: bool = False
+    is_refused: bool = False
 
 
 def modernise(
@@ -116,7 +127,10 @@ def modernise(
     for path, meaning in meanings.items():
         if meaning is not None:
             old, value = ".".join(path), values[path]
-            result.notices.append(notice(old, value, meaning))
+            if meaning.is_refused:
+                result.faults.append(Fault(f"{old} is {shown(value)}; {meaning.why}", (old,)))
+            elif not meaning.is_silent:
+                result.notices.append(notice(old, value, meaning))
             for new, meant in meaning.values.items():
                 if old in decided or new not in decided:
                     result.settle(old, value, new, meant, completes=meaning.completes)
@@ -136,12 +150,16 @@ def meaning_of(
             if translated is None:
                 continue
             meant, why = {}, rule.why
+            is_silent = rule.asks_for_nothing(value)
+            is_refused = rule.refuses and not is_silent
             for new, one in translated.items():
                 further = meaning_of(new, one, settings, scopes) if new != path else None
                 meant.update(further.values if further else {new: one})
-                why = further.why or why if further else why
+                if further:
+                    why = further.why or why
+                    is_silent, is_refused = further.is_silent, further.is_refused
             if all(new in scope for new in meant):
-                return Meaning(meant, why, rule.completes)
+                return Meaning(meant, why, rule.completes, is_silent, is_refused)
     return None
 
 
@@ -449,4 +467,9 @@ RULES: list[Rule] = [
     Rule("*.profiler.tool_config.torch.step_end", None, "global_profiler.steps lists the steps"),
     Rule("ray_init.num_cpus", "ray_kwargs.ray_init.num_cpus"),
     Rule("ray_init.timeline_json_file", "ray_kwargs.timeline_json_file"),
+    # verl 0.8 and 0.9.
+    *(
+        Rule(one.old, one.new, one.why, off=one.off, refuses=one.refuses, is_quiet=one.is_quiet)
+        for one in ENTRIES
+    ),
 ]

@@ -194,7 +194,7 @@ def is_at_or_below(path: str, ancestor: str) -> bool:
 class SizesPerGpu:
     """Values to add, under today's keys, and what to say about it."""
 
-    values: dict[tuple[str, ...], int] = field(default_factory=dict)
+    values: dict[tuple[str, ...], int | None] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -225,6 +225,7 @@ def sizes_per_gpu(config: Any, user_set: set[str], keys: Keys) -> SizesPerGpu:
             result.faults.append(Fault(text, (path,)))
             continue
         result.values[tuple(f"{path}_per_gpu".split("."))] = size // ranks
+        result.values[tuple(path.split("."))] = None
         result.notices.append(f"{path} is now {path}_per_gpu={size // ranks}")
     return result
 

@@ -67,8 +67,8 @@ class FSDPOptimizerConfig(OptimizerConfig):
     optimizer_impl: str = "torch.optim"
     """Module that holds the optimizer class, for example `torchao.optim`."""
 
-    min_lr_ratio: float = option(0.0, minimum=0, maximum=1, used_if=DECAYING)
-    """Where the cosine schedule ends, as a part of `lr`."""
+    min_lr_ratio: float | None = option(None, yaml=0.0, minimum=0, maximum=1, used_if=DECAYING)
+    """Where the cosine schedule ends, as a part of `lr`; null is 0."""
 
     num_cycles: float = option(0.5, above=0, used_if=DECAYING)
     """Cosine waves over the run; 0.5 falls once from `lr` to the floor."""
@@ -81,6 +81,11 @@ class FSDPOptimizerConfig(OptimizerConfig):
 
     override_optimizer_config: dict[str, Any] | None = None
     """More keyword arguments for the optimizer's constructor."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_style is not None:
+            object.__setattr__(self, "lr_scheduler_type", self.warmup_style)
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ from verl.config.async_training import AsyncTrainingConfig
 from verl.config.base import BaseConfig, When, option
 from verl.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.env import EnvConfig
 from verl.config.model import HFModelConfig, McoreModelConfig
 from verl.config.profiler import GlobalProfilerConfig
@@ -24,7 +25,7 @@ from verl.config.reward import (
     RewardManagerConfig,
     RewardModelConfig,
 )
-from verl.config.roles import ON_RAY, WITH_CRITIC, needs_reference
+from verl.config.roles import DISTILLED, ON_RAY, WITH_CRITIC, needs_reference
 from verl.config.rollout import McoreRolloutConfig, RolloutConfig
 from verl.config.trainer import RayKwargsConfig, TrainerConfig, TransferQueueConfig
 
@@ -52,8 +53,9 @@ class ActorRolloutRefConfig(BaseConfig):
     ref: RefConfig = option(
         default_factory=FSDPRefConfig,
         used_if=When(
-            lambda here, run: needs_reference(run),
-            "there is no reference: actor.use_kl_loss and algorithm.use_kl_in_reward are off",
+            lambda here, run: needs_reference(run) or run.distillation.enabled,
+            "there is no reference: actor.use_kl_loss and algorithm.use_kl_in_reward are off, and "
+            "no teacher, which would be run like one: distillation.enabled is off",
         ),
     )
     """The reference policy."""
@@ -101,6 +103,9 @@ class PPOConfig(BaseConfig):
 
     algorithm: AlgoConfig = option(default_factory=AlgoConfig)
     """From rewards to advantages."""
+
+    distillation: DistillationConfig = option(default_factory=DistillationConfig, used_if=DISTILLED)
+    """Learning from what teachers say about the student's responses."""
 
     trainer: TrainerConfig = option(default_factory=TrainerConfig)
     """How long, on what, how often it saves, and where it reports."""

@@ -32,7 +32,9 @@ class RefConfig(BaseConfig):
         "log_prob_micro_batch_size_per_gpu",
     }
 
-    strategy: str = option("fsdp", yaml="${actor_rollout_ref.actor.strategy}", absent=BACK_END)
+    strategy: str = option(
+        "fsdp", yaml="${oc.select:actor_rollout_ref.actor.strategy,fsdp}", absent=BACK_END
+    )
     """Back-end; follows the actor."""
 
     model: RefModelConfig = option(default_factory=RefModelConfig)

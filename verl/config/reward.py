@@ -13,10 +13,20 @@ from typing import Any, ClassVar
 
 from verl.config.base import BaseConfig, When, never, option, while_on
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
-from verl.config.model import DEFAULT_MODEL, OUR_ATTENTION
+from verl.config.model import DEFAULT_MODEL, OUR_ATTENTION, FusedKernelOptions
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig, SharedToolProfilerConfig
 from verl.config.ref import FollowingMcoreEngineConfig
-from verl.config.roles import BACK_END, LIMITED, PACKED, RECORDED_WITH_ACTOR, REWARD_MODEL
+from verl.config.roles import (
+    BACK_END,
+    LIMITED,
+    NOT_PRIME,
+    PACKED,
+    PRIME,
+    RECORDED_WITH_ACTOR,
+    REWARD_MODEL,
+    runs_prime,
+)
 from verl.config.serving import ServingConfig
 
 
@@ -110,15 +120,20 @@ class SandboxFusionConfig(BaseConfig):
     """Memory of one run, in megabytes."""
 
 
+FROZEN_REFERENCE = When(lambda here, run: here.ref_type == "freeze", "ref_type is policy")
+
+
 @dataclass(kw_only=True)
 class RewardModelModelConfig(BaseConfig):
     """The weights of the reward model."""
 
     path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
     """Hugging Face name or folder: a sequence or token classifier with one label, or a language
-    model with a value head."""
+    model with a value head. For the recipe prime a language model, with the policy's tokenizer."""
 
-    input_tokenizer: str | None = option(DEFAULT_MODEL, yaml="${actor_rollout_ref.model.path}")
+    input_tokenizer: str | None = option(
+        DEFAULT_MODEL, yaml="${actor_rollout_ref.model.path}", used_if=NOT_PRIME
+    )
     """Tokenizer of the policy, to turn its responses into text for the reward model's template;
     null when both share tokenizer and template."""
 
@@ -220,7 +235,7 @@ class RewardModelConfig(BaseConfig):
     )
     """Tokens per micro-batch on one device when cut by tokens; follows the critic."""
 
-    max_length: int | None = option(None, minimum=1, used_if=REWARD_MODEL)
+    max_length: int | None = option(None, minimum=1, used_if=(REWARD_MODEL, NOT_PRIME))
     """Most tokens the reward model sees; null sets no limit."""
 
     truncation: str = option(
@@ -323,6 +338,17 @@ class RewardModelConfig(BaseConfig):
 
 
 @dataclass(kw_only=True)
+class ImplicitOptimizerConfig(FSDPOptimizerConfig):
+    """The optimizer of PRIME's implicit model."""
+
+    lr: float = option(1e-6, minimum=0)
+
+    weight_decay: float = option(0.0, minimum=0)
+
+    clip_grad: float = option(10.0, above=0)
+
+
+@dataclass(kw_only=True)
 class FSDPRewardEngineConfig(FSDPEngineConfig):
     """The reward model's FSDP."""
 
@@ -358,8 +384,42 @@ class FSDPRewardModelModelConfig(RewardModelModelConfig):
         default_factory=FSDPRewardEngineConfig,
         reads=("dtype", "param_offload", "strategy"),
         unread="each rank holds the whole reward model, and does not train it",
+        reads_all_if=PRIME,
     )
     """How the model is spread over devices."""
+
+    fused_kernel_options: FusedKernelOptions = option(default_factory=FusedKernelOptions)
+    """How the fused log-probability head is computed."""
+
+    tokenizer_path: str | None = option(
+        None, used_if=never("the implicit model sees token ids, never text")
+    )
+    """Accepted for older scripts of the recipe prime."""
+
+    enable_gradient_checkpointing: bool = option(
+        True, yaml="${actor_rollout_ref.model.enable_gradient_checkpointing}", used_if=PRIME
+    )
+    """PRIME: compute activations again in the backward pass; follows the actor's model."""
+
+    ref_path: str | None = option(None, used_if=(PRIME, FROZEN_REFERENCE))
+    """PRIME: the model whose log-probabilities are subtracted; null takes `path`."""
+
+    ref_type: str = option("freeze", choices=("freeze", "policy"), used_if=PRIME)
+    """PRIME: the reference is a frozen model, or the policy that sampled the responses."""
+
+    update: str = option("before", choices=("before", "after", "reverse", "none"), used_if=PRIME)
+    """PRIME: train the model on a batch, then score it (`before`); take the scores of the passes
+    that train it, which saves one (`after`); score, then train (`reverse`); or train it not at all
+    (`none`)."""
+
+    beta_train: float = option(0.05, above=0, used_if=PRIME)
+    """PRIME: a token's reward is beta times its log-ratio to the reference."""
+
+    loss_type: str = option("ce", choices=("ce",), used_if=never("there is one loss"))
+    """PRIME: cross-entropy between sigmoid(beta times the sum of log-ratios) and the outcome."""
+
+    optim: FSDPOptimizerConfig = option(default_factory=ImplicitOptimizerConfig, used_if=PRIME)
+    """PRIME: the optimizer of the implicit model."""
 
 
 @dataclass(kw_only=True)
@@ -371,9 +431,35 @@ class FSDPRewardModelConfig(RewardModelConfig):
     model: FSDPRewardModelModelConfig = option(default_factory=FSDPRewardModelModelConfig)
 
     ulysses_sequence_parallel_size: int = option(
-        1, minimum=1, used_if=never("each rank of the reward model scores whole sequences")
+        1,
+        minimum=1,
+        used_if=When(
+            lambda here, run: runs_prime(run),
+            "each rank of the reward model scores whole sequences",
+        ),
     )
     """Devices that share one sequence; `model.fsdp_config` follows it."""
+
+    mini_batch_size: int = option(
+        256,
+        yaml="${oc.select:actor_rollout_ref.actor.ppo_mini_batch_size,256}",
+        minimum=1,
+        used_if=PRIME,
+    )
+    """PRIME: prompts per optimizer step of the implicit model, over all devices; times `rollout_n`
+    gives sequences. Follows the actor."""
+
+    rollout_n: int = option(
+        1, yaml="${oc.select:actor_rollout_ref.rollout.n,1}", minimum=1, used_if=PRIME
+    )
+    """PRIME: responses per prompt; follows `rollout.n`."""
+
+    prime_granularity: str = option("token", choices=("token", "whole"), used_if=PRIME)
+    """PRIME: reward each token, or the last one with the sum over all."""
+
+    prime_norm: str = option("batch_norm", choices=("batch_norm", "none"), used_if=PRIME)
+    """PRIME: divide token rewards by the largest absolute sum over the rest of a response in the
+    batch, or leave them at beta times the log-ratio."""
 
 
 @dataclass(kw_only=True)

@@ -95,8 +95,14 @@ def rollout_traits(name: str) -> RolloutTraits:
     return ROLLOUTS.get(name, RolloutTraits())
 
 
-AGENT_LOOPS = ("single_turn_agent", "tool_agent", "env_agent", "program_agent")
-RECIPES: tuple[str, ...] = ("online_dpo", "spin")
+AGENT_LOOPS = (
+    "single_turn_agent",
+    "tool_agent",
+    "env_agent",
+    "program_agent",
+    "collabllm_agent",
+)
+RECIPES: tuple[str, ...] = ("online_dpo", "pf_ppo", "prime", "spin")
 PAIR_RECIPES = ("online_dpo", "spin")
 """Recipes that turn rewards into pairs, and have no advantage estimator."""
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
@@ -202,6 +208,12 @@ def ranks_beside(config: Any) -> int:
     return section.rollout.nnodes * section.rollout.n_gpus_per_node
 
 
+def teacher_ranks(config: Any) -> int:
+    """Ranks that only teach, on devices beside those of the trainer and of generation."""
+    section = config.distillation
+    return section.nnodes * section.n_gpus_per_node if section.enabled else 0
+
+
 def engine_of(config: Any, role: str) -> Any:
     """The section that says how a role's model is spread over its ranks."""
     if role == "critic":
@@ -257,6 +269,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def is_training(run: Any) -> bool:
     """Whether this is the configuration of RL training, and not of another command."""
     return "actor_rollout_ref" in run
+
+
+def runs_prime(run: Any) -> bool:
+    """Whether the reward model is PRIME's: a language model that is trained beside the policy."""
+    return is_training(run) and run.trainer.get("recipe") == "prime"
 
 
 def async_mode(run: Any) -> str:
@@ -343,12 +360,30 @@ SEVERAL_TURNS = When(
     "multi_turn.enable is off and the default loop is single_turn_agent, which has one turn and no "
     "tools; only rows that name another loop (agent_name) use it",
 )
-OWN_LOOPS = When(has_own_loops, "no built-in loop reads it, and the run names none of your own")
+OWN_LOOPS = When(
+    lambda here, run: (
+        has_own_loops(here, run)
+        or (
+            is_training(run)
+            and run.actor_rollout_ref.rollout.agent.default_agent_loop == "collabllm_agent"
+        )
+    ),
+    "only the loop collabllm_agent reads it, and the run names no loop of yours",
+)
 WITH_CRITIC = When(
     lambda here, run: needs_critic(run),
     "there is no critic: algorithm.adv_estimator does not use one",
 )
 REWARD_MODEL = while_on("enable")
+DISTILLED = When(lambda here, run: run.distillation.enabled, "distillation.enabled is off")
+FILTERED = When(
+    lambda here, run: here.filter_accuracy or here.filter_truncate,
+    "filter_accuracy and filter_truncate are off: each step draws what it trains on",
+)
+PRIME = When(lambda here, run: runs_prime(run), "only the recipe prime uses it")
+NOT_PRIME = When(
+    lambda here, run: not runs_prime(run), "the recipe prime gives its model the policy's tokens"
+)
 LIMITED = When(
     lambda here, run: run.reward_manager.name in ("rate_limited", "judge"),
     "only the reward managers rate_limited and judge use it",
@@ -384,7 +419,10 @@ PROFILED = (
 ON_RAY = When(
     lambda here, run: (
         run.trainer.controller == "ray"
-        or (run.trainer.controller == "auto" and world_size(run) + ranks_beside(run) > 1)
+        or (
+            run.trainer.controller == "auto"
+            and world_size(run) + ranks_beside(run) + teacher_ranks(run) > 1
+        )
     ),
     "the run does not use Ray",
 )

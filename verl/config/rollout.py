@@ -109,7 +109,7 @@ class MultiTurnConfig(BaseConfig):
     run stops above it."""
 
     num_repeat_rollouts: int | None = option(None, minimum=1, used_if=OWN_LOOPS)
-    """Continuations simulated per interaction (CollabLLM)."""
+    """Conversations with a simulated user that follow each answer (CollabLLM); null is one."""
 
 
 @dataclass(kw_only=True)
@@ -311,6 +311,16 @@ class RolloutConfig(ServingConfig):
         absent=Absent("only fp8 is built in: set quantization=fp8", values=("torchao",)),
     )
     """Generate with linear layers in fp8 (`docs/fp8.md`); null keeps `dtype`."""
+
+    kv_cache_dtype: str = option(
+        "auto",
+        choices=("auto", "fp8"),
+        used_if=When(
+            lambda here, run: here.name in ("native", "native_process"),
+            "name is not native; other engines take it in engine_kwargs",
+        ),
+    )
+    """Number format of keys and values: that of the weights, or fp8, which takes half of it."""
 
     quantization_config_file: str | None = option(
         None, used_if=When(lambda here, run: here.name == "vllm", "name is not vllm")

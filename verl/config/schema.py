@@ -23,6 +23,7 @@ from verl.config.generation import EvaluationConfig, GenerationConfig
 from verl.config.optimizer import McoreOptimizerConfig, VeOmniOptimizerConfig
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.presets import PRESETS
+from verl.config.rm import RMConfig
 from verl.config.sft import SFTConfig, SFTEngineConfig
 
 ROOTS: dict[str, type[BaseConfig]] = {
@@ -30,6 +31,7 @@ ROOTS: dict[str, type[BaseConfig]] = {
     "ppo_megatron_trainer": PPOMegatronConfig,
     "sft_trainer": SFTConfig,
     "sft_trainer_engine": SFTEngineConfig,
+    "rm_trainer": RMConfig,
     "evaluation": EvaluationConfig,
     "generation": GenerationConfig,
 }
@@ -194,7 +196,7 @@ def family(root: type[BaseConfig]) -> Family:
         ]
         usual_first = sorted(ppo, key=lambda variant: type(variant.prototype) is not root)
         return Family(tuple(usual_first), ("actor_rollout_ref", "actor", "strategy"))
-    if issubclass(root, SFTEngineConfig):
+    if issubclass(root, SFTEngineConfig) and not issubclass(root, RMConfig):
         megatron = SFTEngineConfig(engine=McoreEngineConfig(), optim=McoreOptimizerConfig())
         veomni = SFTEngineConfig(engine=VeOmniEngineConfig(), optim=VeOmniOptimizerConfig())
         sft = (

@@ -272,8 +272,8 @@ class SFTTrainerBaseConfig(BaseConfig):
     )
     """Remote folder to which checkpoints are copied."""
 
-    max_ckpt_to_keep: int | None = option(None, minimum=1)
-    """Newest checkpoints to keep; null keeps all."""
+    max_ckpt_to_keep: int | None = option(None, minimum=0)
+    """Newest checkpoints to keep; null or 0 keeps all."""
 
     resume_mode: str = option("auto", choices=RESUME_MODES)
     """Continue from the newest checkpoint (`auto`), never (`disable`), or from `resume_from_path`

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from verl.config.async_training import V1Config
 from verl.config.base import Absent, BaseConfig, When, never, option
-from verl.config.roles import WITH_CRITIC
+from verl.config.roles import WITH_CRITIC, needs_reference
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 DEVICES = ("auto", "cuda", "cpu", "npu")
@@ -39,7 +39,10 @@ class TrainerConfig(BaseConfig):
     ref_update_freq: int = option(
         1,
         minimum=0,
-        used_if=When(lambda here, run: here.recipe == "spin", "only trainer.recipe=spin uses it"),
+        used_if=(
+            When(lambda here, run: here.recipe == "spin", "only trainer.recipe=spin uses it"),
+            When(lambda here, run: needs_reference(run), "there is no reference"),
+        ),
     )
     """Training steps after which the policy becomes the reference; 0 keeps the first one."""
 
@@ -139,11 +142,11 @@ class TrainerConfig(BaseConfig):
     )
     """Delete a checkpoint's files once they are loaded."""
 
-    max_actor_ckpt_to_keep: int | None = option(None, minimum=1)
-    """Newest checkpoints of the actor to keep; null keeps all."""
+    max_actor_ckpt_to_keep: int | None = option(None, minimum=0)
+    """Newest checkpoints of the actor to keep; null or 0 keeps all."""
 
-    max_critic_ckpt_to_keep: int | None = option(None, minimum=1, used_if=WITH_CRITIC)
-    """Newest checkpoints of the critic to keep; null keeps all."""
+    max_critic_ckpt_to_keep: int | None = option(None, minimum=0, used_if=WITH_CRITIC)
+    """Newest checkpoints of the critic to keep; null or 0 keeps all."""
 
     journal_steps_to_keep: int = option(
         50, minimum=0, used_if=When(lambda here, run: here.save_freq > 0, "nothing is saved")

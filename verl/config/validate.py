@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from verl.config.actor import McoreActorConfig
 from verl.config.async_plan import async_faults
 from verl.config.base import BaseConfig
+from verl.config.distillation import component_faults, distillation_faults
 from verl.config.effects import absent_faults
 from verl.config.engine import FSDPEngineConfig
 from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, shown
@@ -86,6 +87,8 @@ def relation_faults(
         yield from rollout_faults(config)
         yield from async_faults(config)
         yield from loader_faults(config)
+        yield from distillation_faults(config)
+        yield from component_faults(config)
         yield from algorithm_faults(config, names_are_open=names_are_open)
     elif isinstance(config, SFTConfig | SFTEngineConfig):
         yield from sft_faults(config)
@@ -224,7 +227,7 @@ def micro_batch_settings(
     )
     yield tri.actor, ACTOR, *training
     yield tri.rollout, "actor_rollout_ref.rollout", *scoring
-    if roles.has_reference:
+    if roles.has_reference or config.distillation.enabled:
         yield tri.ref, "actor_rollout_ref.ref", *scoring
     if roles.has_critic:
         yield config.critic, "critic", *training

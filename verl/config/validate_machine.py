@@ -22,6 +22,8 @@ from verl.config.roles import (
     TRACKERS,
     needs_critic,
     ranks_beside,
+    runs_prime,
+    teacher_ranks,
     world_size,
 )
 from verl.config.sft import SFTConfig, SFTEngineConfig
@@ -143,6 +145,8 @@ def named_models(config: Any) -> Iterator[tuple[str, str]]:
             yield "critic.model.path", config.critic.model.path
         if config.reward_model.enable:
             yield "reward_model.model.path", config.reward_model.model.path
+        if runs_prime(config) and config.reward_model.model.get("ref_path"):
+            yield "reward_model.model.ref_path", config.reward_model.model.ref_path
     elif isinstance(config, SFTConfig):
         yield "model.partial_pretrain", config.model.partial_pretrain
     elif "model" in config:
@@ -160,7 +164,8 @@ def looks_local(name: str) -> bool:
 
 
 def controller_faults(config: PPOConfig) -> Iterator[Fault]:
-    controller, devices = config.trainer.controller, world_size(config) + ranks_beside(config)
+    controller = config.trainer.controller
+    devices = world_size(config) + ranks_beside(config) + teacher_ranks(config)
     if ON_RAY.holds(config, config) and find_spec("ray") is None:
         way_out = 'pip install "verl[ray]"'
         if config.trainer.nnodes == 1:

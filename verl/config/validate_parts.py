@@ -6,6 +6,7 @@ They are about relations that hold on every machine; `validate_machine` is about
 from collections.abc import Iterator
 from typing import Any
 
+from verl.config.correction import CHOICES, correction_of
 from verl.config.faults import Fault, nearest_divisors, shown
 from verl.config.roles import (
     AGENT_LOOPS,
@@ -17,6 +18,7 @@ from verl.config.roles import (
     TRACKERS,
     async_mode,
     did_you_mean,
+    engine_of,
     has_own_loops,
     may_register_names,
     needs_critic,
@@ -26,6 +28,7 @@ from verl.config.roles import (
     world_size,
 )
 from verl.config.validate_pairs import pair_faults, sequence_loss_faults
+from verl.config.validate_prime import preference_faults, prime_faults
 
 REJECTION_CRITERIA = (
     *(
@@ -54,6 +57,8 @@ def algorithm_faults(config: Any, *, names_are_open: bool) -> Iterator[Fault]:
     yield from sequence_loss_faults(config)
     yield from pair_faults(config)
     yield from replay_faults(config)
+    yield from preference_faults(config)
+    yield from prime_faults(config)
 
 
 def loop_faults(config: Any) -> Iterator[Fault]:
@@ -122,6 +127,8 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
             "only gae draws the batch again: set one of them the other way"
         )
         yield Fault(text, ("algorithm.use_pf_ppo", "algorithm.adv_estimator"))
+    if config.trainer.recipe == "pf_ppo":
+        yield from old_response_faults(config)
     if estimator == "grpo_passk" and n < 2:
         text = (
             f"actor_rollout_ref.rollout.n is {n}; algorithm.adv_estimator=grpo_passk compares the "
@@ -144,15 +151,16 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
 
 def number_format_faults(config: Any) -> Iterator[Fault]:
     rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
-    if rollout.quantization is None:
+    if rollout.quantization is None and rollout.kv_cache_dtype == "auto":
         return
     if rollout.exact:
         text = (
-            f"{key} is {rollout.quantization}, and {ROLLOUT}.exact is True; quantized layers do "
-            "not give the numbers of training: leave one of them out"
+            f"{ROLLOUT}.exact is True, quantization is {rollout.quantization} and kv_cache_dtype "
+            f"is {rollout.kv_cache_dtype}; rounded numbers are not those of training: set "
+            "exact=False, or leave the others out"
         )
         yield Fault(text, (key, f"{ROLLOUT}.exact"))
-    if rollout.name == "hf":
+    if rollout.name == "hf" and rollout.quantization is not None:
         text = f"{key} is {rollout.quantization}, and rollout.name is hf, which has no such layers"
         yield Fault(f"{text}: set rollout.name=native", (key, f"{ROLLOUT}.name"))
 
@@ -161,10 +169,12 @@ def number_format_notices(config: Any) -> list[str]:
     """Said at the start: what the sampling policy differs by, and what corrects for it."""
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     is_corrected = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
-    if rollout.quantization is None or is_corrected:
+    has_own_format = rollout.quantization is not None or rollout.kv_cache_dtype != "auto"
+    if not has_own_format or is_corrected:
         return []
     return [
-        f"{ROLLOUT}.quantization is {rollout.quantization}: tokens are sampled by a policy that "
+        f"{ROLLOUT}.quantization is {rollout.quantization}, kv_cache_dtype is "
+        f"{rollout.kv_cache_dtype}: tokens are sampled by a policy that "
         "differs from the trained one, and nothing corrects for it; "
         "algorithm.rollout_correction.rollout_is=token weighs them "
         "(training/rollout_probs_diff_mean shows the difference)"
@@ -186,7 +196,8 @@ def replay_faults(config: Any) -> Iterator[Fault]:
             f"set {other}=False, or mode=R3"
         )
         yield Fault(text, (key, other))
-    ranks = section.actor.ulysses_sequence_parallel_size
+    engine = engine_of(config, "actor_rollout_ref")
+    ranks = engine.get("ulysses_sequence_parallel_size", 1)
     if mode == "R2" and ranks > 1:
         text = (
             f"{key} is R2, and ulysses_sequence_parallel_size is {ranks}; routes are recorded "
@@ -210,6 +221,24 @@ def replay_faults(config: Any) -> Iterator[Fault]:
             f"do: {', '.join(RETURNS_ROUTES)}. R2 replays the routes of the old policy instead"
         )
         yield Fault(text, (key, f"{ROLLOUT}.name"))
+
+
+def old_response_faults(config: Any) -> Iterator[Fault]:
+    """Responses of earlier steps are drawn by PF-PPO, and need a correction as other old ones."""
+    size, key = config.algorithm.pf_ppo.replay_size, "algorithm.pf_ppo.replay_size"
+    if not config.algorithm.use_pf_ppo or not size:
+        text = (
+            f"trainer.recipe is pf_ppo, but algorithm.use_pf_ppo is {config.algorithm.use_pf_ppo} "
+            f"and {key} is {size}; the recipe draws from a replay buffer: set use_pf_ppo=True and "
+            "a size above 0, or start verl.trainer.main_ppo"
+        )
+        yield Fault(text, (key, "algorithm.use_pf_ppo"))
+    elif correction_of(config) is None:
+        text = (
+            f"{key} is {size}, so tokens of older policies are trained on, and no correction for "
+            f"them is chosen; choose one of:\n{CHOICES}"
+        )
+        yield Fault(text, (key, "algorithm.rollout_correction.rollout_is"))
 
 
 def correction_faults(config: Any) -> Iterator[Fault]:

@@ -13,21 +13,22 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import yaml
 
-from verl.config.actor import FSDPActorConfig, McoreActorConfig
+from verl.config.actor import ActorConfig, FSDPActorConfig, McoreActorConfig
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.base import BaseConfig, is_option
-from verl.config.critic import FSDPCriticConfig, McoreCriticConfig
+from verl.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
 from verl.config.data import DataConfig
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, VeOmniEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmniOptimizerConfig
 from verl.config.presets import PRESETS, Preset
-from verl.config.ref import FSDPRefConfig, McoreRefConfig
+from verl.config.profiler import ProfilerConfig
+from verl.config.ref import FSDPRefConfig, McoreRefConfig, RefConfig
 from verl.config.reward import (
     FSDPRewardModelConfig,
     McoreRewardModelConfig,
@@ -60,14 +61,12 @@ MEGATRON_MOUNTS = {
     "critic": "critic/megatron_critic",
     "reward_model": "reward_model/megatron_reward_loop",
 }
+SFT_MOUNTS = {"model": "model/hf_model", "engine": "engine/fsdp", "optim": "optim/fsdp"}
 ROOT_MOUNTS = {
     "ppo_trainer": PPO_MOUNTS | FSDP_MOUNTS,
     "ppo_megatron_trainer": PPO_MOUNTS | MEGATRON_MOUNTS,
-    "sft_trainer_engine": {
-        "model": "model/hf_model",
-        "engine": "engine/fsdp",
-        "optim": "optim/fsdp",
-    },
+    "sft_trainer_engine": SFT_MOUNTS,
+    "rm_trainer": SFT_MOUNTS,
 }
 OPTIM_FSDP = {"optim": "optim/fsdp"}
 OPTIM_MEGATRON = {"optim": "optim/megatron"}
@@ -95,6 +94,10 @@ FILES: dict[str, File] = {
     "rollout/rollout": File(RolloutConfig),
     "algorithm/rollout_correction": File(RolloutCorrectionConfig.disabled),
     "reward_manager": File(RewardManagerConfig),
+    "profiler/profiler": File(ProfilerConfig),
+    "actor/actor": File(partial(ActorConfig, strategy="???")),
+    "ref/ref": File(RefConfig),
+    "critic/critic": File(partial(CriticConfig, strategy="???")),
     "actor/dp_actor": File(FSDPActorConfig, mounts=OPTIM_FSDP | {"fsdp_config": "engine/fsdp"}),
     "actor/megatron_actor": File(McoreActorConfig, mounts=OPTIM_MEGATRON | ENGINE_MEGATRON),
     "ref/dp_ref": File(FSDPRefConfig, mounts={"fsdp_config": "engine/fsdp"}),
@@ -159,7 +162,7 @@ def defaults_list(name: str, file: File) -> list[str]:
     entries = [file.extends.rpartition("/")[2]] if file.extends else []
     for package, mounted in file.mounts.items():
         group, _, option_name = mounted.rpartition("/")
-        up = "/" if here else ""
+        up = "../" if here else ""  # relative, so that a group composes in a folder of its own
         entries.append(
             f"{up}{group}@{package}: {option_name}" if group else f"{option_name}@{package}"
         )

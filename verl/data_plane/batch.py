@@ -30,7 +30,9 @@ from torch import Tensor
 
 from verl.data_plane import DataPlane, connect, planes
 from verl.protocol import DataProto
+from verl.single_controller.base.decorator import PLAIN_METHOD
 from verl.single_controller.base.dispatch import (
+    is_reference,
     join,
     map_arguments,
     narrow,
@@ -189,6 +191,11 @@ def disconnect(name: str) -> None:
 # ---- on the way to the ranks and back ------------------------------------------------------------
 
 
+@is_reference.register
+def _(arg: StoredBatch) -> bool:
+    return True
+
+
 @split.register
 def _(batch: StoredBatch, parts: int) -> list[Any]:
     return [replace(batch)] if parts == 1 else batch.chunk(parts)
@@ -236,7 +243,9 @@ def tqbridge(
             args, kwargs = map_arguments(rows_of, args, kwargs)
             return answer_for(stored, method, await method(*args, **kwargs), put_data)
 
-        return call_async if inspect.iscoroutinefunction(method) else call
+        wrapper = call_async if inspect.iscoroutinefunction(method) else call
+        vars(wrapper)[PLAIN_METHOD] = wrapper, method
+        return wrapper
 
     return decorate
 

@@ -19,14 +19,15 @@ class BaseInteraction:
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin a trajectory; `kwargs` are the row's `interaction_kwargs`."""
-        return instance_id or uuid.uuid4().hex
+        return instance_id or str(uuid.uuid4())
 
     async def generate_response(
         self, instance_id: str, messages: Sequence[dict[str, Any]], **kwargs: Any
     ) -> Reply:
         """(whether the conversation ends, the user's words, a score of the turn or None, columns to
-        add to the batch) after `messages`, the last of which is the model's."""
-        raise NotImplementedError(f"{type(self).__name__} needs a method generate_response")
+        add to the batch) after `messages`, the last of which is the model's. A user without this
+        method has nothing to say, which ends the conversation."""
+        return True, "", 0.0, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """The score of the whole trajectory so far."""

@@ -71,7 +71,9 @@ def initialize_interactions_from_config(interaction_config_file: str) -> dict[st
         cls = get_interaction_class(entry["class_name"])
         name = entry.get("name") or cls.__name__.removesuffix("Interaction").lower()
         if name in users:
-            raise ValueError(f"{file}: two interactions have the name {name!r}; rename one of them")
+            raise ValueError(
+                f"Duplicate interaction name {name!r} found in {file}; rename one of them"
+            )
         users[name] = cls({**(entry.get("config") or {}), "name": name})
         users[name].name = name
     return users

@@ -52,9 +52,12 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def prepare_experts(model: PreTrainedModel) -> None:
-    """Let all experts of the model run here, and their routers be recorded and replayed."""
+    """Let all experts of the model run here, and their routers be recorded and replayed.
+
+    A second call changes nothing.
+    """
     experts = expert_modules(model)
-    if not experts:
+    if not experts or Routing.of(model) is not None:
         return
     for number, (name, module) in enumerate(experts.items()):
         routing = LayerRouting(number, decoder_layer_of(name, number), int(module.num_experts))

@@ -64,7 +64,7 @@ def fp8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
     rows = x.flatten(0, -2)
     x8, x_scale = quantize_rows(rows)
     if x.device.type == "cuda":
-        y = torch._scaled_mm(
+        y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             x8, weight.t(), scale_a=x_scale, scale_b=scale.t(), bias=bias,
             out_dtype=x.dtype, use_fast_accum=True,
         )  # fmt: skip
@@ -84,6 +84,7 @@ class Fp8Matrix:
         self.reason = "" if source.is_meta else unfit(source)
         self.is_on = not self.reason
         self.error: float | None = None
+        self.is_filled = False
         self.is_probing = False
         if self.is_on:
             self.weight = torch.zeros(source.shape, dtype=E4M3, device=source.device)
@@ -96,7 +97,7 @@ class Fp8Matrix:
     @property
     def is_used(self) -> bool:
         """Whether the pass that runs on this thread takes it."""
-        return self.is_on and is_generating()
+        return self.is_on and self.is_filled and is_generating()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -105,6 +106,7 @@ class Fp8Matrix:
             weight, scale = quantize_rows(self._weight().to(torch.bfloat16))
             self.weight.copy_(weight)
             self.scale.copy_(scale)
+            self.is_filled = True
 
     def __call__(self, x: Tensor) -> Tensor:
         y = fp8_product(x, self.weight, self.scale, self._bias())

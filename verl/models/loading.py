@@ -264,6 +264,32 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def load_scoring_model(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    override_config: dict[str, object] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A reward model to train: a classifier keeps its head, a language model gets one that says 0.
+
+    The latter becomes a sequence classifier with one label.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "override_config": override_config,
+        "trust_remote_code": trust_remote_code,
+    }
+    if any(name.endswith("Classification") for name in config.architectures or []):
+        return load_reward_model(path, device=device, **options)
+    model, missing = load_with_head(AutoModelForSequenceClassification, path, **options)
+    if "score.weight" in missing:
+        zero_head(model)
+    return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
 VALUE_HEAD = {r"^v_head\.summary\.": "score."}
 """The layer's name in checkpoints of language models that carry a value head."""
 
@@ -299,6 +325,6 @@ def load_reward_model(
         raise ValueError(
             f"reward_model.model.path={path} has no {', '.join(lacking[:5])}; a reward model is a "
             "sequence or token classifier with one label, or a language model with a value head. "
-            "examples/reward_model trains one"
+            "verl.trainer.main_rm trains one"
         )
     return model.to(device)  # pyright: ignore[reportArgumentType]

@@ -180,6 +180,12 @@ class Routing:
             layer.mismatches = None
             layer.replayed = None if replayed is None else replayed[:, layer.number]
 
+    def end(self) -> None:
+        """After a pass: nothing is recorded or held any more; what is replayed stays for layers
+        that are computed again."""
+        for layer in self.layers:
+            layer.records, layer.selected, layer.logits = False, None, None
+
     def selected(self, num_tokens: int) -> Tensor:
         """Routes of the pass, (tokens, layers, k), without those of padding."""
         routes = []

@@ -159,7 +159,8 @@ class _Gather(torch.autograd.Function):
         ctx: Any, values: Tensor, counts: list[int], rank: int, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.counts, ctx.rank = counts, rank
-        padded = F.pad(values, (0, max(counts) - len(values)))
+        rows = (0, max(counts) - len(values))  # F.pad counts dimensions from the last one
+        padded = F.pad(values, (*(0, 0) * (values.dim() - 1), *rows))
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -28,7 +28,7 @@ from verl.protocol.ops import (
     DataProtoItem,
     check_distinct,
     check_present,
-    common_batch_dims,
+    common_rows,
     concat_arrays,
     concat_meta_info,
     describe_columns,
@@ -76,6 +76,8 @@ class DataProto:
     """What holds for all rows: temperature, token ids, metrics."""
 
     def __post_init__(self) -> None:
+        if self.non_tensor_batch is None:  # pyright: ignore[reportUnnecessaryComparison]
+            self.non_tensor_batch = {}
         self.check_consistency()
 
     def check_consistency(self) -> None:
@@ -114,23 +116,21 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """A batch of tensors that agree in their first `num_batch_dims` dims, and arrays or lists.
+        """A batch of tensors with equally many rows, and of arrays or lists.
 
-        Lists in `non_tensors` are replaced there by object arrays. With several batch dims the
-        first one counts the rows, and there can be no `non_tensors`.
+        Lists in `non_tensors` are replaced there by object arrays. `num_batch_dims` can only be 1;
+        `fold_batch_dim` gathers the rows of groups.
         """
+        if num_batch_dims != 1:
+            raise BatchError(f"num_batch_dims must be 1, got {num_batch_dims}: a row is one dim")
         columns: dict[str, Any] = {} if tensors is None else dict(tensors)
         arrays = {} if non_tensors is None else non_tensors
         meta_info = {} if meta_info is None else meta_info
-        batch_dims = common_batch_dims(columns, num_batch_dims)
-        if num_batch_dims > 1 and arrays:
-            raise BatchError(
-                f"with {num_batch_dims=} there can be no non_tensors: {sorted(arrays)}"
-            )
+        batch_size = common_rows(columns)
         replace_lists_by_arrays(arrays)
         if auto_padding:
             meta_info[DataProtoConfig.auto_padding_key] = True
-        batch: Any = TensorDict(columns, batch_size=batch_dims[:1]) if columns else None
+        batch: Any = TensorDict(columns, batch_size=batch_size) if columns else None
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
     @classmethod

@@ -35,7 +35,10 @@ def union_numpy_dict(
         if not isinstance(array, np.ndarray):
             raise BatchError(f"array {key!r} must be an np.ndarray, got {type(array).__name__}")
         if key in tensor_dict1 and not deep_equal(tensor_dict1[key], array):
-            raise BatchError(f"cannot unite batches: array {key!r} is in both and not equal")
+            raise BatchError(
+                f"cannot unite batches: array {key!r} is in both and not equal "
+                f"(`{key}` in tensor_dict1 and tensor_dict2 are not the same object)"
+            )
     for key, array in tensor_dict2.items():
         tensor_dict1.setdefault(key, array)
     return tensor_dict1
@@ -165,28 +168,22 @@ def replace_lists_by_arrays(non_tensors: dict[str, Any]) -> None:
             non_tensors[key] = object_array(values)
 
 
-def common_batch_dims(tensors: Mapping[str, Column], num_batch_dims: int) -> list[int]:
-    """The first `num_batch_dims` dims, which all columns must have in common."""
-    if num_batch_dims < 1:
-        raise BatchError(f"num_batch_dims must be at least 1, got {num_batch_dims}")
-    shapes = {key: _leading_dims(key, tensor, num_batch_dims) for key, tensor in tensors.items()}
-    if len(set(shapes.values())) > 1:
-        raise BatchError(
-            f"all tensors must have the same first {num_batch_dims} dim(s), got {shapes}"
-        )
-    return list(next(iter(shapes.values()), ()))
+def common_rows(tensors: Mapping[str, Column]) -> list[int]:
+    """The number of rows, which all columns must have in common, as a batch size."""
+    rows = {key: _num_rows(key, tensor) for key, tensor in tensors.items()}
+    if len(set(rows.values())) > 1:
+        raise BatchError(f"all tensors must have equally many rows, got {rows}")
+    return list(rows.values())[:1]
 
 
-def _leading_dims(key: str, tensor: Any, num_dims: int) -> tuple[int, ...]:
+def _num_rows(key: str, tensor: Any) -> int:
     if not isinstance(tensor, Tensor | TensorDictBase):
         raise BatchError(f"tensors[{key!r}] must be a torch.Tensor, got {type(tensor).__name__}")
     if is_nested(tensor):
         open_jagged(tensor)  # refuses the layout that has no shape
-    if len(tensor.shape) < num_dims:
-        raise BatchError(
-            f"tensor {key!r} of shape {tuple(tensor.shape)} has fewer than {num_dims} dim(s)"
-        )
-    return tuple(tensor.shape[:num_dims])
+    if not tensor.shape:
+        raise BatchError(f"tensor {key!r} is a scalar; it needs a row per sample")
+    return tensor.shape[0]
 
 
 def sort_single_dict(
@@ -333,6 +330,8 @@ def unfold_columns(data: Batch, n_split: int, split_keys: Collection[str]) -> Ba
     for key in split_keys:
         columns: Any = data.non_tensor_batch if key in data.non_tensor_batch else data.batch
         column = columns[key]
+        if isinstance(column, np.ndarray) and column.ndim == 1:
+            column = _list_columns(key, column)
         if column.ndim < 2 or column.shape[1] % n_split:
             raise BatchError(
                 f"dim 1 of {key!r} with shape {tuple(column.shape)} must divide by {n_split=}"
@@ -341,6 +340,17 @@ def unfold_columns(data: Batch, n_split: int, split_keys: Collection[str]) -> Ba
         shape = (len(spread), column.shape[1] // n_split, *column.shape[2:])
         target[key] = column.reshape(shape)
     return spread
+
+
+def _list_columns(key: str, array: np.ndarray) -> np.ndarray:
+    """(B,) rows that are lists of one length n, as a (B, n) object array."""
+    lengths = {len(row) if isinstance(row, list | tuple | np.ndarray) else 0 for row in array}
+    if len(lengths) != 1 or 0 in lengths:
+        raise BatchError(f"the rows of {key!r} must be lists of equal length, got {lengths}")
+    columns = np.empty((len(array), *lengths), dtype=object)
+    for number, row in enumerate(array):
+        columns[number] = object_array(row)
+    return columns
 
 
 def _reshape(

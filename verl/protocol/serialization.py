@@ -27,6 +27,7 @@ SerializedTensorDict: TypeAlias = tuple[tuple[int, ...], str | None, dict[str, t
 """Batch size, device and items. An item is one of
     (dtype, shape, buffer[, device])                dense tensor
     ("jagged", [values, offsets], dim[, device])    jagged tensor
+    ("nested", [row, row, ...], dtype[, device])    nested tensor of the strided layout
     ("tensordict", (batch size, device, items))     nested table
     ("objects", [...]) or ("object", value)         NonTensorStack, NonTensorData
 """
@@ -85,6 +86,9 @@ def _pack(entry: Any, shared_offsets: dict[tuple[int, int], SerializedTensor]) -
     place = () if entry.device.type == "cpu" else (str(entry.device),)
     if not entry.is_nested:
         return *serialize_single_tensor(entry), *place
+    if entry.layout is torch.strided:
+        rows = [serialize_single_tensor(row) for row in entry.unbind()]
+        return "nested", rows, dtype_name(entry.dtype), *place
     # Columns that share their offsets must do so on arrival, too; see `verl.utils.tensor_rows`.
     key = (id(entry.offsets()), id(entry.lengths()))
     parts = open_jagged(compact(entry))
@@ -101,6 +105,9 @@ def _unpack(item: tuple[Any, ...], shared_offsets: dict[int, Tensor]) -> Any:
     if item[0] == "tensordict":
         return deserialize_tensordict(item[1])
     first, second, third, *place = item
+    if first == "nested":
+        rows = [_land(deserialize_single_tensor(row), place) for row in second]
+        return torch.nested.as_nested_tensor(rows, dtype=dtype_named(third))
     if first != "jagged":
         return _land(deserialize_single_tensor((first, second, third)), place)
     values, offsets = second

@@ -144,3 +144,11 @@ def without_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+class Message(BaseModel):
+    """One turn of a conversation, as chat templates take it."""
+
+    role: str
+    content: str | list[dict[str, Any]] | dict[str, Any] | ToolResponse
+    tool_calls: list[OpenAIFunctionToolCall] | None = None

@@ -58,10 +58,15 @@ def run(loaded: Loaded) -> None:
     if config.grading.controller == "ray" and not is_ray_available():
         text = 'grading.controller is "ray", but Ray is not installed; pip install "verl[ray]"'
         faults.append(Fault(text, ("grading.controller",)))
-    if faults:
-        raise ConfigError(faults)
+    missing = [fault for fault in faults if fault.is_about_machine]
+    if len(missing) < len(faults) or (faults and not config.trainer.dry_run):
+        raise ConfigError([fault for fault in faults if fault not in missing] or faults)
     command.say(idle_notices(config, loaded.user_set))
     output = output_file(config.data.output_path)
+    if missing:  # plan here what another machine will grade
+        sys.stdout.write(f"plan: grade the responses of {config.data.path}\n")
+        sys.stdout.writelines(f"missing on this machine: {fault.text}\n" for fault in missing)
+        return
     if config.trainer.dry_run:
         lines = lazy_attribute(__name__, _LAZY, "plan_lines")(config)
         sys.stdout.writelines(f"{line}\n" for line in lines)

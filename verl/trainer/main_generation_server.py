@@ -5,13 +5,15 @@ With `data.output_path=...` the prompts of `data.train_files` are sent to the se
 the program ends when the file with their responses is written.
 """
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
 from verl.config import command
-from verl.config.faults import ConfigError
+from verl.config.faults import ConfigError, Fault
 from verl.config.load import Loaded, load_config
 from verl.config.ppo import PPOConfig
 from verl.trainer.serving.checks import serving_faults, serving_notices
@@ -39,17 +41,34 @@ def from_hydra(config: DictConfig) -> None:
 
 
 def run(loaded: Loaded) -> None:
-    """Say what was translated, refuse what is wrong, then serve."""
+    """Say what was translated, refuse what is wrong, then print the plan or serve."""
     command.say(loaded.notices)
     config: PPOConfig = loaded.config
     faults = [*loaded.faults, *serving_faults(config, loaded.user_set)]
-    if faults:
-        raise ConfigError(faults)
+    missing = [fault for fault in faults if fault.is_about_machine]
+    mistakes = [fault for fault in faults if not fault.is_about_machine]
+    if mistakes or (missing and not config.trainer.dry_run):
+        raise ConfigError(mistakes or missing)
+    if config.trainer.dry_run:
+        command.say(serving_notices(config, loaded.user_set))
+        sys.stdout.writelines(f"{line}\n" for line in plan_lines(config, missing))
+        return
     require("fastapi", extra="server")
     command.say([*serving_notices(config, loaded.user_set), *choose_openmp()])
     dtype = "actor_rollout_ref.rollout.dtype"
     has_dtype = dtype in loaded.user_set
     lazy_attribute(__name__, _LAZY, "serve_model")(config, is_dtype_chosen=has_dtype)
+
+
+def plan_lines(config: PPOConfig, missing: list[Fault]) -> Iterator[str]:
+    """What would be served, by which engines and to whom."""
+    rollout, devices = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
+    size = rollout.tensor_model_parallel_size
+    yield f"plan: serve {config.actor_rollout_ref.model.path}"
+    yield f"  engines  {devices // size} x {rollout.name} on {size} of {devices} devices"
+    if config.data.output_path is not None:
+        yield f"  answers  {config.data.train_files} -> {config.data.output_path}"
+    yield from (f"missing on this machine: {fault.text}" for fault in missing)
 
 
 if __name__ == "__main__":

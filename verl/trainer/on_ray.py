@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.config.convert import to_dictconfig
 from verl.config.ppo import PPOConfig
-from verl.config.roles import ranks_beside, world_size
+from verl.config.roles import ranks_beside, teacher_ranks, world_size
 from verl.trainer.common import Termination
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.recipes import runner_of
@@ -73,7 +73,8 @@ def cpus_for_cpu_ranks(config: PPOConfig) -> int:
     has_pool = model.enable and model.enable_resource_pool
     reward_ranks = model.nnodes * model.n_gpus_per_node if has_pool else 0
     listed = sum(len(pool["devices"]) for pool in config.resource_pool.values())
-    return 1 + CPUS_PER_RANK * (world_size(config) + ranks_beside(config) + reward_ranks + listed)
+    ranks = world_size(config) + ranks_beside(config) + teacher_ranks(config)
+    return 1 + CPUS_PER_RANK * (ranks + reward_ranks + listed)
 
 
 def _run(ray: Any, config: PPOConfig, task_runner_class: Any) -> None:

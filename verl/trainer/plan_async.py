@@ -1,6 +1,6 @@
 """When asynchronous training pays: a run's lengths and times under other settings.
 
-    python -m verl.trainer.plan_async TIMELINE.jsonl [--staleness 0 1 2 4 8] [--lag 0]
+    python -m verl.trainer.plan_async TIMELINE.jsonl ... [--staleness 0 1 2 4 8] [--lag 0]
     python -m verl.trainer.plan_async --synthetic --rows 512 --median 300 --longest 4096
 
 An asynchronous run writes `timeline.jsonl` beside its checkpoints: for every step the lengths of
@@ -11,8 +11,10 @@ what crosses which update is not estimated. Seconds are:
     generation   a * decode steps + b * tokens + r * tokens computed again after an update
     training     c * tokens of the step + d
 
-fitted to the timeline, or given. Devices share rows evenly; `--devices` other than the recorded
-number divides tokens, not decode steps.
+fitted to the timelines, or given. The steps of one run are much alike and tell little of settings
+that differ from its own; with those of two runs, say one synchronous and one far ahead, what lies
+between is interpolated. The lengths are those of the first. Devices share rows evenly; `--devices`
+other than the recorded number divides tokens, not decode steps.
 """
 
 import argparse
@@ -137,18 +139,26 @@ def mean_age(
     return total / num if num else 0.0
 
 
-def fitted(plan: AsyncPlan, steps: Sequence[Recorded]) -> Costs:
-    """Costs that explain the recorded seconds best; none is negative."""
-    segments = segments_of(plan, steps)
-    every = plan.sync_every
-    generating = [
-        sum(step.generating for step in steps[at * every : (at + 1) * every])
-        for at in range(len(segments))
-    ]
-    columns = [[s.ticks, s.tokens, s.recomputed] for s in segments]
-    a, b, r = not_negative(columns[1:] or columns, generating[1:] or generating)
-    tokens = [[sum(step.lengths) + step.prompts * len(step.lengths), 1] for step in steps]
-    c, d = not_negative(tokens[1:] or tokens, [step.training for step in steps][1:] or [0.0])
+def fitted(*runs: tuple[AsyncPlan, Sequence[Recorded]]) -> Costs:
+    """Costs that explain the recorded seconds of all runs best; none is negative.
+
+    In the first update of a run kernels are compiled and nothing is ready, so it does not count
+    where there are others.
+    """
+    generated, trained = [], []
+    for plan, steps in runs:
+        segments, every = segments_of(plan, steps), plan.sync_every
+        generated += [
+            ([s.ticks, s.tokens, s.recomputed], sum(step.generating for step in batch))
+            for at, s in enumerate(segments)
+            if (batch := steps[at * every : (at + 1) * every]) and (at or len(segments) == 1)
+        ]
+        trained += [
+            ([sum(step.lengths) + step.prompts * len(step.lengths), 1], step.training)
+            for step in steps[1:] or steps
+        ]
+    a, b, r = not_negative(*zip(*generated, strict=True))
+    c, d = not_negative(*zip(*trained, strict=True))
     return Costs(a, b, r, c, d)
 
 
@@ -226,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m verl.trainer.plan_async", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("timeline", type=Path, nargs="?", help="timeline.jsonl of a run")
+    parser.add_argument("timelines", type=Path, nargs="*", help="timeline.jsonl of runs")
     parser.add_argument("--synthetic", action="store_true", help="lengths of a heavy tail")
     parser.add_argument("--staleness", type=float, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--sync-every", type=int, default=1)
@@ -237,13 +247,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
-    if options.synthetic == (options.timeline is not None):
-        parser.error("name a timeline, or --synthetic")
+    if options.synthetic == bool(options.timelines):
+        parser.error("name timelines, or --synthetic")
     if options.synthetic:
         plan, steps, costs = synthetic(options)
     else:
-        plan, steps = read_timeline(options.timeline)
-        costs = fitted(plan, steps)
+        runs = [read_timeline(path) for path in options.timelines]
+        (plan, steps), costs = runs[0], fitted(*runs)
     write = sys.stdout.write
     write(f"{len(steps)} steps of {len(steps[0].lengths)} rows; seconds: {shown(costs)}\n")
     write("| batches ahead | s a step | of the first | mean age | rows across an update | idle |\n")

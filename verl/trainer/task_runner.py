@@ -17,11 +17,11 @@ from verl.config.ppo import PPOConfig
 from verl.config.roles import async_mode
 from verl.data_plane import PlaneLost
 from verl.models.loading import read_config
-from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
+from verl.single_controller.base.failures import WorkerDied, WorkerError, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
 from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.asynchronous import AsyncTrainer
-from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, make_pools, pool_of
+from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, TEACHER_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.scoring import asks_over_http
 from verl.trainer.ppo.session import as_ppo_config, run_locks
@@ -42,6 +42,7 @@ from verl.workers.roles import (
     CriticWorker,
     RewardModelWorker,
     RolloutWorker,
+    TeacherWorker,
 )
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,12 @@ class TaskRunner:
             shared = pool_of(config, "reward_model")
             self.mapping[Role.RewardModel] = REWARD_POOL if has_pool else shared
 
+    def add_teacher_worker(self, config: PPOConfig) -> None:
+        """A worker that only teaches, where the teachers of a distillation have own ranks."""
+        if config.distillation.enabled and config.distillation.nnodes:
+            self.role_worker_mapping[Role.Teacher] = TeacherWorker
+            self.mapping[Role.Teacher] = TEACHER_POOL
+
     def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type) -> None:
         """The reference lives in the policy's worker; a recipe may give it one of its own."""
 
@@ -140,9 +147,10 @@ class TaskRunner:
             try:
                 self._train(trainer)
                 return
-            except (WorkerDied, WorkerTimeout, PlaneLost) as error:
-                trainer.stop_workers()
-                if restarts_left == 0:
+            except (WorkerError, PlaneLost) as error:
+                if is_loss(error):
+                    trainer.stop_workers()
+                if restarts_left == 0 or not is_loss(error):
                     raise
                 logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))
                 continue_from_own_commit(config, trainer)
@@ -169,6 +177,7 @@ class TaskRunner:
         self.add_rollout_worker(config)
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
+        self.add_teacher_worker(config)
         self.add_ref_policy_worker(config, worker_class)
         tokenizer, processor = load_tokenizer(config)
         model = config.actor_rollout_ref.model
@@ -191,6 +200,12 @@ class TaskRunner:
             controller=self.controller(config),
             device_name=self.device(config),
         )
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a worker or the data plane is gone, which another attempt may cure."""
+    lost = (WorkerDied, WorkerTimeout, PlaneLost)  # the plane as the driver or a rank finds it
+    return isinstance(error, lost) or isinstance(error.__cause__, PlaneLost)
 
 
 def continue_from_own_commit(config: PPOConfig, trainer: PPOTrainer) -> None:

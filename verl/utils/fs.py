@@ -22,16 +22,17 @@ from filelock import FileLock
 
 from verl.utils import hdfs_io
 from verl.utils.environment import cache_folder, use_modelscope
-from verl.utils.hdfs_io import copy, makedirs
+from verl.utils.hdfs_io import copy, exists, makedirs
 from verl.utils.import_utils import require
 
-__all__ = ["copy", "makedirs"]
+__all__ = ["copy", "exists", "makedirs"]
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 LOCK_TIMEOUT_SECONDS = 4 * 3600.0
 RECORD = ".copied.json"
+STRUCTURE = ".directory_record.txt"
 SAMPLE_BYTES = 1 << 20
 NUM_SAMPLES = 16
 """Of a larger file that many blocks are hashed, evenly spread and with both ends."""
@@ -80,7 +81,7 @@ def copy_local_path_from_hdfs(
     if not is_non_local(src):
         return src.removeprefix("file://")
     root = Path(cache_dir).expanduser() if cache_dir else cache_folder() / "copies"
-    target = _cached_path(src, root)
+    target = Path(get_local_temp_path(src, str(root)))
     if verbose:
         logger.warning("copying %s to %s", src, target)
     _copy_once(target, filelock, always_recopy, lambda partial: _download(src, partial))
@@ -94,7 +95,8 @@ def copy_to_shm(src: str, filelock: str = ".file.lock", always_recopy: bool = Fa
     if not SHARED_MEMORY.is_dir():
         logger.warning("use_shm: this machine has no %s; reading %s directly", SHARED_MEMORY, src)
         return src
-    target = _cached_path(os.path.abspath(src), SHARED_MEMORY / f"verl-{os.geteuid()}")
+    root = SHARED_MEMORY / f"verl-{os.geteuid()}"
+    target = Path(get_local_temp_path(os.path.abspath(src), str(root)))
     needed, free = _num_bytes(Path(src)), shutil.disk_usage(SHARED_MEMORY).free
     if not target.exists() and needed > free:
         logger.warning(
@@ -103,12 +105,13 @@ def copy_to_shm(src: str, filelock: str = ".file.lock", always_recopy: bool = Fa
         )  # fmt: skip
         return src
 
-    def copy(partial: Path) -> None:
+    def fetch(partial: Path) -> None:
         hdfs_io.copy(src, str(partial))
-        verify_copy(src, str(partial))
+        if not verify_copy(src, str(partial)):
+            raise OSError(f"the copy of {src} in {partial} is not complete: is the disk full?")
 
     try:
-        _copy_once(target, filelock, always_recopy, copy, source=Path(src))
+        _copy_once(target, filelock, always_recopy, fetch, source=Path(src))
     except PermissionError as foreign:
         logger.warning("use_shm: %s; reading %s directly", foreign, src)
         return src
@@ -133,19 +136,37 @@ def own_folder(path: Path) -> Path:
     return path
 
 
-def verify_copy(src: str, dest: str) -> None:
-    """Raise unless both local paths hold the same files of the same sizes."""
-    expected, found = _file_sizes(Path(src)), _file_sizes(Path(dest))
-    if expected != found:
-        wrong = sorted(
-            name for name in {*expected, *found} if expected.get(name) != found.get(name)
-        )
-        raise OSError(f"the copy of {src} in {dest} is not complete: {', '.join(wrong[:5])}")
+def verify_copy(src: str, dest: str) -> bool:
+    """Whether both local paths hold the same files of the same sizes."""
+    return _file_sizes(Path(src)) == _file_sizes(Path(dest))
 
 
-def _cached_path(src: str, root: Path) -> Path:
-    """One directory per source, so that equal base names do not meet."""
-    return root / hashlib.sha256(src.encode()).hexdigest()[:32] / os.path.basename(src)
+def md5_encode(text: str) -> str:
+    """A short name for a long path; nothing is secured by it."""
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
+    """Where the copy of a path lies: a folder per source, so that equal base names do not meet."""
+    return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(hdfs_path))
+
+
+def _record_directory_structure(folder_path: str) -> str:
+    """Write the files and folders below a folder to a file in it; returns the file's path."""
+    record = os.path.join(folder_path, STRUCTURE)
+    Path(record).write_text("\n".join(_entries(Path(folder_path))))
+    return record
+
+
+def _check_directory_structure(folder_path: str, record_file: str) -> bool:
+    """Whether a folder has the entries that were recorded, no more and no fewer."""
+    record = Path(record_file)
+    return record.exists() and record.read_text() == "\n".join(_entries(Path(folder_path)))
+
+
+def _entries(folder: Path) -> list[str]:
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    return sorted(entry for entry in found if entry != STRUCTURE)
 
 
 def _copy_once(
@@ -189,6 +210,9 @@ def _copy_once(
 def _is_as_recorded(target: Path, record: Path, source_now: dict[str, str] | None) -> bool:
     if not target.exists():
         return False
+    if source_now is None and not record.exists():  # of an earlier version: whole when renamed
+        record.write_text(json.dumps({"copy": fingerprint(target), "source": None}))
+        return True
     try:
         copied = json.loads(record.read_text())
     except (FileNotFoundError, ValueError):  # the process that copied was killed before it wrote it
@@ -219,7 +243,7 @@ def _file_fingerprint(path: Path) -> str:
 
 def _download(src: str, target: Path) -> None:
     if hdfs_io.is_hdfs(src):
-        hdfs_io.copy(src, str(target))
+        copy(src, str(target))
         return
     filesystem, path = fsspec.core.url_to_fs(src)
     filesystem.get(path, str(target), recursive=filesystem.isdir(path))

@@ -30,8 +30,9 @@ def as_torch_index(
     """Number the labels: (B,) int64 in [0, G), equal exactly where the labels are equal.
 
     Integers and strings are numbered in sorted order, so the numbers do not depend on the order of
-    the rows; labels of other or mixed types in order of first appearance. A missing label (None,
-    NaN) is a ValueError: rows without a label are not a group.
+    the rows; labels of other or mixed types in order of first appearance. Floats within 1e-6 of an
+    integer are rounded to it. A missing label (None, NaN) is a ValueError: rows without a label are
+    not a group.
     """
     if isinstance(index, Tensor):
         device = index.device if device is None else device
@@ -39,7 +40,7 @@ def as_torch_index(
     labels = index if isinstance(index, np.ndarray) else _object_array(index)
     if labels.ndim != 1:
         raise ValueError(f"group labels have shape {labels.shape}; one label per row is needed")
-    return torch.from_numpy(_codes(labels)).to(device)
+    return torch.from_numpy(_codes(_rounded(labels))).to(device)
 
 
 def group_mean_std(
@@ -61,7 +62,7 @@ def group_mean_std(
     is_single = count <= 1
     mean, std = mean.masked_fill(is_single, 0.0), std.masked_fill(is_single, 1.0)
     dtype = scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
-    return mean.to(dtype), std.to(dtype), count
+    return mean.to(dtype), std.to(dtype), count.to(dtype)
 
 
 def group_weighted_mean(values: Tensor, weights: Tensor, gidx: Tensor) -> Tensor:
@@ -120,6 +121,18 @@ def _empty_groups(values: Tensor, gidx: Tensor) -> Tensor:
 def _object_array(labels: Sequence[Any]) -> np.ndarray:
     """One object per label: `np.asarray([1, "1"])` would make both the string "1"."""
     return np.fromiter(labels, dtype=object, count=len(labels))
+
+
+def _rounded(labels: np.ndarray) -> np.ndarray:
+    """Float labels that went through arithmetic and are integers but for its rounding."""
+    if labels.dtype.kind == "O":
+        if not len(labels) or not all(isinstance(label, float) for label in labels):
+            return labels
+        labels = labels.astype(np.float64)
+    if labels.dtype.kind != "f" or not len(labels):
+        return labels
+    nearest = np.rint(labels)
+    return nearest.astype(np.int64) if (np.abs(labels - nearest) <= 1e-6).all() else labels
 
 
 def _codes(labels: np.ndarray) -> np.ndarray:

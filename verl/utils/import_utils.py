@@ -101,7 +101,8 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
     try:
         module = import_module(module_name)
     except ImportError as error:
-        raise ImportError(
+        kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise kind(
             f"cannot import module {module_name!r} for {description} {fqn!r}: {error}"
         ) from error
     return _attribute(module, class_name, f"{module_name} ({description})")

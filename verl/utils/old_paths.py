@@ -30,6 +30,7 @@ _MANAGERS = "verl.workers.reward_manager"
 
 OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.base_config": "verl.config.base",
+    "verl.checkpoint_engine": names(_HELPERS, "CheckpointEngineManager"),
     "verl.experimental.dataset": {},
     "verl.experimental.dataset.sampler": names(
         "verl.utils.dataset.rl_dataset", "AbstractCurriculumSampler", "AbstractSampler"
@@ -102,6 +103,8 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.workers.rollout.sglang_rollout.sglang_rollout": {"SGLangRollout": _PROCESS},
     "verl.workers.rollout.vllm": {"vLLMRollout": _PROCESS},
     "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd": {"vLLMRollout": _PROCESS},
+    "verl.workers.rollout.llm_server": "verl.agent_loop.llm_server",
+    "verl.workers.rollout.schemas": {"Message": "verl.tools.schemas:Message"},
     "verl.workers.sharding_manager": {},
     "verl.workers.sharding_manager.fsdp_ulysses": names(
         "verl.utils.ulysses", "FSDPUlyssesShardingManager"
@@ -134,6 +137,8 @@ class OldPaths(MetaPathFinder, Loader):
 
 def of_module(home: str, name: str) -> Any:
     """What `home` has under a name; `__all__` is every name without an underscore."""
+    if name.startswith("__") and name != "__all__":  # `inspect` looks at `__file__` of everybody
+        raise AttributeError(f"an older import path of {home} has no {name}")
     module = import_module(home)
     if name == "__all__" and "__all__" not in vars(module):
         return [one for one in vars(module) if not one.startswith("_")]

@@ -7,7 +7,7 @@ import gc
 import ipaddress
 import socket
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import SystemRandom
 from typing import Any, TypeVar
 
@@ -149,3 +149,26 @@ def get_sharding_strategy(device_mesh: Any) -> Any:
     """FSDP 1's: shard over all ranks, or within each copy."""
     is_whole = device_mesh.ndim == 1
     return ShardingStrategy.FULL_SHARD if is_whole else ShardingStrategy.HYBRID_SHARD
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+class CheckpointEngineManager:
+    """Brings the trainer's weights to the engines: `trainer` is the group of workers that trains,
+    `replicas` the engines, which may sleep in between."""
+
+    def __init__(self, config: Any, trainer: Any, replicas: Sequence[Any] = ()) -> None:
+        self.config, self.trainer, self.replicas = config, trainer, list(replicas)
+
+    def update_weights(self, global_steps: int | None = None) -> Any:
+        """What the workers report; `config.checkpoint_engine` says how the weights travel."""
+        return self.trainer.update_weights()
+
+    def sleep_replicas(self) -> None:
+        for replica in self.replicas:
+            replica.sleep()
+
+    def wake_up_replicas(self) -> None:
+        for replica in self.replicas:
+            replica.wake_up()

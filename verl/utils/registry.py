@@ -5,7 +5,7 @@ rollouts, agent loops, tools. A value may be the object itself or "module:attrib
 imported on first use so that optional dependencies stay optional.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Generic, TypeVar
@@ -14,8 +14,17 @@ T = TypeVar("T")
 Entry = TypeVar("Entry")
 
 
-class Registry(Generic[T]):
-    """Maps names to objects; an unknown name is refused with the closest one and the whole list."""
+class UnknownName(ValueError, KeyError):
+    """A name that a registry does not have: a user's mistake, and a missing key."""
+
+    __str__ = Exception.__str__
+
+
+class Registry(MutableMapping[str, T], Generic[T]):
+    """Maps names to objects; an unknown name is refused with the closest one and the whole list.
+
+    It is a dict as well: users' code assigns to it, updates and clears it.
+    """
 
     def __init__(self, kind: str, **entries: T | str) -> None:
         self.kind = kind
@@ -46,12 +55,24 @@ class Registry(Generic[T]):
             close = get_close_matches(name, self._entries, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             known = ", ".join(sorted(self._entries))
-            raise ValueError(f"unknown {self.kind} {name!r}.{hint} Known: {known}")
+            raise UnknownName(f"unknown {self.kind} {name!r}.{hint} Known: {known}")
         entry = self._entries[name]
-        if isinstance(entry, str):
+        if isinstance(entry, str) and ":" in entry:
             module, _, attribute = entry.partition(":")
             entry = self._entries[name] = getattr(import_module(module), attribute)
         return entry  # pyright: ignore[reportReturnType]
+
+    def __setitem__(self, name: str, entry: T) -> None:
+        self._entries[name] = entry
+        self._built_in.discard(name)
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+        self._built_in.discard(name)
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._built_in.clear()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -40,14 +40,20 @@ class RolloutSkip:
     """
 
     def __init__(self, config: Any, rollout_wg: Generator) -> None:
-        rollout = config.actor_rollout_ref.rollout
-        trainer = config.trainer
+        rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+        self.n, self.gbs = rollout["n"], _prompts_per_generation(config.data)
         name = (
-            f"{trainer.experiment_name}_{trainer.project_name}"
-            f"_GBS{_prompts_per_generation(config.data)}__N{rollout.n}"
+            f"{trainer.get('experiment_name', '')}_{trainer.get('project_name', '')}"
+            f"_GBS{self.gbs}__N{self.n}"
         )
-        self.dumped_dir = Path(rollout.skip_dump_dir).expanduser() / name.replace("/", "_")
+        folder = Path(rollout.get("skip_dump_dir", "/tmp/rollout_dump")).expanduser()
+        self.dumped_dir = folder / name.replace("/", "_")
         self._rollout_wg = rollout_wg
+
+    @property
+    def curr_path_dump(self) -> Path:
+        """The folder of this experiment's dumps."""
+        return self.dumped_dir
 
     def wrap_generate_sequences(self) -> None:
         """From now on `rollout_wg.generate_sequences` reads the dump where there is one."""

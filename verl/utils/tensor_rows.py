@@ -206,11 +206,11 @@ def _nearest_divisors(num_rows: int, wanted: int) -> str:
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-class BatchError(AssertionError, ValueError):
+class BatchError(AssertionError, ValueError, RuntimeError):
     """Things in a batch that do not fit together.
 
-    A `ValueError`, because it is the caller's mistake; an `AssertionError` as well, because that is
-    what code written for this interface has always caught.
+    A `ValueError`, because it is the caller's mistake; an `AssertionError` and a `RuntimeError` as
+    well, because that is what code written for this interface has always caught.
     """
 
 

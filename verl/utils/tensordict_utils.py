@@ -102,13 +102,15 @@ def assign_non_tensor_stack(tensor_dict: TensorDictBase, key: str, val: list[Any
     tensor_dict.set(key, non_tensor_stack(val))
 
 
-def assign_non_tensor(tensor_dict: TensorDictBase, **kwargs: Any) -> None:
-    """Store lists as one object per sample, and anything else as one value for the batch."""
+def assign_non_tensor(tensor_dict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
+    """Store lists and stacks as one object per sample, and anything else as one value for the
+    batch; returns the same batch."""
     for key, value in kwargs.items():
-        if isinstance(value, list):
-            assign_non_tensor_stack(tensor_dict, key, value)
+        if isinstance(value, list | NonTensorStack):
+            assign_non_tensor_stack(tensor_dict, key, list(_plain(value)))
         else:
             assign_non_tensor_data(tensor_dict, key, value)
+    return tensor_dict
 
 
 def unwrap_non_tensor_data(data: Any) -> Any:
@@ -236,8 +238,7 @@ def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
-    """The rows of all parts below each other; a part's batch-wide value that is not the same in all
-    parts becomes one object per sample."""
+    """The rows of all parts below each other; a batch-wide value is that of the first part."""
     if not data:
         raise BatchError("cannot concatenate an empty list of batches")
     if not data[0].batch_size:
@@ -253,10 +254,8 @@ def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def _concat_objects(entries: list[Any]) -> NonTensorStack | NonTensorData:
-    values = [_plain(entry) for entry in entries]
-    is_shared = all(isinstance(entry, NonTensorData) for entry in entries)
-    if is_shared and all(deep_equal(value, values[0]) for value in values):
-        return NonTensorData(values[0])
+    if all(isinstance(entry, NonTensorData) for entry in entries):
+        return NonTensorData(unwrap_non_tensor_data(entries[0]))
     return non_tensor_stack([row for entry in entries for row in _one_per_row(entry)])
 
 

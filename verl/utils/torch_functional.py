@@ -35,7 +35,7 @@ from verl.utils.distributed import (
 from verl.utils.distributed import (
     split_dict_tensor_into_batches as split_dict_tensor_into_batches,
 )
-from verl.utils.tensor_rows import jagged, offsets_of, open_jagged
+from verl.utils.tensor_rows import BatchError, jagged, offsets_of, open_jagged
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
@@ -369,11 +369,16 @@ def remove_pad_token(input_ids: Tensor, attention_mask: Tensor) -> list[list[int
 
 
 def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
-    """Give each token of a jagged tensor its sequence's value: (B, ...) -> jagged (B, j, ...)."""
+    """Give each token of a jagged tensor (B, j) its sequence's value: (B,) -> jagged (B, j)."""
     if not nested_tensor.is_nested or nested_tensor.layout != torch.jagged:
-        raise ValueError("expand_as_nested needs a nested tensor with layout torch.jagged")
+        raise BatchError("expand_as_nested needs a nested tensor with layout torch.jagged")
+    if tensor.ndim != 1 or nested_tensor.ndim != 2:
+        raise BatchError(
+            f"expand_as_nested spreads values (B,) over a nested tensor (B, j), got "
+            f"{tuple(tensor.shape)} and {nested_tensor.ndim} dims"
+        )
     if tensor.shape[0] != nested_tensor.shape[0]:
-        raise ValueError(
+        raise BatchError(
             f"{tensor.shape[0]} values cannot be spread over {nested_tensor.shape[0]} sequences"
         )
     parts = open_jagged(nested_tensor)

@@ -17,6 +17,7 @@ dataset or a model; they are escaped, never interpreted.
 """
 
 import json
+import logging
 import math
 import os
 import re
@@ -350,6 +351,7 @@ class _MlflowLoggingAdapter:
     """Gives each metric a name that MLflow accepts; it refuses the `@` of `mean@4`, for one."""
 
     def __init__(self) -> None:
+        self.logger = logging.getLogger(__name__)
         self._original: dict[str, str] = {}  # cleaned name -> the name it stands for
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
@@ -360,6 +362,8 @@ class _MlflowLoggingAdapter:
         cleaned: dict[str, float] = {}
         for name, value in data.items():
             key = clean_key(name)
+            if key != name and key not in self._original:
+                self.logger.warning("MLflow does not take the name %r; it is %r there", name, key)
             first = self._original.setdefault(key, name)
             if first != name:
                 raise ValueError(

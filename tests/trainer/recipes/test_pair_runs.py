@@ -111,6 +111,31 @@ def test_two_ranks_learn_the_same_from_pairs(toy, tmp_path, recipe):
         assert [s[name] for s in two] == pytest.approx([s[name] for s in one], rel=1e-3, abs=1e-5)
 
 
+def test_a_session_cut_into_rows_teaches_the_same(toy, tmp_path):
+    found = {}
+    for loop in ("Answering", "Cutting"):
+        loops = tmp_path / f"{loop}.yaml"
+        loops.write_text(f"- name: tried\n  _target_: tests.trainer.test_sessions.{loop}\n")
+        (found[loop],), trainer = recipe_run(
+            toy,
+            tmp_path / loop,
+            "online_dpo",
+            f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
+            f"{ROLLOUT}.agent.default_agent_loop=tried",
+            f"{ROLLOUT}.n=4",
+            "data.max_prompt_length=16",
+            f"{ACTOR}.ppo_mini_batch_size=2",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",
+            f"{ACTOR}.optim.lr=1e-5",
+            "trainer.total_training_steps=1",
+        )
+    assert len(trainer.batch) > 2 * found["Cutting"]["preference/num_pairs"] > 0
+    for name in ("pg_loss", "dpo_margin", "dpo_num_pairs", "grad_norm"):
+        name = f"actor/{name}"
+        expected = found["Answering"][name]
+        assert found["Cutting"][name] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
+
+
 # ---- learning ------------------------------------------------------------------------------------
 
 

@@ -95,6 +95,19 @@ def test_answers_of_the_dataset_are_chosen_and_responses_rejected():
     assert batch.batch[0]["responses"].tolist() != kept.batch[3]["responses"].tolist()
 
 
+def test_a_session_of_several_rows_loses_against_the_answer_as_a_whole():
+    sessions = np.array(["s", "s", "t"], dtype=object)
+    answers = np.array(["1", "1", "1"], dtype=object)
+    columns = {SESSION_UID: sessions, "answer": answers}
+    batch = rows(["1", "2", "3"], ["a", "a", "a"], **columns)
+    eos = tiny_tokenizer().eos_token_id
+    batch.batch["responses"][0, 1] = batch.batch["input_ids"][0, 3] = eos
+    paired, counts = against_answers(batch, "answer", tiny_tokenizer())
+    assert counts["preference/num_pairs"] == 2
+    assert paired.batch[PREFERENCE].tolist() == [-1, -1, -1, 1]
+    assert len(set(paired.non_tensor_batch[SESSION_UID])) == 3
+
+
 @pytest.mark.parametrize("answer", [None, "", 7])
 def test_an_answer_that_is_no_text_is_named(answer):
     batch = rows(["1"], ["a"], answer=np.array([answer], dtype=object))

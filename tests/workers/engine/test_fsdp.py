@@ -259,3 +259,36 @@ def test_two_copies_of_two_parts_each_make_the_steps_of_one(tmp_path):
     for answers in run_on_ranks(4, work, tmp_path):
         for found in answers:
             assert_same(found, expected)
+
+
+SPREAD = FSDPEngineConfig(expert_parallel_size=2)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
+def test_experts_spread_over_ranks_make_the_step_of_one_rank(tmp_path, model):
+    """Weights, norm and loss; recomputed layers exchange rows once more; state goes on."""
+    expected = two_steps(on_one_device(model), ALL_PASSES)
+
+    def work(rank):
+        engine = sharded(model, SPREAD, gradient_checkpointing=True)
+        experts = [p for n, p in engine.module.named_parameters() if n.endswith("gate_up_proj")]
+        assert all(p.to_local().shape[0] == p.shape[0] // 2 for p in experts)
+        found = two_steps(engine, PASSES[rank])
+        other = sharded(model, SPREAD)
+        other.load_state_dict(engine.state_dict())
+        assert other.policy_version == 2
+        return found
+
+    for found in run_on_two_ranks(work, tmp_path):
+        assert_same(found, expected, tolerance=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "reason"), [("llama", 2, "0 layers"), ("qwen3_moe", 3, "set it to 1 or 2")]
+)
+def test_experts_that_cannot_be_spread_are_refused(tmp_path, model, size, reason):
+    def work(rank):
+        with pytest.raises(ValueError, match=reason):
+            sharded(model, FSDPEngineConfig(expert_parallel_size=size))
+
+    run_on_two_ranks(work, tmp_path)

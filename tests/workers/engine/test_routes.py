@@ -138,11 +138,13 @@ def test_r2_replays_the_routes_of_the_old_policy():
     routing = Routing.of(built.engine.module)
     places = token_places(data[6:], ModelInputs.of(data[6:], prefix_sharing=False))
     given = packed_routes(data[ROUTED_EXPERTS][6:], places, int(places.max()) + 1)
-    assert torch.equal(routing.selected(len(given)), given.long()), "those of the last micro-batch"
+    replayed = torch.stack([layer.replayed for layer in routing.layers], 1)
+    assert torch.equal(replayed, given), "those of the last micro-batch"
+    assert routing.layers[0].logits is None, "a pass leaves nothing behind"
 
 
 def test_in_exact_mode_replay_is_an_assertion():
-    options = RouteOptions(must_agree=True)
+    options = RouteOptions(Routing([]), must_agree=True)
     options.check(0.0)
     with pytest.raises(RuntimeError, match="other experts"):
         options.check(0.25)

@@ -10,6 +10,7 @@ from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.loading import load_value_model, score_head
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.outputs import Outputs
 
 PASSES = [[0], [1, 2, 3], [], [4, 5, 6]]  # row 0 has no response; a pass may have no rows
 CASES = {
@@ -67,7 +68,11 @@ def columns_loss_and_step(name, critic_path, group=None):
     """What the engine says of the rows, and how far one step of size 1 moves the weights: minus
     the gradient, on several ranks the part of it that this rank computed."""
     engine = build(name, critic_path, group)
-    asks = {} if name.startswith("values") else {"with_sum_pi_squared": True, "temperature": 0.8}
+    asks = (
+        {}
+        if name.startswith("values")
+        else {"outputs": Outputs(sum_pi_squared=True), "temperature": 0.8}
+    )
     columns = engine.infer_batch(rows(), micro_batching=PASSES, **asks)
     before = {key: p.detach().clone() for key, p in engine.module.named_parameters()}
     result = engine.train_batch(rows(), loss, micro_batching=PASSES)

@@ -7,7 +7,7 @@ import torch
 
 from tests.models.kernels.devices import on_each_device
 from tests.tiny_models import tiny_model
-from tests.workers.rollout.helpers import assert_nothing_is_left
+from tests.workers.rollout.helpers import assert_nothing_is_left, training_log_probs
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.batch import RunningBatch
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
@@ -179,3 +179,17 @@ def test_graphs_stay_valid_when_memory_was_given_back_and_weights_have_changed()
     expected = fresh.generate_batch([request])[0][0].token_ids
     assert expected != before
     assert engine.generate_batch([request])[0][0].token_ids == expected
+
+
+@on_each_device
+def test_keys_and_values_in_fp8_change_little(device):
+    """Triton's interpreter rounds to e4m3 more coarsely than a GPU."""
+    model = tiny_model("qwen2", scale=0.1).to(device)
+    engine = NativeEngine(model, LIMITS, eos_token_ids=[1], kv_cache_dtype="fp8")
+    assert engine.core.cache.shape.dtype == torch.float8_e4m3fn
+    differences = []
+    for request, outputs in zip(requests({}), engine.generate_batch(requests({})), strict=True):
+        for output in outputs:
+            trained = training_log_probs(model, list(request.prompt_ids), output.token_ids)
+            differences.append((torch.tensor(output.log_probs) - trained.cpu()).abs())
+    assert 1e-4 < torch.cat(differences).mean() < 0.05

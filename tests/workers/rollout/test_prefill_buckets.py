@@ -63,7 +63,7 @@ def empty_cache(runner, max_prompt_tokens=70):
             layers=runner.head_shapes(),
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=20,
-            dtype=runner.dtype,
+            dtype=runner.cache_dtype,
             device=runner.device,
         ),
         NUM_SLOTS,

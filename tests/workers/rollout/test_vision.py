@@ -10,6 +10,7 @@ from verl.models.exact import make_exact
 from verl.protocol.padded import Padding, padded_batch
 from verl.protocol.trajectory import Segment, Trajectory
 from verl.workers.engine.forward import forward_rows
+from verl.workers.engine.outputs import LOG_PROBS
 from verl.workers.roles.dispatch import model_rows
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
@@ -69,7 +70,7 @@ def log_probs(model, trajectories, *, prefix_sharing=True):
         temperature=1.0,
         is_value_model=False,
         prefix_sharing=prefix_sharing,
-        with_sum_pi_squared=False,
+        outputs=LOG_PROBS,
         sequence_group=None,
     )
     return columns["log_probs"].detach(), batch.batch["rollout_log_probs"]

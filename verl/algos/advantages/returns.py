@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 @register_adv_est(AdvantageEstimator.GAE, built_in=True)
 @torch.no_grad()
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+    config: "AlgoConfig | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """Exponentially weighted temporal differences (arXiv:1506.02438).
 
@@ -33,10 +38,32 @@ def compute_gae_advantage_return(
     All tensors are (B, T). `next` is the next trained token: masked tokens (tool output, padding)
     are stepped over, so their values never bootstrap and they cost no discount; after the last
     trained token V and A are 0.
+
+    `config.lam_critic` and `config.lam_actor_alpha` (VAPO, arXiv:2504.05118) give returns and
+    advantages a lambda each: that of the critic, and 1 - 1 / (alpha l) for a response of l tokens.
     """
+    rewards = reward_of_trained_tokens(token_level_rewards, response_mask)
+    values = values.to(rewards.dtype)
+    lam_actor = lam_critic = rewards.new_full((len(rewards),), lam)  # (B,)
+    if config is not None and config.lam_actor_alpha is not None:
+        lengths = response_mask.bool().sum(-1).clamp(min=1)
+        lam_actor = (1 - 1 / (config.lam_actor_alpha * lengths.to(rewards.dtype))).clamp(min=0)
+    if config is not None and config.lam_critic is not None:
+        lam_critic = rewards.new_full((len(rewards),), config.lam_critic)
+    advantages = temporal_differences(rewards, values, response_mask, gamma, lam_actor)
+    for_critic = advantages
+    if not torch.equal(lam_actor, lam_critic):
+        for_critic = temporal_differences(rewards, values, response_mask, gamma, lam_critic)
+    returns = torch.where(response_mask.bool(), for_critic + values, 0.0)
+    return whiten(advantages, response_mask), returns
+
+
+def temporal_differences(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: Tensor
+) -> Tensor:
+    """GAE's sums A_t before whitening, (B, T); `lam` is (B,), `rewards` are on trained tokens."""
     is_trained = response_mask.bool().T  # (T, B): one row per step of the recursion
-    rewards = reward_of_trained_tokens(token_level_rewards, response_mask).T.contiguous()
-    values = values.to(rewards.dtype).T.contiguous()
+    rewards, values = rewards.T.contiguous(), values.T.contiguous()
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
@@ -44,8 +71,7 @@ def compute_gae_advantage_return(
         advantages[t] = delta + gamma * lam * next_advantage
         next_value = torch.where(is_trained[t], values[t], next_value)
         next_advantage = torch.where(is_trained[t], advantages[t], next_advantage)
-    returns = torch.where(is_trained, advantages + values, 0.0).T.contiguous()
-    return whiten(advantages.T, response_mask), returns
+    return advantages.T
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS, built_in=True)

@@ -31,7 +31,7 @@ def compute_policy_loss_dppo_tv(
     `low` and `high` are `clip_ratio_low` and `clip_ratio_high`, here bounds on D. A masked token
     stays in the denominator. `pg_clipfrac` is the fraction masked.
     """
-    new, old = _masked(log_prob.detach(), response_mask), _masked(old_log_prob, response_mask)
+    new, old = _as_log_probs(response_mask, log_prob.detach(), old_log_prob)
     divergence = (new.exp() - old.exp()).abs()
     return _divergence_masked(
         divergence,
@@ -58,7 +58,7 @@ def compute_policy_loss_dppo_kl(
 
     D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
     """
-    new, old = _masked(log_prob.detach(), response_mask), _masked(old_log_prob, response_mask)
+    new, old = _as_log_probs(response_mask, log_prob.detach(), old_log_prob)
     others = -torch.expm1(old)  # 1 - pi_old
     smallest = torch.finfo(new.dtype).tiny
     log_others = others.clamp(min=smallest).log() - (-torch.expm1(new)).clamp(min=smallest).log()
@@ -103,6 +103,11 @@ def compute_policy_loss_dro(
 
 def _masked(values: Tensor, response_mask: Tensor) -> Tensor:
     return torch.where(response_mask.bool(), values, 0)
+
+
+def _as_log_probs(response_mask: Tensor, *values: Tensor) -> list[Tensor]:
+    """0 outside the mask and at most 0 inside, where rounding may leave a little more."""
+    return [_masked(value, response_mask).clamp(max=0) for value in values]
 
 
 def _divergence_masked(

@@ -8,12 +8,14 @@ from verl.agent_loop import (
     AsyncLLMServerManager,
     register,
 )
+from verl.agent_loop.llm_server import AgentLoopWorker
 
 __all__ = [
     "AgentLoopBase",
     "AgentLoopManager",
     "AgentLoopMetrics",
     "AgentLoopOutput",
+    "AgentLoopWorker",
     "AsyncLLMServerManager",
     "register",
 ]

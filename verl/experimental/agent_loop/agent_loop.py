@@ -10,13 +10,18 @@ from verl.agent_loop import (
     register,
 )
 from verl.agent_loop.base import agent_loops as _agent_loop_registry
+from verl.agent_loop.llm_server import AgentLoopWorker
 from verl.agent_loop.manager import get_trajectory_info
+
+AgentLoopWorkerBase = AgentLoopWorker
 
 __all__ = [
     "AgentLoopBase",
     "AgentLoopManager",
     "AgentLoopMetrics",
     "AgentLoopOutput",
+    "AgentLoopWorker",
+    "AgentLoopWorkerBase",
     "AsyncLLMServerManager",
     "DictConfigWrap",
     "_agent_loop_registry",

@@ -113,7 +113,7 @@ def attend_block(
     k = load_block(
         numbers, last, split, jump, shared_keys, shared_key_step, own_keys, own_key_step,
         KEY_DIM, KEY_PADDED, IS_MASKED, ONE_STEP, PAGED,
-    )  # fmt: skip
+    ).to(q.dtype)  # fmt: skip
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     factor = scale * LOG2_E
     if HAS_SOFTCAP:
@@ -129,7 +129,7 @@ def attend_block(
     v = load_block(
         numbers, last, split, jump, shared_values, shared_value_step, own_values, own_value_step,
         VALUE_DIM, VALUE_PADDED, IS_MASKED, ONE_STEP, PAGED,
-    )  # fmt: skip
+    ).to(q.dtype)  # fmt: skip
     p = tl.exp2(tl.fma(x, factor, -new_max[:, None])).to(v.dtype)
     ones = tl.full([BLOCK, 16], 1.0, v.dtype)
     denominator = tl.dot(p, ones, denominator * shrink, input_precision="ieee")

@@ -56,8 +56,10 @@ class ColocatedWorker(Worker):
         with temp_env_var("DISABLE_WORKER_INIT", "1"):
             self.worker_dict = {role: spec() for role, spec in self.roles.items()}
         self.fused_worker_dict = self.worker_dict
-        for worker in self.worker_dict.values():
+        for role, worker in self.worker_dict.items():
             worker.fused_worker_dict = self.worker_dict
+            if self.is_fused:
+                vars(self)[role] = worker
 
 
 def colocated_class(class_dict: Mapping[str, ClassWithInitArgs]) -> type[ColocatedWorker]:

@@ -67,7 +67,8 @@ __all__ = [
 ]
 
 PLAIN_METHOD = "plain_method"
-"""The attribute of a decorated method that holds the decorated and the plain one."""
+"""The attribute of a decorated method that holds the decorated and the plain one; a wrapper around
+it has a copy, which says by the first that it is not meant."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 ModeFunctions = dict[str, Callable[..., Any]]
@@ -159,14 +160,17 @@ def _resolving(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_method(bound: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that `register` decorated, for a call without futures among its arguments.
+    """The method below the decorators that put values in the place of references, for a call whose
+    arguments are none (`is_reference`).
 
-    A method that is decorated once more, or replaced, is given back as it is.
+    A method that is decorated otherwise, or replaced, is given back as it is.
     """
-    if not isinstance(bound, MethodType) or PLAIN_METHOD not in vars(bound.__func__):
+    if not isinstance(bound, MethodType):
         return bound
-    wrapper, method = vars(bound.__func__)[PLAIN_METHOD]
-    return MethodType(method, bound.__self__) if wrapper is bound.__func__ else bound
+    function = bound.__func__
+    while PLAIN_METHOD in vars(function) and vars(function)[PLAIN_METHOD][0] is function:
+        function = vars(function)[PLAIN_METHOD][1]
+    return MethodType(function, bound.__self__)
 
 
 def _with_any_keyword(signature: inspect.Signature) -> inspect.Signature:

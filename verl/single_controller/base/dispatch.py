@@ -118,6 +118,17 @@ def shallow_copy(batch: DataProto) -> DataProto:
 
 
 @singledispatch
+def is_reference(arg: Any) -> bool:
+    """Whether it stands for a value that the worker's method gets in its place."""
+    return False
+
+
+@is_reference.register
+def _(arg: DataProtoFuture) -> bool:
+    return True
+
+
+@singledispatch
 def narrow(arg: Any, columns: Sequence[str]) -> Any:
     """Of a batch only these columns, those that it has; anything else as it is."""
     return arg

@@ -16,6 +16,7 @@ from verl.single_controller.base.dispatch import Dispatch, Execute
 from verl.utils import environment
 from verl.utils.device import seed_everything
 from verl.utils.ray_utils import node_ip_address, visible_device_index
+from verl.utils.tensor_rows import BatchError
 
 Value = TypeVar("Value", int, bool)
 
@@ -104,7 +105,7 @@ class Worker:
         self, mesh_name: str, dp_rank: int, is_collect: bool
     ) -> None:
         if mesh_name in self._dispatch_dp_rank:
-            raise ValueError(f"mesh {mesh_name!r} is already registered on this worker")
+            raise BatchError(f"mesh {mesh_name!r} is already registered on this worker")
         self._dispatch_dp_rank[mesh_name] = dp_rank
         self._is_collect[mesh_name] = is_collect
 

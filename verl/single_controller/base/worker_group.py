@@ -52,6 +52,7 @@ from verl.single_controller.base.dispatch import (
     collect_all_to_all,
     collect_dp_compute,
     dispatch_all_to_all,
+    is_reference,
     map_arguments,
     narrow,
 )
@@ -213,11 +214,10 @@ class WorkerGroup:
             for rank in ranks
         ]
 
-    def _holds_futures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether results that may not be there yet are among the arguments or their entries."""
-        kinds = (DataProtoFuture, self.reference_type)
+    def _holds_references(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether something that stands for its value is among the arguments or their entries."""
         return any(
-            isinstance(entry, kinds)
+            is_reference(entry) or isinstance(entry, self.reference_type)
             for value in (*args, *kwargs.values())
             for entry in (value if isinstance(value, list) else [value])
         )
@@ -378,7 +378,7 @@ def group_method(
         args, kwargs = dispatch_fn(group, *args, **kwargs)
         padding = kwargs.pop(PADDING_KEY, 0)
         started = group.start_call(method_name)
-        if is_direct and not group._holds_futures(args, kwargs):
+        if is_direct and not group._holds_references(args, kwargs):
             function = backend.method_here(group._role, method_name)
             rank_call = (
                 group._rank_calls(args, kwargs)[0] if is_for_all else RankCall(0, args, kwargs)

@@ -35,6 +35,8 @@ from verl.config.roles import (
     ranks_per_sequence,
     replicas,
     role_ranks,
+    runs_prime,
+    teacher_ranks,
     world_size,
 )
 
@@ -210,7 +212,8 @@ def controller(config: Any) -> str:
     """Who starts the workers; `auto` is this process for one device and Ray otherwise."""
     if config.trainer.controller != "auto":
         return config.trainer.controller
-    return "local" if world_size(config) + ranks_beside(config) == 1 else "ray"
+    num_ranks = world_size(config) + ranks_beside(config) + teacher_ranks(config)
+    return "local" if num_ranks == 1 else "ray"
 
 
 def pool(config: Any, role: str) -> str:
@@ -268,4 +271,7 @@ def reward_placement(config: Any) -> RolePlacement:
     where = pool(config, "reward_model")
     if model.enable_resource_pool:
         where = f"a pool of {model.nnodes} x {model.n_gpus_per_node}"
-    return RolePlacement("reward model", where, f"{model.rollout.name}, {model.model.path}")
+    how = f"{model.rollout.name}, {model.model.path}"
+    if runs_prime(config):
+        how = f"implicit and trained, not in the memory below, {model.model.path}"
+    return RolePlacement("reward model", where, how)

@@ -200,6 +200,7 @@ def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
     sequences = math.ceil(config.data.train_batch_size * rollout.n / replicas(config))
     running = min(sequences, rollout.max_num_seqs)
     tokens = running * (rollout.prompt_length + rollout.response_length)
+    size = 1 if rollout.kv_cache_dtype == "fp8" else size
     parts["KV cache"] = tokens * size * shape.layers * shape.kv_width / tensor
     return parts
 

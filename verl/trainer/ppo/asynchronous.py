@@ -166,17 +166,16 @@ class AsyncTrainer(PPOTrainer):
 
     def annotate(self, batch: DataProto, step: StepContext) -> DataProto:
         batch = super().annotate(batch, step)
-        versions, choice = self.buffer.step_versions, correction_of(self.config)
-        _, evicted = reject_stale(batch, versions[-1], step_versions=versions, max_age=None)
-        found = off_policy_metrics(
-            batch,
-            versions[-1],
-            step_versions=versions,
-            is_proximal=choice is None or choice.anchor == "proximal",
-            clip_range=clip_range(self.config.actor_rollout_ref.actor),
-        )
-        step.report.merge({**evicted, **found})
+        step.report.merge(ages_report(batch, **self._ages_options()))
         return batch
+
+    def _ages_options(self) -> dict[str, Any]:
+        choice = correction_of(self.config)
+        return {
+            "step_versions": list(self.buffer.step_versions),
+            "is_proximal": choice is None or choice.anchor == "proximal",
+            "clip_range": clip_range(self.config.actor_rollout_ref.actor),
+        }
 
     def _admit(self) -> None:
         """Start the groups that may start now, in order."""
@@ -301,3 +300,10 @@ class AsyncTrainer(PPOTrainer):
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         self._num_started = self.global_steps * self.plan.batch
+
+
+def ages_report(batch: DataProto, *, step_versions: list[int], **options: Any) -> dict[str, float]:
+    """How old the tokens of a step are; none was left out for its age."""
+    version = step_versions[-1]
+    _, evicted = reject_stale(batch, version, step_versions=step_versions, max_age=None)
+    return {**evicted, **off_policy_metrics(batch, version, step_versions=step_versions, **options)}

@@ -89,10 +89,10 @@ class RunCheckpoints:
         trainer = config.trainer
         self.config = trainer
         self.roles = dict(roles)
-        limits = [trainer.max_actor_ckpt_to_keep]
+        limits = [trainer.max_actor_ckpt_to_keep or None]
         self.is_async = config.actor_rollout_ref.actor.checkpoint.async_save
         if "critic" in roles:
-            limits.append(trainer.max_critic_ckpt_to_keep)
+            limits.append(trainer.max_critic_ckpt_to_keep or None)
             self.is_async = self.is_async or config.critic.checkpoint.async_save
         self.store = CheckpointStore(
             Path(trainer.default_local_dir).expanduser(),

@@ -7,13 +7,16 @@ next.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
+from verl.config.convert import omega_conf_to_dataclass
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.trainer.common import DEFAULT_SEED
@@ -194,13 +197,22 @@ def create_rl_dataset(
     )
 
 
-def create_rl_sampler(data_config: DataConfig, dataset: Dataset[Any]) -> Sampler[int]:
-    """`data.sampler`, or a random order by `data.seed`, or the order of the files."""
+class NotASampler(TypeError, AssertionError):
+    """A class of the wrong kind in `data.sampler`; callers have always caught an AssertionError."""
+
+
+def create_rl_sampler(data_config: DataConfig | DictConfig, dataset: Dataset[Any]) -> Sampler[int]:
+    """`data.sampler`, or a random order by `data.seed`, or the order of the files.
+
+    Keys that a `DictConfig` lacks have their defaults.
+    """
+    if not isinstance(data_config, DataConfig):
+        data_config = omega_conf_to_dataclass(data_config, DataConfig)
     chosen = data_config.sampler
     if chosen.class_path is not None:
         cls = load_extern_object(chosen.class_path, chosen.class_name or "")
         if not isinstance(cls, type) or not issubclass(cls, AbstractSampler):
-            raise TypeError(
+            raise NotASampler(
                 f"data.sampler.class_name ({chosen.class_name}) must be an AbstractSampler"
             )
         return cls(data_source=dataset, data_config=data_config)  # pyright: ignore[reportArgumentType]
@@ -212,16 +224,24 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset[Any]) -> Sampler
 def train_loader(
     config: PPOConfig, dataset: Dataset[Any], sampler: Sampler[int], collate_fn: Collate | None
 ) -> PromptLoader:
-    """Dynamic sampling draws `gen_batch_size` prompts at a time, everything else a whole batch."""
-    data, trainer = config.data, config.trainer
-    is_dynamic = config.algorithm.filter_groups.enable
+    trainer = config.trainer
     return PromptLoader(
         dataset,
         sampler,
-        data.gen_batch_size if is_dynamic else data.train_batch_size,
+        prompts_per_draw(config),
         collate_fn,
         max_epochs=trainer.total_epochs if trainer.total_training_steps is None else None,
     )
+
+
+def prompts_per_draw(config: PPOConfig) -> int:
+    """Dynamic sampling draws `gen_batch_size` prompts at a time, a filter that prefers some more
+    than a batch, everything else a batch."""
+    data = config.data
+    if config.algorithm.filter_groups.enable:
+        return data.gen_batch_size
+    is_filtered = data.filter_accuracy or data.filter_truncate
+    return math.ceil(data.train_batch_size * (data.oversample_factor if is_filtered else 1))
 
 
 def validation_loader(

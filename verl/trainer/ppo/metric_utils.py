@@ -175,10 +175,8 @@ def compute_variance_proxy_metrics(
 
 def sequence_lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Tokens of each prompt and each response, (B,) each; tool replies count as response."""
-    mask = batch.batch["attention_mask"]
-    num_response_positions = batch.batch["responses"].shape[-1]
-    split = mask.shape[-1] - num_response_positions
-    return mask[:, :split].sum(-1), mask[:, split:].sum(-1)
+    info = _compute_response_info(batch)
+    return info["prompt_length"], info["response_length"]
 
 
 def length_metrics(name: str, lengths: Tensor, max_tokens: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.config.ppo import PPOConfig
-from verl.config.roles import pool_devices, ranks_beside, world_size
+from verl.config.roles import pool_devices, ranks_beside, teacher_ranks, world_size
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.base.resource_pool import PoolManager
 from verl.single_controller.controllers import Controller
@@ -22,6 +22,7 @@ from verl.utils.environment import has_chosen_threads, usable_cores
 POOL = "global_pool"
 REWARD_POOL = "reward_pool"
 ROLLOUT_POOL = "rollout_pool"
+TEACHER_POOL = "teacher_pool"
 
 RolesByPool = dict[str, dict[str, ClassWithInitArgs]]
 """For each pool the roles in it, by the names that their groups have."""
@@ -47,6 +48,8 @@ def make_pools(
             spec[name] = per_node(devices, trainer.n_gpus_per_node)
         elif name == ROLLOUT_POOL:
             spec[name] = [rollout.n_gpus_per_node] * rollout.nnodes
+        elif name == TEACHER_POOL:
+            spec[name] = [config.distillation.n_gpus_per_node] * config.distillation.nnodes
         else:
             spec[name] = [trainer.n_gpus_per_node] * trainer.nnodes
     options = {} if controller is LOCAL else {"use_gpu": device != "cpu"}
@@ -64,6 +67,9 @@ def devices_of(config: PPOConfig, pool_name: str) -> list[int] | None:
     if pool_name == ROLLOUT_POOL and ranks_beside(config):
         first = world_size(config)  # behind those of the trainer
         return list(range(first, first + ranks_beside(config)))
+    if pool_name == TEACHER_POOL:
+        first = world_size(config) + ranks_beside(config)
+        return list(range(first, first + teacher_ranks(config)))
     return pool_devices(config, pool_name.removesuffix("_pool"))
 
 

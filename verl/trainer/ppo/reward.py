@@ -36,6 +36,7 @@ from torch import Tensor
 
 from verl.config.roles import has_own_loops
 from verl.protocol import DataProto
+from verl.trainer.ppo.utils import need_reward_model
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_class_from_fqn, load_extern_object, load_module, require
 from verl.utils.tokenizer import hf_tokenizer
@@ -156,7 +157,7 @@ def grades_by_source(config: Any) -> bool:
     manager = config.reward_manager
     return (
         not config.custom_reward_function.path
-        and not config.reward_model.enable
+        and not need_reward_model(config)
         and config.reward_model.reward_loop_source != "importlib"
         and manager.source == "register"
         and manager.name in ("naive", "dapo", "prime", "rate_limited", "limited", "remote")

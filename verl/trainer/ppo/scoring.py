@@ -31,6 +31,7 @@ from verl.protocol import DataProto
 from verl.protocol.padded import SESSION_UID
 from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
 from verl.trainer.ppo.reward import WholeBatchReward, get_custom_reward_fn, takes_whole_batch
+from verl.trainer.ppo.utils import need_reward_model
 from verl.workers.reward_manager.abstract import graded_rewards, precomputed_rewards
 from verl.workers.reward_manager.adapters import (
     BatchGrader,
@@ -221,7 +222,7 @@ def is_asked_per_response(config: PPOConfig, reward_fn: Any) -> bool:
 
 def asks_over_http(config: PPOConfig) -> bool:
     """Whether a function of the user's takes the address of a served reward model."""
-    function = get_custom_reward_fn(config) if config.reward_model.enable else None
+    function = get_custom_reward_fn(config) if need_reward_model(config) else None
     if function is None or takes_whole_batch(function)[0]:
         return False
     parameters = inspect.signature(function).parameters

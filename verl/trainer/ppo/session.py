@@ -18,7 +18,13 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils.data import Dataset, Sampler
 
-from verl.agent_loop.buffer import Buffer, BufferPolicy, DynamicSampling, OnPolicy
+from verl.agent_loop.buffer import (
+    Buffer,
+    BufferPolicy,
+    DynamicSampling,
+    OnPolicy,
+    PreferredGroups,
+)
 from verl.agent_loop.journal import JOURNAL, JOURNAL_CONFIG, Journal
 from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
@@ -48,6 +54,7 @@ from verl.trainer.ppo.data import (
     PromptLoader,
     create_rl_dataset,
     create_rl_sampler,
+    prompts_per_draw,
     run_seed,
     train_loader,
     validation_loader,
@@ -533,6 +540,14 @@ def as_prompts(rows: dict[str, Any]) -> DataProto:
 def buffer_policy(config: PPOConfig) -> BufferPolicy:
     """Which groups a step trains on."""
     data, chosen = config.data, config.algorithm.filter_groups
+    if data.filter_accuracy or data.filter_truncate:
+        bounds = (data.accuracy_lower_bound, data.accuracy_upper_bound)
+        return PreferredGroups(
+            data.train_batch_size,
+            prompts_per_draw(config),
+            accuracy_bounds=bounds if data.filter_accuracy else None,
+            max_response_tokens=data.max_response_length if data.filter_truncate else None,
+        )
     if not chosen.enable:
         return OnPolicy(data.train_batch_size)
     assert chosen.metric is not None  # refused by validation

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from verl.algos.rollout_correction.apply import compute_rollout_correction_and_add_to_batch
-from verl.config.algorithm import AlgoConfig
+from verl.config.algorithm import AlgoConfig, RolloutCorrectionConfig
+from verl.config.correction import correction_of
 from verl.config.ppo import PPOConfig
 from verl.config.roles import world_size
 from verl.config.trainer import TransferQueueConfig
@@ -25,6 +26,7 @@ from verl.data_plane import DataPlane, Limits, PlaneLost, create
 from verl.data_plane.batch import StoredBatch, disconnect, put_columns
 from verl.protocol import DataProto
 from verl.single_controller.local import CONTROLLER as LOCAL
+from verl.trainer.ppo.asynchronous import AsyncTrainer, ages_report
 from verl.trainer.ppo.context import Report, StepContext
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.metric_utils import (
@@ -40,7 +42,7 @@ from verl.workers.roles.dispatch import stored
 
 logger = logging.getLogger(__name__)
 
-TOKENS = ("input_ids", "prompts", "position_ids", "policy_versions")
+TOKENS = ("input_ids", "prompts", "position_ids")
 """Columns that neither advantages nor reports are made from."""
 
 Metrics = dict[str, Any]
@@ -118,6 +120,7 @@ class StoredTrainer(PPOTrainer):
                 credit,
                 batch,
                 algorithm=algorithm,
+                correction=self._correction_of_rows(),
                 control=control,
                 num_repeat=self.config.actor_rollout_ref.rollout.n,
                 reported={
@@ -131,6 +134,9 @@ class StoredTrainer(PPOTrainer):
             self.kl_ctrl_in_reward = control
         step.report.merge(metrics)
         return batch
+
+    def _correction_of_rows(self) -> RolloutCorrectionConfig:
+        return self.config.algorithm.rollout_correction
 
     def finish_step(self, batch: Any, step: StepContext) -> None:
         dataset = type(self.train_dataset)
@@ -171,6 +177,21 @@ class StoredTrainer(PPOTrainer):
         return batch, report
 
 
+class StoredAsyncTrainer(StoredTrainer, AsyncTrainer):
+    """The same where rows of later steps are generated meanwhile; these are in this process, and
+    come into the plane with their step."""
+
+    def annotate(self, batch: DataProto, step: StepContext) -> Any:
+        rows = super().annotate(batch, step)
+        _, metrics = self._on_rows(ages_report, rows, **self._ages_options())
+        step.report.merge(metrics)
+        return rows
+
+    def _correction_of_rows(self) -> RolloutCorrectionConfig:
+        choice = correction_of(self.config)
+        return super()._correction_of_rows() if choice is None else choice.settings
+
+
 # ---- on a rank -----------------------------------------------------------------------------------
 
 
@@ -202,7 +223,7 @@ def annotations(rows: DataProto, *, has_computed: bool, reference_is_start: bool
     if has_computed:
         metrics["actor/entropy"] = masked_mean(tensors["entropys"], mask).item()
         if "rollout_log_probs" in tensors.keys():  # noqa: SIM118
-            metrics |= calculate_debug_metrics(rows)
+            metrics |= calculate_debug_metrics(rows, rows.meta_info.get("old_policy_version"))
     if "ref_log_prob" in tensors.keys():  # noqa: SIM118
         distance = tensors["old_log_probs"] - tensors["ref_log_prob"]
         metrics["actor/ref_kl"] = masked_mean(distance, mask).item()
@@ -212,11 +233,17 @@ def annotations(rows: DataProto, *, has_computed: bool, reference_is_start: bool
 
 
 def credit(
-    rows: DataProto, *, algorithm: AlgoConfig, control: Any, num_repeat: int, reported: Metrics
+    rows: DataProto,
+    *,
+    algorithm: AlgoConfig,
+    correction: RolloutCorrectionConfig,
+    control: Any,
+    num_repeat: int,
+    reported: Metrics,
 ) -> tuple[Metrics, Any, dict[str, float]]:
     """What `PPOTrainer.assign_credit` does; the controller of the KL penalty comes back, and what
     tripwires look at."""
-    correction, metrics = algorithm.rollout_correction, {}
+    metrics: Metrics = {}
     if control is not None:
         _, metrics = apply_kl_penalty(rows, control, algorithm.kl_penalty)
     else:
@@ -276,10 +303,12 @@ def package_options(queue: TransferQueueConfig) -> dict[str, Any]:
 
 def with_stored_batches(trainer_class: type[PPOTrainer]) -> type[PPOTrainer]:
     """The same trainer with its batches in a data plane, if its stages allow it."""
+    is_async = issubclass(trainer_class, AsyncTrainer)
+    known, kind = (AsyncTrainer, StoredAsyncTrainer) if is_async else (PPOTrainer, StoredTrainer)
     own = [
         stage
         for stage in ("annotate", "assign_credit", "update")
-        if vars(PPOTrainer)[stage] is not getattr(trainer_class, stage)
+        if getattr(known, stage) is not getattr(trainer_class, stage)
     ]
     if own:
         raise ValueError(
@@ -287,4 +316,4 @@ def with_stored_batches(trainer_class: type[PPOTrainer]) -> type[PPOTrainer]:
             "which reads the batch in the driver; leave transfer_queue.enable out, or let the "
             "stage take a StoredBatch and derive from StoredTrainer"
         )
-    return type(f"Stored{trainer_class.__name__}", (StoredTrainer, trainer_class), {})
+    return type(f"Stored{trainer_class.__name__}", (kind, trainer_class), {})

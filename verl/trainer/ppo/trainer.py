@@ -9,19 +9,23 @@ steps (validation, checkpoints, tracking) is in `verl.trainer.ppo.session`.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 
-from verl.agent_loop.buffer import DynamicSampling, Taken
+from verl.agent_loop.buffer import Taken
 from verl.agent_loop.rollouter import RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
+from verl.algos.components import CE_WEIGHTS, positive_weights
 from verl.algos.rollout_correction.apply import (
     apply_bypass_mode,
     compute_rollout_correction_and_add_to_batch,
 )
 from verl.algos.sessions import one_row_per_session
 from verl.config.algorithm import RolloutCorrectionConfig
+from verl.config.convert import to_dictconfig
 from verl.config.correction import correction_of, require_correction
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import POLICY_VERSIONS
 from verl.protocol.trajectory import Group, Score, Trajectory
@@ -39,6 +43,12 @@ ROW_COLUMN = "__row__"
 
 class PPOTrainer(TrainingRun):
     """Trains a policy by reinforcement learning, whatever the estimator and the loss."""
+
+    def init_workers(self) -> None:
+        """A trainer with a loop of its own finds a DictConfig in `self.config` from then on."""
+        super().init_workers()
+        if not type(self).fit.__module__.startswith("verl."):
+            self.config = cast(PPOConfig, to_dictconfig(self.config))
 
     def fit(self) -> None:
         """Train from where the last checkpoint left off until the last step, or the last row."""
@@ -62,7 +72,7 @@ class PPOTrainer(TrainingRun):
     def rollout(self, step: StepContext) -> DataProto:
         """`rollout.n` responses per prompt; with dynamic sampling, to prompts worth training."""
         rollout = self.config.actor_rollout_ref.rollout
-        is_filtered = self.config.algorithm.filter_groups.enable
+        is_filtered = self.buffer.policy.reads_grades
         settle = partial(self._settle_grades, step) if is_filtered else None
         with step.report.timed("gen"):
             for num_prompts in self.buffer.demands(step.step, settle):
@@ -86,11 +96,7 @@ class PPOTrainer(TrainingRun):
         metrics, seconds = self.rollouter.take_report(groups)
         step.report.merge(metrics)
         step.report.timing.update(seconds)
-        policy = self.buffer.policy
-        if isinstance(policy, DynamicSampling):
-            num_dull = sum(g.fault is None and not policy.is_informative(g) for g in groups)
-            step.report.add("train/num_gen_batches", len(groups) // policy.gen_batch_size)
-            step.report.add("train/num_groups_dropped", num_dull)
+        step.report.merge(self.buffer.policy.metrics(taken))
 
     def _settle_grades(self, step: StepContext, groups: Sequence[Group]) -> None:
         """Give groups their final scores; those that have none leave their group."""
@@ -153,7 +159,7 @@ class PPOTrainer(TrainingRun):
     def score(self, batch: DataProto, step: StepContext) -> DataProto:
         """`token_level_scores`; prompts that could not be graded are dropped and counted."""
         if "token_level_scores" in batch.batch.keys():  # noqa: SIM118  # dynamic sampling did it
-            return batch
+            return self._with_positive_examples(batch)
         with step.report.timed("reward"):
             if self.use_rm:
                 batch, found = self.with_model_scores(batch)
@@ -165,12 +171,26 @@ class PPOTrainer(TrainingRun):
         step.report.count(scored.metrics)  # dynamic sampling scores several batches
         step.report.add("reward/ratio_groups_without_spread", groups_without_spread(scored.batch))
         step.report.merge(reported_metrics(scored.batch))
-        return scored.batch
+        return self._with_positive_examples(scored.batch)
+
+    def _with_positive_examples(self, batch: DataProto) -> DataProto:
+        """`ce_weights` on responses that are right, where `actor.positive_nll_coef` asks for it."""
+        actor = self.config.actor_rollout_ref.actor
+        if actor.positive_nll_coef:
+            batch.batch[CE_WEIGHTS] = positive_weights(
+                batch, actor.positive_nll_coef, actor.positive_nll_min_score
+            )
+        return batch
 
     # ---- annotate --------------------------------------------------------------------------------
 
     def annotate(self, batch: DataProto, step: StepContext) -> DataProto:
-        """`old_log_probs`, and `ref_log_prob` and `values` where the algorithm needs them."""
+        """`old_log_probs`, and `ref_log_prob` and `values` where the algorithm needs them; in a
+        distillation also what teachers say, and rows without their answer are dropped."""
+        if self.teaching is not None:
+            with step.report.timed("teacher"):
+                batch, found = self.teaching.annotate(batch, self.teacher_wg)
+            step.report.merge(found)
         self._balance_batch(batch, step.report.metrics)
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
         batch = self._with_old_log_probs(batch, step)
@@ -185,7 +205,7 @@ class PPOTrainer(TrainingRun):
         if self.use_critic:
             with step.report.timed("values"):
                 batch = batch.union(self.critic_wg.compute_values(batch))
-        require_finite(batch, "old_log_probs", "ref_log_prob", "values")
+        require_finite(batch, "old_log_probs", "ref_log_prob", "values", "teacher_log_probs")
         return batch
 
     def _with_old_log_probs(self, batch: DataProto, step: StepContext) -> DataProto:
@@ -284,7 +304,8 @@ class PPOTrainer(TrainingRun):
             step.report.merge(found.meta_info["metrics"])
         if self.config.trainer.critic_warmup <= step.step:
             with step.report.timed("update_actor"):
-                found = self.actor_rollout_wg.update_actor(batch)
+                rows = batch if self.components is None else self.components.add(batch, step.step)
+                found = self.actor_rollout_wg.update_actor(rows)
                 found.meta_info["metrics"].update(step.publisher.publish())
             # What was measured before the update is about the policy that sampled.
             step.report.merge(found.meta_info["metrics"], keeps_own=True)

@@ -5,7 +5,7 @@ from enum import Enum, auto
 from typing import Any
 
 from verl.config.ppo import PPOConfig
-from verl.config.roles import needs_reference
+from verl.config.roles import needs_reference, runs_prime
 from verl.single_controller.base import Worker
 
 WorkerType = type[Worker]
@@ -22,6 +22,7 @@ class Role(Enum):
     RewardModel = auto()
     ActorRolloutRef = auto()
     Env = auto()
+    Teacher = auto()
 
     def __str__(self) -> str:
         return _NAMES[self]
@@ -43,6 +44,7 @@ _NAMES = {
     Role.RewardModel: "rm",
     Role.ActorRolloutRef: "actor_rollout_ref",
     Role.Env: "env",
+    Role.Teacher: "teacher",
 }
 
 
@@ -60,10 +62,13 @@ def need_reference_policy(config: Any) -> bool:
 
 
 def need_reward_model(config: Any) -> bool:
-    """Whether a model scores responses. Takes what `need_reference_policy` takes."""
+    """Whether a frozen model scores responses. Takes what `need_reference_policy` takes.
+
+    The implicit model of the recipe prime is trained and rewards tokens: it is the recipe's own.
+    """
     if _is_role_mapping(config):
         return Role.RewardModel in config
-    return bool(config.reward_model.enable)
+    return bool(config.reward_model.enable) and not runs_prime(config)
 
 
 def need_critic(config: Any) -> bool:

@@ -13,7 +13,9 @@ from verl.config.ppo import PPOConfig
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller, controllers
 from verl.single_controller.local import LocalResourcePoolManager
+from verl.trainer.distillation.teaching import Teaching
 from verl.trainer.ppo.checkpointing import RunCheckpoints
+from verl.trainer.ppo.demonstrations import CrossEntropyRows, components_of
 from verl.trainer.ppo.placing import Placer, RolesByPool
 from verl.trainer.ppo.scoring import refuse_unsuited_reward_model
 from verl.trainer.ppo.utils import Role, need_reward_model
@@ -56,6 +58,13 @@ class RunWorkers:
     critic_wg: Any = None
     ref_policy_wg: Any = None
     rm_wg: Any = None
+    teaching: Teaching | None = None
+    components: CrossEntropyRows | None = None
+    """Adds rows and weights of a cross-entropy to what the actor is trained on."""
+
+    teacher_wg: Any = None
+    """Who holds the teachers of a distillation: `actor_rollout_wg`, or a group of its own."""
+
     async_rollout_manager: AgentLoopManager
     checkpoint_manager: RunCheckpoints
 
@@ -66,6 +75,9 @@ class RunWorkers:
         correction = self.config.algorithm.rollout_correction
         if correction.bypass_mode:  # the actor chooses its loss when it is built
             choose_bypass_loss(correction, section.actor.policy_loss)
+        if self.config.distillation.enabled:
+            self.teaching = Teaching(self.config, self.tokenizer, self.train_dataset)
+        self.components = components_of(self.config, self.tokenizer, self.seed)
         self.resource_pool_manager.create_resource_pool()
         groups = self.placer.start(self._roles_by_pool())
         for group in groups.values():
@@ -80,8 +92,9 @@ class RunWorkers:
             self.ref_policy_wg = groups.get(str(Role.RefPolicy), self.actor_rollout_wg)
         if self.use_critic:
             roles["critic"] = self.critic_wg = groups[str(Role.Critic)]
-        if self.use_rm:
-            self.rm_wg = groups[str(Role.RewardModel)]
+        self.rm_wg = groups.get(str(Role.RewardModel))
+        if self.config.distillation.enabled:
+            self.teacher_wg = groups.get(str(Role.Teacher), self.actor_rollout_wg)
         self.async_rollout_manager = self._agent_loop_manager()
         self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
 
@@ -110,16 +123,20 @@ class RunWorkers:
     def _roles_by_pool(self) -> RolesByPool:
         """The workers to start, the policy's first."""
         policy, section = self._policy_role(), self.config.actor_rollout_ref
-        sections: dict[Role, tuple[Any, dict[str, str]]] = {
-            policy: (section, {"role": self._duties(policy)})
+        distilled = {"distillation_config": self.config.distillation}
+        has_teachers = self.config.distillation.enabled
+        sections: dict[Role, tuple[Any, dict[str, Any]]] = {
+            policy: (section, {"role": self._duties(policy)} | (distilled if has_teachers else {}))
         }
+        if Role.Teacher in self.role_worker_mapping:
+            sections[Role.Teacher] = (section, distilled)
         if Role.Rollout in self.role_worker_mapping:
             sections[Role.Rollout] = (section, {})
         if self.use_reference_policy and not self.ref_in_actor:
             sections[Role.RefPolicy] = (section, {"role": str(Role.RefPolicy)})
         if self.use_critic:
             sections[Role.Critic] = (self.config.critic, {})
-        if self.use_rm:
+        if Role.RewardModel in self.role_worker_mapping:
             sections[Role.RewardModel] = (self.config.reward_model, {})
         roles: RolesByPool = {}
         for role, (options, arguments) in sections.items():

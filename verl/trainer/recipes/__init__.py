@@ -13,7 +13,9 @@ from verl.utils.registry import Registry
 RECIPES = Registry[type[TaskRunner]](
     "recipe",
     online_dpo="verl.trainer.recipes.online_dpo.trainer:OnlineDPORunner",
+    prime="verl.trainer.recipes.prime.runner:PrimeRunner",
     spin="verl.trainer.recipes.spin.trainer:SpinRunner",
+    pf_ppo="verl.trainer.recipes.pf_ppo.trainer:PFPPORunner",
 )
 """The runner of each recipe. Users' code may register more."""
 

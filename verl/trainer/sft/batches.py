@@ -59,11 +59,11 @@ def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> lis
 
 
 def reads_in_order(
-    dataset: Dataset[Row], indices: Sequence[int], batch_size: int
+    read: Callable[[Sequence[int]], TensorDict], indices: Sequence[int], batch_size: int
 ) -> Iterator[Callable[[], TensorDict]]:
     """Each gives a batch of these rows, from the first to the last, which may be short."""
     for start in range(0, len(indices), batch_size):
-        yield partial(load_rows, dataset, indices[start : start + batch_size])
+        yield partial(read, indices[start : start + batch_size])
 
 
 def load_rows(dataset: Dataset[Row], indices: Sequence[int]) -> TensorDict:

@@ -73,7 +73,7 @@ class SFTCheckpoints:
                 data=dataset_identity(local_files(settings), num_rows=num_rows),
                 config=config_identity(to_dict(config)),
             ),
-            num_to_keep=self.config.max_ckpt_to_keep,
+            num_to_keep=self.config.max_ckpt_to_keep or None,
             accepted=self.config.resume_may_change,
         )
 

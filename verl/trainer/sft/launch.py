@@ -23,6 +23,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.faults import ConfigError, Fault, shown
 from verl.config.load import Loaded, load_config
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.rm import RMConfig
 from verl.config.roles import world_size as configured_world_size
 from verl.config.sft import EACH_EPOCH, SFTConfig, SFTEngineConfig
 from verl.config.validate import validate
@@ -38,6 +39,7 @@ SILENT_RANK_SECONDS = 1800.0
 
 _LAZY = {
     "SFTTrainer": "verl.trainer.sft.trainer:SFTTrainer",
+    "RMTrainer": "verl.trainer.sft.reward_model:RMTrainer",
     "run_locks": "verl.trainer.sft.checkpoint:run_locks",
     "join": "verl.utils.distributed:initialize_global_process_group",
     "leave": "verl.utils.distributed:destroy_global_process_group",
@@ -86,7 +88,8 @@ def _train_here(config: AnySFTConfig) -> None:
     if has_peers:
         say([replication_notice(world_size())])
         lazy_attribute(__name__, _LAZY, "join")(timeout_second=SILENT_RANK_SECONDS)
-    trainer = lazy_attribute(__name__, _LAZY, "SFTTrainer")(config)
+    kind = "RMTrainer" if isinstance(config, RMConfig) else "SFTTrainer"
+    trainer = lazy_attribute(__name__, _LAZY, kind)(config)
     trainer.fit()
     if has_peers:
         lazy_attribute(__name__, _LAZY, "leave")()
@@ -143,11 +146,21 @@ OF_ENGINE = {
 """Options that must be left at null or False, and why."""
 
 
+ALL_WEIGHTS = "a reward model is trained with all its weights"
+OF_REWARD_MODEL = {
+    "model.lora_rank": ALL_WEIGHTS,
+    "model.lora.rank": ALL_WEIGHTS,
+    "model.lora_adapter_path": ALL_WEIGHTS,
+}
+
+
 def unsupported(config: AnySFTConfig) -> Iterator[Fault]:
     """One fault for each option that cannot be honoured."""
     if isinstance(config, SFTEngineConfig):
         faults = list(engine_faults(config))
         yield from faults or refused(config, OF_ENGINE)
+    if isinstance(config, RMConfig):
+        yield from refused(config, OF_REWARD_MODEL)
     yield from frequency_faults(config)
     yield from lora_faults(config)
     yield from resume_faults(config)
@@ -238,6 +251,10 @@ def trained_of(config: AnySFTConfig) -> str:
 
 
 def columns_of(config: AnySFTConfig) -> str:
+    if isinstance(config, RMConfig):
+        data = config.data
+        pair = f"{data.prompt_key} -> {data.chosen_key} over {data.rejected_key}"
+        return f"{pair}, objective {config.objective.name}"
     if isinstance(config, SFTEngineConfig):
         return f"conversations in {config.data.messages_key}"
     if config.data.multiturn.enable:
@@ -246,7 +263,8 @@ def columns_of(config: AnySFTConfig) -> str:
 
 
 def micro_batch_of(config: AnySFTConfig) -> str:
-    if isinstance(config, SFTEngineConfig) and config.data.use_dynamic_bsz:
+    is_engine = isinstance(config, SFTEngineConfig) and not isinstance(config, RMConfig)
+    if is_engine and config.data.use_dynamic_bsz:
         return f"{config.data.max_token_len_per_gpu} tokens"
     return f"{config.data.micro_batch_size_per_gpu} rows"
 

@@ -20,6 +20,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
+from verl.config.rm import RMDataConfig
 from verl.config.sft import (
     EACH_EPOCH,
     SFTConfig,
@@ -37,6 +38,7 @@ from verl.models.lora import LoraOptions, add_lora, lora_options
 from verl.trainer.sft.batches import Ranks, Row
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.prompts import set_chat_template
+from verl.utils.dataset.rm_dataset import RMDataset
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import resolve_device
 from verl.utils.fs import copy_to_local
@@ -50,6 +52,8 @@ from verl.workers.engine.stepping import SteppingEngine
 from verl.workers.engine.zero1 import ReplicatedEngine
 
 AnySFTConfig = SFTConfig | SFTEngineConfig
+Load = Callable[..., PreTrainedModel]
+"""A function of `verl.models.loading`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +67,15 @@ class SFTSettings:
     schedule: str
     """`constant`, `linear`, `cosine` or `wsd`."""
 
-    data: SFTDataConfig | SFTEngineDataConfig
+    data: SFTDataConfig | SFTEngineDataConfig | RMDataConfig
     """The section as written, for a custom dataset class."""
 
     conversations: SFTEngineDataConfig | None
     """How to read conversations; None for prompt and response columns."""
 
     micro_batching: MicroBatching
+    """Of pairs, where the data is that: both rows of a pair run together."""
+
     trainer: SFTTrainerConfig | SFTEngineTrainerConfig
     checkpoint: CheckpointConfig
     profiler: ProfilerConfig | None
@@ -104,7 +110,8 @@ def _of_engine(config: SFTEngineConfig) -> SFTSettings:
     data, engine, optim = config.data, config.engine, config.optim
     assert isinstance(engine, FSDPEngineConfig)  # `launch.unsupported` has refused others
     assert isinstance(optim, FSDPOptimizerConfig)
-    by_tokens = data.use_dynamic_bsz
+    has_pairs = isinstance(data, RMDataConfig)
+    by_tokens = not has_pairs and data.use_dynamic_bsz
     first, last = config.trainer.profile_interval
     return SFTSettings(
         model=config.model,
@@ -113,10 +120,10 @@ def _of_engine(config: SFTEngineConfig) -> SFTSettings:
         optim=optim,
         schedule=optim.lr_scheduler_type,
         data=data,
-        conversations=data,
+        conversations=None if has_pairs else data,
         micro_batching=(
             MicroBatching(tokens=data.max_token_len_per_gpu)
-            if by_tokens
+            if by_tokens and not has_pairs
             else MicroBatching(rows=data.micro_batch_size_per_gpu)
         ),
         trainer=config.trainer,
@@ -189,6 +196,8 @@ def build_dataset(
     if settings.data.custom_cls.path is not None:
         cls = custom_class(settings.data.custom_cls)
         return cls(files, tokenizer, settings.data, max_samples=max_samples)
+    if isinstance(settings.data, RMDataConfig):
+        return build_pairs(settings.data, files, tokenizer, max_samples)
     if settings.conversations is not None:
         return MultiTurnSFTDataset(
             files,
@@ -207,6 +216,28 @@ def build_processor(settings: SFTSettings) -> Any:
     model = settings.model
     path = local_path(model.path, use_shm=model.use_shm)
     return hf_processor(path, trust_remote_code=model.trust_remote_code)
+
+
+def build_pairs(
+    data: RMDataConfig,
+    files: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int,
+) -> RMDataset:
+    pairs = RMDataset(
+        files,
+        tokenizer,
+        data.prompt_key,
+        data.chosen_key,
+        data.rejected_key,
+        data.max_length,
+        max_samples=max_samples,
+        truncation=data.truncation,
+        use_shm=data.use_shm,
+        template_kwargs=data.apply_chat_template_kwargs,
+    )
+    pairs.check_lengths()
+    return pairs
 
 
 def create_sft_dataset(
@@ -239,15 +270,23 @@ def ranks_per_sequence(config: SFTConfig | SFTEngineConfig) -> int:
     return config.ulysses_sequence_parallel_size
 
 
-def build_engine(settings: SFTSettings, ranks: Ranks, *, total_steps: int) -> SteppingEngine:
+def build_engine(
+    settings: SFTSettings,
+    ranks: Ranks,
+    *,
+    total_steps: int,
+    load: Load = load_causal_lm,
+    is_value_model: bool = False,
+) -> SteppingEngine:
     """The model with its optimizer, loaded; the same on every rank."""
     optim = settings.optim
     shared: dict[str, Any] = {"sequence_group": ranks.sequence_group()} if ranks.size > 1 else {}
     engine = (ReplicatedEngine if ranks.size > 1 else OneDeviceEngine)(
-        partial(load_model, settings),
+        partial(load_model, settings, load),
         engine_optimizer(settings, total_steps),
         max_grad_norm=optim.grad_clip or optim.clip_grad,
         gradient_checkpointing=settings.model.enable_gradient_checkpointing,
+        is_value_model=is_value_model,
         **shared,
     )
     engine.initialize()
@@ -257,18 +296,20 @@ def build_engine(settings: SFTSettings, ranks: Ranks, *, total_steps: int) -> St
             engine.optimizer.optimizer,
             warmup_steps(optim, total_steps),
             total_steps,
-            min_lr_ratio=optim.min_lr_ratio,
+            min_lr_ratio=optim.min_lr_ratio or 0.0,
             num_cycles=optim.num_cycles,
         )
     return engine
 
 
-def load_model(settings: SFTSettings) -> PreTrainedModel:
-    """The weights to start from, with adapters if LoRA is asked for."""
+def load_model(
+    settings: SFTSettings, load: Load = load_causal_lm, path: str | None = None
+) -> PreTrainedModel:
+    """The weights to start from, with adapters if LoRA is asked for; `path` names others."""
     model = settings.model
     device = resolve_device(settings.trainer.device)
-    loaded = load_causal_lm(
-        local_path(model.path, use_shm=model.use_shm),
+    loaded = load(
+        local_path(path or model.path, use_shm=model.use_shm),
         dtype=compute_dtype(settings.dtype, device),
         device=device,
         override_config=dict(model.override_config),
@@ -292,7 +333,7 @@ def engine_optimizer(settings: SFTSettings, total_steps: int) -> FSDPOptimizerCo
         lr_warmup_steps=warmup_steps(optim, total_steps),
         total_training_steps=total_steps,
         lr_scheduler_type="constant" if settings.schedule == "wsd" else settings.schedule,
-        min_lr_ratio=optim.min_lr_ratio,
+        min_lr_ratio=optim.min_lr_ratio or 0.0,
         num_cycles=optim.num_cycles,
         override_optimizer_config=optim.override_optimizer_config,
     )

@@ -22,9 +22,10 @@ published (a CPU), or where most of that arithmetic is saved (LoRA), it is left 
 
 import logging
 import math
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -63,6 +64,8 @@ from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.utils.profiler import DistProfiler
 from verl.utils.tracking import Tracking
 from verl.workers.engine.base import Columns, TrainResult
+from verl.workers.engine.routes import AUX_LOSS
+from verl.workers.engine.stepping import SteppingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +122,7 @@ class SFTTrainer:
         self.num_rows = len(cast(Sized, self.train_dataset))
         self.steps_per_epoch = steps_per_epoch(settings, self.num_rows)
         self.total_steps = total_steps(settings, self.steps_per_epoch)
-        self.engine = build_engine(settings, self.ranks, total_steps=self.total_steps)
+        self.engine = self.load_engine()
         self.flops = None if settings.lora else FlopsCounter(self.engine.module.config)
         self.checkpoints = SFTCheckpoints(
             config, settings, self.engine, self.tokenizer, self.ranks, num_rows=self.num_rows
@@ -152,7 +155,7 @@ class SFTTrainer:
                 is_asked = termination is not None and termination.is_requested
                 is_last = step == self.total_steps or self.ranks.agree(is_asked)
                 if self.val_dataset is not None and self._is_due("test_freq", step, is_last):
-                    metrics["val/loss"] = self.mean_loss(self.val_dataset)
+                    metrics |= self.validate(self.val_dataset)
                 refusal = None
                 if self._is_due("save_freq", step, is_last):
                     refusal = self._save_if_possible(step, is_last)
@@ -167,23 +170,45 @@ class SFTTrainer:
                 if is_last:
                     return
 
+    def load_engine(self) -> SteppingEngine:
+        """The model with its optimizer."""
+        return build_engine(self.settings, self.ranks, total_steps=self.total_steps)
+
+    def read_rows(self, dataset: Dataset[Row], indices: Sequence[int]) -> TensorDict:
+        """Rows of a dataset, ready for the engine."""
+        return load_rows(dataset, indices)
+
+    def optimize(self, batch: TensorDict, counts: StepCounts) -> tuple[TrainResult, Metrics]:
+        """One optimizer step on this rank's rows, and what the loss reports beside itself."""
+
+        def loss(columns: Columns, part: TensorDict) -> tuple[Tensor, dict[str, Any]]:
+            mask = part["response_mask"].to(columns["log_probs"].device)
+            nll = -(columns["log_probs"] * mask).sum() / counts.num_trained_tokens
+            if AUX_LOSS in columns:
+                num_rows = self.settings.data.train_batch_size
+                share = columns[AUX_LOSS].sum() / num_rows
+                return nll + self.engine.routes.aux_loss_coef * share, {}
+            return nll, {}
+
+        micro_batching = self.settings.micro_batching
+        return self.engine.train_batch(batch, loss, micro_batching=micro_batching), {}
+
+    def validate(self, dataset: Dataset[Row]) -> Metrics:
+        """What is reported about held-out rows."""
+        return {"val/loss": self.mean_loss(dataset)}
+
     @DistProfiler.annotate(role="train_step")
     def train_step(self, step: int) -> Metrics:
         """One optimizer step; steps count from 1."""
         start = perf_counter()
         batch, counts = self._batch(step)
-
-        def loss(columns: Columns, part: TensorDict) -> tuple[Tensor, dict[str, Any]]:
-            mask = part["response_mask"].to(columns["log_probs"].device)
-            return -(columns["log_probs"] * mask).sum() / counts.num_trained_tokens, {}
-
-        result = self.engine.train_batch(batch, loss, micro_batching=self.settings.micro_batching)
+        result, reported = self.optimize(batch, counts)
         self.engine.lr_scheduler_step()
         self.num_tokens += counts.num_tokens
         if not result.is_applied:
             self.summary.num_skipped += 1
             logger.warning("step %d changed nothing: its gradient is not finite", step)
-        return step_metrics(
+        return reported | step_metrics(
             result,
             counts,
             seconds=perf_counter() - start,
@@ -194,9 +219,7 @@ class SFTTrainer:
     def mean_loss(self, dataset: Dataset[Row]) -> float:
         """-log p per trained token, over all rows, on all ranks."""
         total, num_tokens = 0.0, 0
-        mine = self.ranks.share(range(len(cast(Sized, dataset))))
-        reads = reads_in_order(dataset, mine, self.settings.data.train_batch_size)
-        for batch in self._reader.each(reads):
+        for batch in self.held_out_batches(dataset):
             columns = self.engine.infer_batch(batch, micro_batching=self.settings.micro_batching)
             log_probs = columns["log_probs"].double()
             mask = batch["response_mask"].to(log_probs.device)
@@ -206,6 +229,14 @@ class SFTTrainer:
         if count == 0:
             raise DataError("no row of data.val_files has a token to train on")
         return total / count
+
+    def held_out_batches(self, dataset: Dataset[Row]) -> Iterator[TensorDict]:
+        """This rank's rows of a dataset, from the first to the last."""
+        mine = self.ranks.share(range(len(cast(Sized, dataset))))
+        read = partial(self.read_rows, dataset)
+        yield from self._reader.each(
+            reads_in_order(read, mine, self.settings.data.train_batch_size)
+        )
 
     def _batch(self, step: int) -> tuple[TensorDict, StepCounts]:
         """This rank's rows, and counts over the rows of all ranks."""
@@ -231,7 +262,7 @@ class SFTTrainer:
             batch_size=self.settings.data.train_batch_size,
             seed=self.settings.trainer.seed,
         )
-        return load_rows(self.train_dataset, self.ranks.share(rows))
+        return self.read_rows(self.train_dataset, self.ranks.share(rows))
 
     def _reporting(self, stack: ExitStack) -> tuple[Tracking | None, RunProgress | None]:
         """Rank 0 speaks for all."""
@@ -317,6 +348,9 @@ class RunSummary:
     first_loss: float = math.nan
     last_loss: float = math.nan
     val_loss: float = math.nan
+    val_accuracy: float = math.nan
+    """Of a reward model."""
+
     last_mfu: float = math.nan
     num_skipped: int = 0
 
@@ -327,6 +361,7 @@ class RunSummary:
         self.num_tokens += int(metrics["train/global_tokens"])
         self.seconds += metrics["train/time(s)"]
         self.val_loss = metrics.get("val/loss", self.val_loss)
+        self.val_accuracy = metrics.get("val/accuracy", self.val_accuracy)
         self.last_mfu = metrics.get("train/mfu", math.nan)
 
     @property
@@ -344,6 +379,8 @@ class RunSummary:
             "speed": speed,
             "loss": loss,
         }
+        if not math.isnan(self.val_accuracy):
+            lines["accuracy"] = f"{self.val_accuracy:.1%} on held-out pairs"
         if self.first_step:
             lines["steps"] += f", {self.first_step} of them before this start"
         if self.num_skipped:

@@ -112,12 +112,12 @@ class BaseCheckpointManager:
             raise ValueError(f"{new_path} is not there; a checkpoint is registered once complete")
         self.previous_saved_paths = [p for p in self.previous_saved_paths if p != new_path]
         self.previous_saved_paths.append(new_path)
-        if max_ckpt_to_keep is not None:
+        if max_ckpt_to_keep:  # None and 0 are no limit
             self._keep_newest(max_ckpt_to_keep)
 
     def ensure_checkpoint_capacity(self, max_ckpt_to_keep: int | None) -> None:
         """Before a save: delete the oldest to make room for one more. The newest always stays."""
-        if max_ckpt_to_keep is not None:
+        if max_ckpt_to_keep:
             self._keep_newest(max_ckpt_to_keep - 1)
 
     def _keep_newest(self, count: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
@@ -197,8 +198,10 @@ def cell(row: Mapping[str, Any], key: str | list[str], option: str) -> Any:
 
 
 def descend(value: Any, keys: Sequence[str]) -> Any:
-    """Follow keys into nested dicts."""
+    """Follow keys into nested dicts; a list of one element is entered."""
     for key in keys:
+        if isinstance(value, list | tuple | np.ndarray) and len(value) == 1:
+            value = value[0]
         if not isinstance(value, Mapping) or key not in value:
             known = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no keys"
             raise DataError(f"has no {key!r} ({list(keys)}); there is: {known}")

@@ -127,10 +127,10 @@ class NsightTool(ProfilerTool):
     """
 
     def __init__(self, config: NsightToolConfig) -> None:
-        _require_cuda("profiler.tool=nsys")
         self.is_discrete = config.discrete
 
     def start(self, path: Path) -> None:
+        _require_cuda("profiler.tool=nsys")
         torch.cuda.profiler.start()
 
     def stop(self) -> None:

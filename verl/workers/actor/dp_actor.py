@@ -25,8 +25,10 @@ from verl.config.actor import FSDPActorConfig
 from verl.models.lora import as_started
 from verl.protocol.padded import POLICY_VERSIONS
 from verl.utils.metric import Metric
+from verl.workers.actor.distiller import Distiller
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
 from verl.workers.engine.inputs import PROMPT_INDEX, prompt_groups
+from verl.workers.engine.outputs import LOG_PROBS, Outputs
 from verl.workers.engine.routes import AUX_LOSS, MISMATCHES, load_metrics
 from verl.workers.mini_batch import (
     NUM_TOKENS,
@@ -42,9 +44,12 @@ from verl.workers.schedule import MicroBatching, Passes, StepPlan, UpdatePlan
 class Policy:
     """Log-probabilities and updates of the policy that `engine` holds."""
 
-    def __init__(self, config: FSDPActorConfig, engine: BaseEngine) -> None:
+    def __init__(
+        self, config: FSDPActorConfig, engine: BaseEngine, distiller: Distiller | None = None
+    ) -> None:
         self.config = config
         self.engine = engine
+        self.distiller = distiller
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
         self.keeps_prompts_whole = couples_prompts(config)
 
@@ -62,7 +67,7 @@ class Policy:
             data,
             micro_batching=micro_batching,
             temperature=temperature,
-            with_sum_pi_squared=self.config.calculate_sum_pi_squared,
+            outputs=Outputs(sum_pi_squared=self.config.calculate_sum_pi_squared),
         )
         if self.engine.routes is not None:
             self.engine.routes.records = False
@@ -120,6 +125,7 @@ class Policy:
                 ),
                 micro_batching=step.passes[engine.get_data_parallel_rank()],
                 temperature=temperature,
+                outputs=LOG_PROBS if self.distiller is None else self.distiller.outputs(),
             )
             report = merge_reports(result.metrics, engine.get_data_parallel_group())
             if is_on_policy and "actor/router_mismatch" in report:
@@ -224,6 +230,8 @@ class Policy:
         )
         loss, report = loss_and_metrics(returned)
         report = {**report, NUM_TOKENS: mask.sum(), "actor/pg_loss": loss.detach()}
+        if self.distiller is not None and not self.distiller.config.use_task_rewards:
+            loss = torch.zeros_like(loss)
         drift = ((log_prob.detach() - stored).abs() * mask).sum() / mask.sum().clamp_min(1)
         if is_on_policy:
             report["actor/old_log_prob_error"] = drift
@@ -247,6 +255,15 @@ class Policy:
             ce_loss = weighted_mean(-log_prob, rows[CE_WEIGHTS], component_tokens[CE_WEIGHTS])
             loss = loss + ce_loss
             report["actor/ce_loss"] = ce_loss.detach()
+        if self.distiller is not None:
+            part, found = self.distiller.loss(
+                columns,
+                rows,
+                log_prob.detach() if is_on_policy else stored,
+                self._aggregate,
+                config.global_batch_info,
+            )
+            loss, report = loss + part, {**report, **found}
         if AUX_LOSS in columns:
             aux_loss = columns[AUX_LOSS].sum() / config.global_batch_info["global_batch_size"]
             loss = loss + self.engine.routes.aux_loss_coef * aux_loss
@@ -258,6 +275,11 @@ class Policy:
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
         return agg_loss(values, mask, self.config.loss_agg_mode, **self.config.global_batch_info)
+
+    def rows_per_step(self, responses_per_prompt: int) -> int:
+        """Sessions of an optimizer step, or prompts where the loss compares their responses."""
+        prompts = self.config.ppo_mini_batch_size
+        return prompts if self.keeps_prompts_whole else prompts * responses_per_prompt
 
     def micro_batching(self) -> MicroBatching:
         """How the rows of a step are split into micro-batches."""

@@ -19,11 +19,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from verl.models.head import OutputHead
+from verl.workers.engine.outputs import LOG_PROBS, Outputs
 from verl.workers.engine.spec import EngineSpec
 from verl.workers.schedule import MicroBatching, Passes
 
 Columns = dict[str, Tensor]
-"""Outputs of a model for some rows: `log_probs` and `entropy`, or `values`; each (B, T)."""
+"""Outputs of a model for some rows: `log_probs` and `entropy`, or `values`; each (B, T). `Outputs`
+adds others."""
 
 LossFunction = Callable[[Columns, TensorDict], tuple[Tensor, dict[str, Any]]]
 """From the model's columns and their rows to the loss and the metrics of a micro-batch."""
@@ -96,11 +99,11 @@ class BaseEngine(ABC):
         *,
         micro_batching: MicroBatching | Passes,
         temperature: float = 1.0,
-        with_sum_pi_squared: bool = False,
+        outputs: Outputs = LOG_PROBS,
     ) -> Columns:
         """Columns of every row, in row order, without gradients; 0 for rows in no micro-batch.
 
-        With `with_sum_pi_squared` a language model adds that column, for a second output layer.
+        A language model adds what `outputs` asks for.
         """
 
     @abstractmethod
@@ -111,11 +114,22 @@ class BaseEngine(ABC):
         *,
         micro_batching: MicroBatching | Passes,
         temperature: float = 1.0,
+        outputs: Outputs = LOG_PROBS,
     ) -> TrainResult:
         """One optimizer step on the rows of `data`; gradients are clear before and after.
 
+        The loss gets the columns that `outputs` asks for too.
         Rows in no micro-batch take no part. An empty micro-batch runs one token without a loss.
         """
+
+    @abstractmethod
+    def response_states(self, rows: TensorDict) -> Tensor:
+        """(B, T, hidden), the last hidden states that predict the response tokens, of one
+        micro-batch and without gradients. For a pass inside another engine's."""
+
+    @abstractmethod
+    def output_head(self) -> OutputHead:
+        """The output layer of a language model, its weights whole; every rank must ask."""
 
     @abstractmethod
     def lr_scheduler_step(self) -> None:

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from verl.models.divergence import divergence_to, log_probs_at, top_log_probs
 from verl.models.exact import is_exact
 from verl.models.forward import hidden_states, packed_layout
 from verl.models.head import OutputHead, gather_rows, sum_squared_probs, token_log_probs
@@ -21,6 +22,7 @@ from verl.models.vision import placed_features
 from verl.utils.device import without_waiting
 from verl.workers.engine.base import Columns
 from verl.workers.engine.inputs import HOST_COLUMNS, MEDIA_ROW, MEDIA_TABLE, ModelInputs
+from verl.workers.engine.outputs import Outputs, ToTeachers
 from verl.workers.engine.routes import PassRoutes, RouteOptions
 
 
@@ -32,12 +34,13 @@ def forward_rows(
     temperature: float,
     is_value_model: bool,
     prefix_sharing: bool,
-    with_sum_pi_squared: bool,
+    outputs: Outputs,
     sequence_group: dist.ProcessGroup | None,
     routes: RouteOptions | None = None,
 ) -> Columns:
     """`log_probs` and `entropy` of the response tokens, or `values`; (B, T), 0 where there is none.
 
+    `outputs` asks for more columns; what must be computed before this pass is in it already.
     `sequence_group` has the ranks that split the tokens of these rows; `routes` says what a model
     with experts adds.
     """
@@ -45,7 +48,7 @@ def forward_rows(
     layout, shard = packed_layout(module, inputs.parts), None
     if sequence_group is not None:
         shard = SequenceShard(len(inputs.input_ids), inputs.sources, sequence_group)
-    experts = None if routes is None else PassRoutes(module, rows, inputs, shard)
+    experts = None if routes is None else PassRoutes(routes.routing, rows, inputs, shard)
     if shard is not None:
         inputs, layout = inputs.shard(shard), UlyssesLayout(layout, shard)
     features = placed_features(module, inputs.media, one_by_one=is_exact(module))
@@ -53,15 +56,61 @@ def forward_rows(
     sources = gather_rows(hidden, inputs.sources)
     if is_value_model:
         return {"values": inputs.unpack(score_head(module)(sources).squeeze(-1).float())}
+    if outputs.states:
+        return {"states": inputs.unpack(sources)}
     head = OutputHead.of(module)
     log_probs, entropy = token_log_probs(sources, head, inputs.targets, temperature=temperature)
     columns = {"log_probs": log_probs, "entropy": entropy}
-    if with_sum_pi_squared:
+    if outputs.sum_pi_squared:
         columns["sum_pi_squared"] = sum_squared_probs(sources, head, temperature=temperature)
+    if outputs.top_k:
+        columns["top_ids"], columns["top_log_probs"] = top_log_probs(
+            sources, head, outputs.top_k, temperature=temperature
+        )
+    if outputs.log_probs_at is not None:
+        ids = inputs.pick(without_waiting(rows[outputs.log_probs_at], device)).long()
+        columns["log_probs_at"] = log_probs_at(sources, head, ids, temperature=temperature)
+    if outputs.to_teachers is not None:
+        columns["divergence"], columns["same_top"] = divergence_to_teachers(
+            sources, head, inputs, outputs.to_teachers, temperature=temperature
+        )
     columns = {name: inputs.unpack(values) for name, values in columns.items()}
     if experts is not None and routes is not None:
         columns |= experts.columns(routes, inputs.sources)
     return columns
+
+
+def divergence_to_teachers(
+    sources: Tensor,
+    head: OutputHead,
+    inputs: ModelInputs,
+    request: ToTeachers,
+    *,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """(R,) the divergence of each token to its row's teacher, and whether both have one favourite.
+
+    The response tokens of this rank are looked up in the (b, T, hidden) states of every teacher.
+    """
+    num_columns = inputs.shape[1]
+    row_of = inputs.own_index // num_columns
+    total, is_same = sources.new_zeros((2, len(sources)), dtype=torch.float32)
+    for teacher in request.given:
+        is_own = without_waiting(teacher.is_own, sources.device)
+        place = (is_own.cumsum(0) - 1) * num_columns  # of a row's first token in the states
+        chosen = is_own[row_of].nonzero().squeeze(1)
+        tokens = place[row_of[chosen]] + inputs.own_index[chosen] % num_columns
+        value, same = divergence_to(
+            sources[chosen],
+            head,
+            teacher.states.flatten(0, 1)[tokens],
+            teacher.head,
+            request.divergence,
+            temperature=temperature,
+        )
+        total = total.index_copy(0, chosen, value)
+        is_same = is_same.index_copy(0, chosen, same)
+    return total, is_same
 
 
 def rows_on_host(data: TensorDict) -> TensorDict:

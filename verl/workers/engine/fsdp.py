@@ -11,6 +11,7 @@ layer belong to the unit of the whole forward pass, so tied weights stay one.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,13 @@ from transformers import PreTrainedModel
 
 from verl.config.engine import FSDPEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.models.head import OutputHead
 from verl.models.lora import hf_weights
 from verl.models.vision import vision_parts
 from verl.utils.checkpoint.pieces import Part
 from verl.workers.engine.base import Columns
 from verl.workers.engine.optimizer import LossScale, MasterOptimizer
+from verl.workers.engine.outputs import LOG_PROBS, Outputs
 from verl.workers.engine.registry import MODEL_TYPES, EngineRegistry
 from verl.workers.engine.sharding import (
     RankGroups,
@@ -131,9 +134,21 @@ class FSDPEngine(SteppingEngine):
         return super().schedule(data, lengths, micro_batching)
 
     def forward(
-        self, rows: TensorDict, temperature: float, with_sum_pi_squared: bool = False
+        self, rows: TensorDict, temperature: float, outputs: Outputs = LOG_PROBS
     ) -> Columns:
-        return self._root(rows, temperature, with_sum_pi_squared)
+        return self._root(rows, temperature, outputs)
+
+    @torch.no_grad()
+    def output_head(self) -> OutputHead:
+        """Gathered for the caller, in the dtype it computes in; a copy for each call."""
+        head = OutputHead.of(self.module)
+        bias = None if head.bias is None else self._whole(head.bias)
+        return replace(head, weight=self._whole(head.weight), bias=bias)
+
+    def _whole(self, weight: Tensor) -> Tensor:
+        """A copy: gathered weights are freed behind the caller's back."""
+        weight = weight.detach().to(self.device, self._compute_dtype, copy=True)
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """A rank that keeps whole weights between micro-batches can keep whole gradients too, and

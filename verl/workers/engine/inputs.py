@@ -76,6 +76,9 @@ class ModelInputs:
     gather: Callable[[Tensor], Tensor] | None = None
     """Where ranks split the tokens: from this rank's values to all (R,) of them."""
 
+    own: Tensor | None = None
+    """Where ranks split the tokens: which of the R response tokens are this rank's."""
+
     @classmethod
     def of(cls, rows: TensorDict, *, prefix_sharing: bool) -> "ModelInputs":
         """Pack the rows; with `prefix_sharing` each prompt once, where some rows share one."""
@@ -89,11 +92,23 @@ class ModelInputs:
         return pack_whole(rows, real, num_prompt_columns)
 
     def unpack(self, values: Tensor) -> Tensor:
-        """(R,) values to their positions in (B, T), zeros elsewhere; differentiable."""
+        """(R,) values to their positions in (B, T), zeros elsewhere; differentiable.
+
+        Values may have further dimensions, which stay.
+        """
         if self.gather is not None:
             values = self.gather(values)
-        blank = values.new_zeros(self.shape[0] * self.shape[1])
-        return blank.index_copy(0, self.index, values).view(self.shape)
+        blank = values.new_zeros(self.shape[0] * self.shape[1], *values.shape[1:])
+        return blank.index_copy(0, self.index, values).view(*self.shape, *values.shape[1:])
+
+    @property
+    def own_index(self) -> Tensor:
+        """`index` of this rank's response tokens."""
+        return self.index if self.own is None else self.index[self.own]
+
+    def pick(self, column: Tensor) -> Tensor:
+        """(B, T, ...) to (R, ...): the entries of this rank's response tokens."""
+        return column.flatten(0, 1)[self.own_index]
 
     def to(self, device: torch.device) -> "ModelInputs":
         """On the device, without waiting for it."""
@@ -121,6 +136,7 @@ class ModelInputs:
             sources=shard.sources,
             targets=self.targets[shard.rows],
             gather=shard.gather,
+            own=shard.rows,
         )
 
 

@@ -285,10 +285,14 @@ def build_schedule(
         )
     if config.lr_scheduler_type == "linear":
         return get_linear_schedule_with_warmup(
-            optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio
+            optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio or 0.0
         )
     return get_cosine_schedule_with_warmup(
-        optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio, num_cycles=config.num_cycles
+        optimizer,
+        warmup,
+        total,
+        min_lr_ratio=config.min_lr_ratio or 0.0,
+        num_cycles=config.num_cycles,
     )
 
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl.models.routing import LayerRouting, Routing
 from verl.models.shared_prompts import SharedPrompts
 from verl.models.ulysses import SequenceShard
 from verl.utils.device import without_waiting
 from verl.utils.distributed import Group, all_reduce_
-from verl.workers.engine.base import Columns
+from verl.workers.engine.base import BaseEngine, Columns
 from verl.workers.engine.inputs import ModelInputs, prompt_owners
 
 ROUTED_EXPERTS = "routed_experts"
@@ -62,15 +62,19 @@ class ExpertLoad:
 class RouteOptions:
     """What an engine does with the routes of a model with experts."""
 
+    routing: Routing
     records: bool = False
     """Passes without gradients give the column `routed_experts`."""
 
     load: ExpertLoad = field(default_factory=ExpertLoad)
     """Over passes with gradients."""
 
-    aux_loss_coef: float = 0.0
     must_agree: bool = False
     """Replayed routes are those that the routers choose themselves, as in exact mode."""
+
+    @property
+    def aux_loss_coef(self) -> float:
+        return self.routing.aux_loss_coef
 
     def check(self, mismatches: float) -> None:
         """In exact mode routers choose as in the rollout, and replay only shows it."""
@@ -86,11 +90,9 @@ class PassRoutes:
     """The routes of one micro-batch; made before the forward pass, asked after it."""
 
     def __init__(
-        self, module: nn.Module, rows: TensorDict, inputs: ModelInputs, shard: SequenceShard | None
+        self, routing: Routing, rows: TensorDict, inputs: ModelInputs, shard: SequenceShard | None
     ) -> None:
         """`inputs` are those of all tokens, before ranks split them."""
-        routing = Routing.of(module)
-        assert routing is not None
         self.routing, self.inputs, self.shard = routing, inputs, shard
         self.num_tokens = len(inputs.input_ids)
         replayed = None
@@ -127,6 +129,7 @@ class PassRoutes:
             per_token = inputs.unpack(torch.stack(wrong, 1)[sources].float().mean(1))  # (B, T)
             num_tokens = inputs.unpack(torch.ones_like(sources, dtype=torch.float32)).sum(1)
             columns[MISMATCHES] = per_token.sum(1) / num_tokens.clamp_min(1)
+        self.routing.end()
         return columns
 
     def _aux_loss(self, sources: Tensor) -> Tensor:
@@ -226,3 +229,14 @@ def load_metrics(load: ExpertLoad, group: Group = None) -> dict[str, float]:
     metrics["actor/expert_load_max_mean"] = sum(largest) / len(largest)
     metrics["actor/idle_experts"] = float((counts == 0).float().mean())
     return metrics
+
+
+def prepare_replay(engine: BaseEngine, mode: str, *, is_exact: bool) -> None:
+    """Tell the engine of a policy how its routes are replayed (`actor.router_replay.mode`)."""
+    if mode != "disabled" and engine.routes is None:
+        raise ValueError(
+            f"actor.router_replay.mode is {mode}, but {type(engine.module).__name__} has no "
+            "experts whose routes could be replayed: leave it out"
+        )
+    if engine.routes is not None:
+        engine.routes.must_agree = mode == "R3" and is_exact

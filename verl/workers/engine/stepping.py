@@ -13,6 +13,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.models.head import OutputHead
 from verl.models.lora import hf_weights, without_adapters
 from verl.models.routing import Routing
 from verl.models.ulysses import refuse_unshardable
@@ -38,6 +40,7 @@ from verl.workers.engine.forward import (
 )
 from verl.workers.engine.memory import CudaMemory, DeviceMemory, MemoryOptions, full_rows, has_room
 from verl.workers.engine.optimizer import MasterOptimizer, StepResult
+from verl.workers.engine.outputs import LOG_PROBS, Outputs
 from verl.workers.engine.passes import GradientArrivals, PassScheduler
 from verl.workers.engine.residency import Residency
 from verl.workers.engine.routes import RouteOptions
@@ -95,9 +98,9 @@ class SteppingEngine(BaseEngine):
         """The optimizer of this rank's weights, or of its shard of them."""
 
     def forward(
-        self, rows: TensorDict, temperature: float, with_sum_pi_squared: bool = False
+        self, rows: TensorDict, temperature: float, outputs: Outputs = LOG_PROBS
     ) -> Columns:
-        """Columns of a micro-batch."""
+        """Columns of a micro-batch; what `outputs` needs before the pass is in it already."""
         return forward_rows(
             self.module,
             rows,
@@ -105,7 +108,7 @@ class SteppingEngine(BaseEngine):
             temperature=temperature,
             is_value_model=self._is_value_model,
             prefix_sharing=self.prefix_sharing,
-            with_sum_pi_squared=with_sum_pi_squared,
+            outputs=outputs,
             sequence_group=self.sequence_group,
             routes=self.routes,
         )
@@ -127,8 +130,8 @@ class SteppingEngine(BaseEngine):
     def initialize(self) -> None:
         self.module = self.load_module()
         routing = Routing.of(self.module)
-        if routing is not None:
-            self.routes = RouteOptions(aux_loss_coef=routing.aux_loss_coef)
+        if routing is not None and not self._is_value_model:
+            self.routes = RouteOptions(routing)
         if self.sequence_group is not None:
             refuse_unshardable(self.module, self.sequence_group)
         self.device = self._compute_device or next(self.module.parameters()).device
@@ -160,10 +163,11 @@ class SteppingEngine(BaseEngine):
         *,
         micro_batching: MicroBatching | Passes,
         temperature: float = 1.0,
-        with_sum_pi_squared: bool = False,
+        outputs: Outputs = LOG_PROBS,
     ) -> Columns:
         def run(rows: list[int]) -> tuple[list[int], Columns]:
-            return rows, self.forward(take_rows(data, rows), temperature, with_sum_pi_squared)
+            micro_batch = take_rows(data, rows)
+            return rows, self.forward(micro_batch, temperature, outputs.given(micro_batch))
 
         self.module.eval()
         columns: Columns = {}
@@ -171,8 +175,8 @@ class SteppingEngine(BaseEngine):
         lengths = row_lengths(data)
         with self.residency.in_use():
             for scheduled in self.schedule(data, lengths, micro_batching):
-                for rows, outputs in self.passes.inference.run(scheduled, lengths, run):
-                    put_rows(columns, outputs, rows, len(data))
+                for rows, found in self.passes.inference.run(scheduled, lengths, run):
+                    put_rows(columns, found, rows, len(data))
         self.end_passes()
         return columns
 
@@ -183,6 +187,7 @@ class SteppingEngine(BaseEngine):
         *,
         micro_batching: MicroBatching | Passes,
         temperature: float = 1.0,
+        outputs: Outputs = LOG_PROBS,
     ) -> TrainResult:
         """One step on the rows of all ranks; `loss` is their sum, `metrics` are this rank's.
 
@@ -195,7 +200,7 @@ class SteppingEngine(BaseEngine):
         first_scale = None if scale is None else scale.value
         data = rows_on_host(data)
         lengths = row_lengths(data)
-        run = partial(self._train_pass, data, loss_function, temperature)
+        run = partial(self._train_pass, data, loss_function, temperature, outputs)
         with self.residency.in_use():
             while True:
                 optimizer.zero_grad()
@@ -237,14 +242,16 @@ class SteppingEngine(BaseEngine):
         data: TensorDict,
         loss_function: LossFunction,
         temperature: float,
+        outputs: Outputs,
         rows: list[int],
     ) -> tuple[Tensor, dict[str, Any]]:
         """Add a micro-batch to the gradient. Loss and report stay on the device, so that the next
         micro-batch is enqueued without waiting."""
         self._arrivals.clear()
         micro_batch = take_rows(data, rows)
+        outputs = outputs.given(micro_batch)
         with self.residency.during_forward():
-            columns = self.forward(micro_batch, temperature)
+            columns = self.forward(micro_batch, temperature, outputs)
             loss, report = loss_function(columns, rows_on_device(micro_batch, self.device))
         scale = self.require_optimizer().loss_scale
         (loss if scale is None else loss * scale.value).backward()
@@ -265,7 +272,7 @@ class SteppingEngine(BaseEngine):
 
         def run_rows(num_rows: int) -> None:
             rows = full_rows(data, num_rows, self.module.config.get_text_config().vocab_size)
-            self._train_pass(rows, sum_of_columns, 1.0, list(range(num_rows)))
+            self._train_pass(rows, sum_of_columns, 1.0, LOG_PROBS, list(range(num_rows)))
 
         optimizer = self.require_optimizer()
         return self.passes.with_measured_size(
@@ -283,6 +290,15 @@ class SteppingEngine(BaseEngine):
         return all_reduce_(
             torch.tensor(values, dtype=torch.float64), group=self.ranks.data
         ).tolist()
+
+    @torch.no_grad()
+    def response_states(self, rows: TensorDict) -> Tensor:
+        with self.residency.in_use():
+            return self.forward(rows_on_host(rows), 1.0, Outputs(states=True))["states"]
+
+    def output_head(self) -> OutputHead:
+        head = OutputHead.of(self.module)
+        return replace(head, weight=head.weight.detach())
 
     # ---- weights and state -----------------------------------------------------------------------
 

@@ -291,13 +291,19 @@ class ConfiguredManager(RewardManagerBase):
 
     def __init__(
         self,
-        config: Any,
-        tokenizer: Any,
+        config: Any = None,
+        tokenizer: Any = None,
         compute_score: Callable[..., Any] | None = None,
         reward_router_address: str | None = None,
         reward_model_tokenizer: Any = None,
+        num_examine: int | None = None,
+        reward_fn_key: str | None = None,
+        **kwargs: Any,
     ) -> None:
+        """`config` may be missing, and the arguments after the tokenizers are those of an older
+        signature: the configuration has their values, so they are not read."""
         super().__init__(config, tokenizer)
+        self.is_async_reward_score = inspect.iscoroutinefunction(compute_score)
         if compute_score is not None and reward_router_address is not None:
             compute_score = functools.partial(
                 compute_score,
@@ -313,6 +319,8 @@ class ConfiguredManager(RewardManagerBase):
 
     def _options(self, config: Any) -> dict[str, Any]:
         """Configurations of people's own programs may lack sections that have defaults."""
+        if config is None or "reward_model" not in config:
+            return {}
         options = dict(self.manager_class.options_of(config))
         section = config["reward_model"]
         if "reward_kwargs" in section:
@@ -322,7 +330,9 @@ class ConfiguredManager(RewardManagerBase):
         return options
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        return await self.manager.run_single(data)
+        result = await self.manager.run_single(data)
+        extras = {"score": result["reward_score"], **result["reward_extra_info"]}
+        return {**result, "reward_extra_info": extras}
 
 
 @functools.cache

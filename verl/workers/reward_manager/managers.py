@@ -348,7 +348,7 @@ class AsyncTokenBucket:
         self.rate_limit = rate_limit
         self.max_tokens = rate_limit if max_tokens is None else max_tokens
         self.tokens = self.max_tokens
-        self._counted_at = time.monotonic()
+        self.last_update: float | None = None  # when `tokens` was counted
 
     @classmethod
     def per_minute(cls, limit: int | None) -> "AsyncTokenBucket | None":
@@ -357,9 +357,10 @@ class AsyncTokenBucket:
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
         now = time.monotonic()
-        grown = self.tokens + (now - self._counted_at) * self.rate_limit
+        since = now if self.last_update is None else self.last_update
+        grown = self.tokens + (now - since) * self.rate_limit
         self.tokens = min(self.max_tokens, grown) - num_tokens
-        self._counted_at = now
+        self.last_update = now
         if self.tokens < 0:
             await asyncio.sleep(-self.tokens / self.rate_limit)
 

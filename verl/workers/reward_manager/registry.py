@@ -21,6 +21,7 @@ REWARD_MANAGER_REGISTRY = Registry[type[Any]](
     limited="verl.workers.reward_manager.managers:RateLimitedRewardManager",
     remote="verl.workers.reward_manager.prime:RemoteRewardManager",
     model="verl.workers.reward_manager.managers:ModelRewardManager",
+    collabllm="verl.workers.reward_manager.collabllm:CollabRewardManager",
     judge="verl.workers.reward_manager.judge:JudgeRewardManager",
 )
 
@@ -32,4 +33,7 @@ def register(name: str) -> Callable[[Manager], Manager]:
 
 def get_reward_manager_cls(name: str) -> type[Any]:
     """The class behind a name; an unknown name is a ValueError that lists the known ones."""
+    if name not in REWARD_MANAGER_REGISTRY:
+        known = ", ".join(REWARD_MANAGER_REGISTRY)
+        raise ValueError(f"Unknown reward manager: {name}. Known: {known}")
     return REWARD_MANAGER_REGISTRY[name]

@@ -3,5 +3,12 @@
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker, RolloutWorker
 from verl.workers.roles.critic import CriticWorker
 from verl.workers.roles.reward_model import RewardModelWorker
+from verl.workers.roles.teacher import TeacherWorker
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker", "RolloutWorker"]
+__all__ = [
+    "ActorRolloutRefWorker",
+    "CriticWorker",
+    "RewardModelWorker",
+    "RolloutWorker",
+    "TeacherWorker",
+]

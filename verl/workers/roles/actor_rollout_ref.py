@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.actor import FSDPActorConfig
 from verl.config.convert import omega_conf_to_dataclass
+from verl.config.distillation import DistillationConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.ref import FSDPRefConfig
 from verl.data_plane.batch import tqbridge
@@ -35,7 +36,7 @@ from verl.utils.profiler import DistProfiler, DistProfilerExtension
 from verl.utils.tokenizer import WithProcessorFiles
 from verl.workers.actor.dp_actor import Policy, Reference
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
-from verl.workers.engine.routes import ROUTED_EXPERTS
+from verl.workers.engine.routes import ROUTED_EXPERTS, prepare_replay
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
@@ -52,6 +53,8 @@ from verl.workers.roles.generator import (
     shares_weights,
     update_bucket_bytes,
 )
+from verl.workers.roles.teacher import MESH as TEACHER_MESH
+from verl.workers.roles.teacher import TeachingWorker
 from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.engine_weights import KeptWeights, exhaust, on_host, send_to_ports
@@ -61,7 +64,6 @@ from verl.workers.rollout.process.client import EngineProcess
 from verl.workers.rollout.process.hosted import EngineFacts
 from verl.workers.rollout.publish import CheckSettings
 from verl.workers.rollout.trained import Answer, log_probs_of, scrambled
-from verl.workers.schedule import MicroBatching
 from verl.workers.weight_sync import Published, WeightSender
 
 MESH = "actor"
@@ -136,8 +138,11 @@ class GeneratingWorker(RankWorker):
         return self.generator.generate_sequences(prompts)
 
 
-class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerExtension):
-    """Actor, rollout and reference policy of one rank; `role` names which of them it plays."""
+class ActorRolloutRefWorker(
+    GeneratingWorker, TeachingWorker, CheckpointedWorker, DistProfilerExtension
+):
+    """Actor, rollout and reference policy of one rank; `role` names which of them it plays. With
+    `distillation_config` it learns from teachers, which it holds unless they have own ranks."""
 
     engine: BaseEngine
     policy: Policy
@@ -151,9 +156,11 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         *,
         device: str | None = None,
         total_training_steps: int | None = None,
+        distillation_config: DistillationConfig | None = None,
     ) -> None:
         super().__init__()
         config = omega_conf_to_dataclass(config, ActorRolloutRefConfig)
+        self.distillation = distillation_config
         DistProfilerExtension.__init__(self, DistProfiler(self.rank, config.actor.profiler))
         self.config = config
         self.device = device or get_device_name()
@@ -162,7 +169,8 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         if total_training_steps is not None:
             config.actor.optim.total_training_steps = total_training_steps
         self._ranks_per_sequence = fsdp_config(config).ulysses_sequence_parallel_size
-        self.register_mesh(MESH, ranks_per_sequence=self._ranks_per_sequence)
+        for mesh in (MESH, TEACHER_MESH):
+            self.register_mesh(mesh, ranks_per_sequence=self._ranks_per_sequence)
         if self.is_rollout:
             size = ranks_per_engine(config.rollout)
             self.register_mesh(ROLLOUT_MESH, ranks_per_sequence=size)
@@ -194,14 +202,14 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
                 probe_micro_batch=actor.probe_micro_batch,
                 is_exact=config.rollout.exact,
                 freezes_tower=actor.freeze_vision_tower,
-                keeps_start=self.is_ref,
+                keeps_start=self.is_ref or self.distillation is not None,
                 is_shared=self.is_rollout and not has_own_process(config.rollout.name),
                 sequence_group=self.sequence_group,
             )
         )
-        self._prepare_replay()
+        prepare_replay(self.engine, actor.router_replay.mode, is_exact=config.rollout.exact)
         self.flops = FlopsCounter(self.engine.module.config)
-        self.policy = Policy(actor, self.engine)
+        self.policy = Policy(actor, self.engine, self.distiller(actor, self.engine))
         self.generator = self.build_generator()
         if self.is_rollout:
             self.generator.start(self.engine, sequence_group=self.sequence_group)
@@ -215,16 +223,6 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
             rank=self.rank,
             world_size=self.world_size,
         )
-
-    def _prepare_replay(self) -> None:
-        mode, routes = self.config.actor.router_replay.mode, self.engine.routes
-        if mode != "disabled" and routes is None:
-            raise ValueError(
-                f"actor.router_replay.mode is {mode}, but {type(self.engine.module).__name__} has "
-                "no experts whose routes could be replayed: leave it out"
-            )
-        if routes is not None:
-            routes.must_agree = mode == "R3" and self.config.rollout.exact
 
     def _build_reference(self) -> Reference:
         """The policy itself where its adapters can be taken off, else a frozen model beside it."""
@@ -248,34 +246,22 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
 
     # ---- log-probabilities and updates -----------------------------------------------------------
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def inference_settings(self, model: str) -> MicroBatching:
-        """How the rows of a pass without gradients are split, for `actor` or `ref`."""
-        section = self.config.rollout if model == "actor" else self.config.ref
-        return MicroBatching.of(
-            by_tokens=section.log_prob_use_dynamic_bsz,
-            tokens=section.log_prob_max_token_len_per_gpu,
-            rows=section.log_prob_micro_batch_size_per_gpu,
-            ranks_per_sequence=self._ranks_per_sequence,
-        )
+    @property
+    def _rows_per_step(self) -> int:
+        actor = self.config.actor
+        return actor.ppo_mini_batch_size * self.config.rollout.n + actor.sft_replay.num_rows
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_settings(self) -> UpdateSettings:
         """How the rows of an update are split into optimizer steps and micro-batches."""
         actor = self.config.actor
         return UpdateSettings(
-            rows_per_step=self._rows_per_step,
+            rows_per_step=self.policy.rows_per_step(self.config.rollout.n),
             micro_batching=self.policy.micro_batching(),
             epochs=actor.ppo_epochs,
             shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
             keeps_prompts_whole=self.policy.keeps_prompts_whole,
         )
-
-    @property
-    def _rows_per_step(self) -> int:
-        """Sessions of an optimizer step, or prompts where the loss compares their responses."""
-        prompts = self.config.actor.ppo_mini_batch_size
-        return prompts if self.policy.keeps_prompts_whole else prompts * self.config.rollout.n
 
     @register(
         dispatch_mode=dispatch_inference(MESH, "actor"),
@@ -330,7 +316,7 @@ class ActorRolloutRefWorker(GeneratingWorker, CheckpointedWorker, DistProfilerEx
         with self.profiler.annotated("actor_update"):
             metrics = self.policy.update_policy(
                 model_rows(data),
-                rows_per_step=self._rows_per_step,
+                rows_per_step=self.policy.rows_per_step(config.rollout.n),
                 temperature=config.rollout.temperature,
                 old_policy_version=data.meta_info.get("old_policy_version"),
                 plan=update_plan(data),

@@ -133,6 +133,7 @@ def native(spec: ModuleEngineSpec) -> Rollout:
         keeps_cache=spec.rollout.kv_after_update == "keep",
         quantization=spec.rollout.quantization,
         records_routes=spec.rollout.enable_rollout_routing_replay,
+        kv_cache_dtype=spec.rollout.kv_cache_dtype,
     )
 
 
@@ -187,6 +188,7 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
         keeps_cache=spec.rollout.kv_after_update == "keep",
         exact=spec.rollout.exact,
         quantization=spec.rollout.quantization,
+        kv_cache_dtype=spec.rollout.kv_cache_dtype,
     )
     return process_spec(spec, build=BUILD_NATIVE, options=options)
 

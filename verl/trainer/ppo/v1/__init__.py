@@ -1,5 +1,7 @@
 """Trainers by mode, with hooks, under the names of newer recipes."""
 
+from verl.agent_loop.llm_server import AgentLoopWorker
+from verl.agent_loop.manager import AgentLoopManager
 from verl.trainer.ppo.v1.trainers import (
     PPOTrainer,
     PPOTrainerColocateAsync,
@@ -9,7 +11,14 @@ from verl.trainer.ppo.v1.trainers import (
     register_trainer,
 )
 
+AgentLoopManagerTQ = AgentLoopManager
+"""Whether columns travel through a data plane is the batch's own matter."""
+
+AgentLoopWorkerTQ = AgentLoopWorker
+
 __all__ = [
+    "AgentLoopManagerTQ",
+    "AgentLoopWorkerTQ",
     "PPOTrainer",
     "PPOTrainerColocateAsync",
     "PPOTrainerSeparateAsync",

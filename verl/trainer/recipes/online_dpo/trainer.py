@@ -79,11 +79,9 @@ def preferences(rewards: np.ndarray, prompts: np.ndarray) -> Tensor:
 
 def pair_counts(preference: Tensor, prompts: np.ndarray) -> dict[str, float]:
     """How many prompts gave a pair, and why the others gave none."""
-    labels, group, sizes = np.unique(
-        prompts.astype(str), return_inverse=True, return_counts=True
-    )  # fmt: skip
-    has_pair = np.zeros(len(labels), dtype=bool)
-    np.logical_or.at(has_pair, group, preference.numpy() != 0)
+    names = prompts.astype(str)
+    _, group, sizes = np.unique(names, return_inverse=True, return_counts=True)
+    has_pair = np.bincount(group, weights=preference.abs().numpy()) > 0
     return {
         "preference/num_pairs": float((preference < 0).sum()),
         "preference/num_prompts_tied": float((~has_pair & (sizes > 1)).sum()),

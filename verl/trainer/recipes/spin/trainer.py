@@ -18,6 +18,7 @@ from verl.trainer.recipes.online_dpo.trainer import (
     PREFERENCE,
     OnlineDPOTrainer,
     in_pairs,
+    numbers_of,
 )
 from verl.trainer.recipes.spin.worker import SpinWorker
 from verl.trainer.task_runner import TaskRunner
@@ -72,9 +73,10 @@ class SpinRunner(TaskRunner):
 
     def add_actor_rollout_worker(self, config: Any) -> tuple[type, Any]:
         """The policy's worker, which can make the policy its reference."""
-        _, group_class = super().add_actor_rollout_worker(config)
-        (role,) = self.role_worker_mapping
-        self.role_worker_mapping[role] = SpinWorker
+        usual, group_class = super().add_actor_rollout_worker(config)
+        for role, worker_class in self.role_worker_mapping.items():
+            if worker_class is usual:
+                self.role_worker_mapping[role] = SpinWorker
         return SpinWorker, group_class
 
 
@@ -110,14 +112,15 @@ def against_answers(
     answers = [answer_tokens(text, key, tokenizer) for text in texts]
     longest = batch.batch["responses"].shape[1]
     fits = np.array([len(answer) <= longest for answer in answers])
-    is_same = np.array([
-        tokens_of_response(batch, row) == answers[group[row]] for row in range(len(batch))
-    ])  # fmt: skip
-    batch.batch[PREFERENCE] = -torch.from_numpy(fits[group] & ~is_same).float()
-    has_pair = np.zeros(len(labels), dtype=bool)
-    np.logical_or.at(has_pair, group, batch.batch[PREFERENCE].numpy() < 0)
+    sessions = numbers_of(batch).numpy()
+    is_whole = np.bincount(sessions)[sessions] == 1  # a session of several rows is no one answer
+    repeats = [tokens_of_response(batch, row) == answers[group[row]] for row in range(len(batch))]
+    is_same = np.array(repeats) & is_whole
+    is_rejected = fits[group] & ~is_same
+    batch.batch[PREFERENCE] = -torch.from_numpy(is_rejected).float()
+    has_pair = np.bincount(group, weights=is_rejected) > 0
     counts = {
-        "preference/num_pairs": float((batch.batch[PREFERENCE] < 0).sum()),
+        "preference/num_pairs": float(len(np.unique(sessions[is_rejected]))),
         "preference/num_same_as_answer": float(is_same.sum()),
         "preference/num_answers_too_long": float((~fits).sum()),
     }

@@ -223,7 +223,10 @@ def unboxed(box: str) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """The answer of a response: its last box, else the line after its last "answer is"."""
+    """The answer of a response: its last box, else the line after its last "answer is".
+
+    Such a line goes on to the end of an environment that it begins, such as a matrix.
+    """
     box = last_boxed(text)
     if box is not None:
         return unboxed(box)
@@ -233,5 +236,8 @@ def final_answer(text: str) -> str | None:
     end = max(lowered.rfind(marker) + len(marker) * (marker in lowered) for marker in _MARKERS)
     if end < 1 or len(lowered) != len(text):
         return None
-    line = text[end : end + MAX_BOX_CHARACTERS].lstrip().partition("\n")[0]
+    rest = text[end : end + MAX_BOX_CHARACTERS].lstrip()
+    line, *further = rest.split("\n")
+    while further and line.count("\\begin{") > line.count("\\end{"):
+        line += "\n" + further.pop(0)
     return line.lstrip(": ").strip() or None

@@ -71,7 +71,7 @@ _TURN_SECONDS = 600.0  # to wait for a place among the concurrent requests
 
 
 def call_sandbox_api(
-    url: str,
+    sandbox_fusion_url: str,
     code: str,
     stdin: str | None,
     compile_timeout: float,
@@ -92,7 +92,7 @@ def call_sandbox_api(
     }
     request = functools.partial(
         post_json,
-        _endpoint(url),
+        _endpoint(sandbox_fusion_url),
         payload,
         timeout_seconds=compile_timeout + run_timeout + _EXTRA_SECONDS,
         max_response_bytes=MAX_RESPONSE_BYTES,
@@ -186,13 +186,13 @@ class RemoteTests:
             return None, f"no place among the concurrent requests within {_TURN_SECONDS} s"
         try:
             return call_sandbox_api(
-                self.url,
-                program,
-                stdin,
-                self.seconds_left,
-                self.seconds_left,
-                self.memory_limit_mb,
-                self.language,
+                sandbox_fusion_url=self.url,
+                code=program,
+                stdin=stdin,
+                compile_timeout=self.seconds_left,
+                run_timeout=self.seconds_left,
+                memory_limit_mb=self.memory_limit_mb,
+                language=self.language,
             )
         finally:
             if self._semaphore is not None:

@@ -20,7 +20,7 @@ from verl.models.attention import AttentionLayout, AttentionOptions
 from verl.models.exact import exact_attention, exact_sequence_attention
 from verl.models.packed import block_attention, explicit_attention
 from verl.utils.media import Media
-from verl.workers.rollout.native.cache import KVCache
+from verl.workers.rollout.native.cache import KVCache, as_bytes, as_stored
 from verl.workers.rollout.native.rows import RowTable
 from verl.workers.rollout.native.sequence import KnownTokens
 
@@ -98,7 +98,7 @@ class PrefillLayout(AttentionLayout):
             new = slice(start, start + sequence.num_new)
             keys, values = key[new], value[new]
             if sequence.num_known:
-                known_keys, known_values = sequence.known.layers[layer]
+                known_keys, known_values = (x.to(key) for x in sequence.known.layers[layer])
                 keys = torch.cat([known_keys, keys])
                 values = torch.cat([known_values, values])
             self._keep(layer, sequence, keys, values)
@@ -111,11 +111,12 @@ class PrefillLayout(AttentionLayout):
         num_own = len(sequence.token_ids) - num_shared
         prompt, response = self.cache.prompt[layer], self.cache.response[layer]
         for shared_store, own_store, new in zip(prompt, response, (keys, values), strict=True):
-            by_head = new.transpose(0, 1)  # (KV heads, tokens, head dim)
+            by_head = as_bytes(as_stored(new, own_store.dtype)).transpose(0, 1)  # (KV, tokens, D)
             if sequence.fills_prompt:
-                shared_store[sequence.prompt_slot, :, :num_shared] = by_head[:, :num_shared]
+                shared = by_head[:, :num_shared]
+                as_bytes(shared_store)[sequence.prompt_slot, :, :num_shared] = shared
             if num_own:
-                own_store[sequence.slots, :, :num_own] = by_head[:, num_shared:]
+                as_bytes(own_store)[sequence.slots, :, :num_own] = by_head[:, num_shared:]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         if self.exact_capacity is not None:
@@ -188,7 +189,8 @@ class DecodeLayout(AttentionLayout):
         num_padding = len(query) - self.num_rows
         query, key, value = (x[: self.num_rows] for x in (query, key, value))
         for own, new in zip(self.cache.response[layer], (key, value), strict=True):
-            own[self._row_numbers, :, self._slot_positions] = new
+            stored = as_bytes(as_stored(new, own.dtype))
+            as_bytes(own)[self._row_numbers, :, self._slot_positions] = stored
         attend = self._attend_exactly if self.is_exact else self._attend_rows
         output = attend(layer, query, options)
         return F.pad(output, (0, 0, 0, 0, 0, num_padding))
@@ -196,9 +198,11 @@ class DecodeLayout(AttentionLayout):
     def _attend_rows(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         num_prompt, num_own = len(self._prompt_columns), len(self._own_columns)
         prompt_keys, prompt_values = (
-            x[: self.groups.num_groups, :, :num_prompt] for x in self.cache.prompt[layer]
+            x[: self.groups.num_groups, :, :num_prompt].to(query) for x in self.cache.prompt[layer]
         )
-        keys, values = (x[: self.num_rows, :, :num_own] for x in self.cache.response[layer])
+        keys, values = (
+            x[: self.num_rows, :, :num_own].to(query) for x in self.cache.response[layer]
+        )
         q = query.unflatten(1, (keys.shape[1], -1))  # (B, KV, heads per KV, D)
         prompt_scores = self.groups.split(self.groups.join(q) @ prompt_keys.transpose(-1, -2))
         scores = torch.cat([prompt_scores, q @ keys.transpose(-1, -2)], dim=-1).float()

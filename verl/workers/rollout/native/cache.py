@@ -28,6 +28,19 @@ from verl.workers.rollout.native.sequence import EngineLimits
 
 KeysAndValues = tuple[Tensor, Tensor]
 
+E4M3 = torch.float8_e4m3fn
+LARGEST_E4M3 = 448.0
+
+
+def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as the cache keeps them; larger numbers than e4m3 has become its largest."""
+    return x.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3) if dtype == E4M3 else x
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """What torch can index and join on a CPU: e4m3 by its bytes, anything else as it is."""
+    return x.view(torch.uint8) if x.dtype == E4M3 else x
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -96,7 +109,13 @@ class KVCache:
         layers = []
         for prompt, response in zip(self.prompt, self.response, strict=True):
             keys, values = (
-                torch.cat([shared[prompt_slot, :, :num_shared], own[slot, :, :num_own]], dim=1)
+                torch.cat(
+                    [
+                        as_bytes(shared)[prompt_slot, :, :num_shared],
+                        as_bytes(own)[slot, :, :num_own],
+                    ],
+                    dim=1,
+                ).view(own.dtype)
                 for shared, own in zip(prompt, response, strict=True)
             )
             layers.append((keys.transpose(0, 1), values.transpose(0, 1)))
@@ -128,12 +147,14 @@ class KVCache:
 def _move(store: list[KeysAndValues], move: Move, num_tokens: int) -> None:
     for pair in store:
         for slots in pair:
-            slots[move.target, :, :num_tokens] = slots[move.source, :, :num_tokens]
+            store = as_bytes(slots)
+            store[move.target, :, :num_tokens] = store[move.source, :, :num_tokens]
 
 
 def _with_zeros(slots: Tensor, num_new: int) -> Tensor:
     """Zeros, because a slot's unused part takes part in products with weights of 0."""
-    return torch.cat([slots, slots.new_zeros(num_new, *slots.shape[1:])])
+    stored = as_bytes(slots)
+    return torch.cat([stored, stored.new_zeros(num_new, *slots.shape[1:])]).view(slots.dtype)
 
 
 class SteadyKVCache(KVCache):

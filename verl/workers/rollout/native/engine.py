@@ -44,6 +44,7 @@ class NativeEngine(Rollout):
         keeps_cache: bool = False,
         quantization: str | None = None,
         records_routes: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.core = EngineCore(
             module,
@@ -56,6 +57,7 @@ class NativeEngine(Rollout):
             keeps_cache=keeps_cache,
             quantization=quantization,
             records_routes=records_routes,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.limits = limits
         self._submissions: dict[RunningRequest, Submission] = {}

@@ -47,7 +47,9 @@ class ModelRunner:
         self.module = module
         self.tp_group = tp_group
         self.device = next(module.parameters()).device
-        self.dtype = next(module.parameters()).dtype
+        self.cache_dtype = next(module.parameters()).dtype
+        """Number format of keys and values."""
+
         self.recorder: RouteKeeper | None = None
         """What keeps the expert routes of each pass, if somebody asks for them."""
 
@@ -92,7 +94,7 @@ class ModelRunner:
             layers=self.head_shapes(),
             max_prompt_tokens=prompt_tokens,
             max_response_tokens=response_tokens,
-            dtype=self.dtype,
+            dtype=self.cache_dtype,
             device=self.device,
         )
 

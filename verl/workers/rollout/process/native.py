@@ -39,6 +39,7 @@ def native_options(
     exact: bool = False,
     keeps_cache: bool = False,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Options of `build` as plain values; requests without a seed are seeded from `seed` on. With
     `exact` a token gets the same bits however it is computed."""
@@ -54,6 +55,7 @@ def native_options(
         "exact": exact,
         "keeps_cache": keeps_cache,
         "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
     }
 
 
@@ -80,6 +82,7 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
         seed=options["seed"],
         keeps_cache=options["keeps_cache"],
         quantization=options["quantization"],
+        kv_cache_dtype=options["kv_cache_dtype"],
     )
     return HostedNativeEngine(engine)
 

@@ -1,0 +1,23 @@
+"""Names of verl 0.8 and 0.9 that are not in the tables beside this one."""
+
+SECOND_GENERATION = {
+    "verl.checkpoint_engine": """
+        CheckpointEngineManager(config, trainer, replicas=...)
+        CheckpointEngineManager.update_weights(global_steps=None)
+    """,
+    "verl.workers.rollout.llm_server": """
+        AgentLoopWorker(config, llm_client, teacher_client=None, reward_loop_worker_handles=None)
+        FullyAsyncLLMServerClient
+        GlobalRequestLoadBalancer(servers, max_cache_size=..., full_determinism=...)
+        GlobalRequestLoadBalancer.acquire_server(request_id)
+        GlobalRequestLoadBalancer.add_servers(servers)
+        GlobalRequestLoadBalancer.clear_sticky_cache()
+        GlobalRequestLoadBalancer.get_status()
+        GlobalRequestLoadBalancer.release_server(server_id)
+        GlobalRequestLoadBalancer.remove_servers(server_ids)
+        LLMServerClient(config, load_balancer_handle=None)
+        LLMServerClient.generate(request_id)*
+        LLMServerManager.create(config)*
+    """,
+    "verl.workers.rollout.schemas": "Message",
+}

@@ -1,0 +1,144 @@
+"""Runs of other programs become commands of ours, and their files are only read."""
+
+from pathlib import Path
+
+import pytest
+
+from verl.config.ppo import PPOConfig
+from verl.config.schema import family
+from verl.migrate import openrlhf, trl
+from verl.migrate.__main__ import main, migrate, mistakes
+from verl.migrate.page import page
+from verl.migrate.reading import Unreadable, flags, read
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+A = "actor_rollout_ref.actor"
+R = "actor_rollout_ref.rollout"
+PYTHON = """
+import os
+from trl import GRPOConfig, GRPOTrainer
+LR = 1e-5
+open(os.environ["WITNESS"], "w").write("this file was run")
+args = GRPOConfig(
+    learning_rate=LR, num_generations=4, per_device_train_batch_size=8, beta=0.04,
+    gradient_accumulation_steps=2, steps_per_generation=4, loss_type="dr_grpo",
+    max_steps=how_many(), min_p=0.1, epsilon=0.1,
+)
+GRPOTrainer(model="Qwen/Qwen2-0.5B", args=args, reward_funcs=[mine], peft_config=LoraConfig(r=8))
+"""
+SHELL = """#!/bin/bash
+# python -m verl.trainer.main_eval is a comment
+SIZE=${SIZE:-64}
+NAME='a b'
+COMMON=(
+    data.train_batch_size=$SIZE
+    algorithm.adv_estimator=grpo  # the usual
+)
+python3 -m verl.trainer.main_ppo "${COMMON[@]}" \\
+    data.train_files=$HOME/x.parquet trainer.experiment_name="$NAME" \\
+    actor_rollout_ref.actor.tis_imp_ratio_cap=2.0 critic.fsdp.param_offload=True \\
+    +actor_rollout_ref.actor.qat.enable=True trainer.no_such_key=1 $@ 2>&1 | tee log
+"""
+FLAGS = """
+ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --pretrain m --train_batch_size 64 \\
+   --n_samples_per_prompt 8 --rollout_batch_size 16 --init_kl_coef 1e-3 --use_kl_loss \\
+   --kl_estimator k3 --advantage_estimator group_norm --eps_clip_low_high 0.2 0.3 --packing_samples
+"""
+
+
+def migrated(tmp_path, name, text, num_gpus=2):
+    path = tmp_path / name
+    path.write_text(text)
+    return migrate(read(path), num_gpus)
+
+
+def test_trl_counts_completions_and_we_count_prompts(tmp_path, monkeypatch):
+    monkeypatch.setenv("WITNESS", str(tmp_path / "witness"))
+    migration = migrated(tmp_path, "train.py", PYTHON)
+    values = migration.values
+    assert values["data.train_batch_size"] == 8 * 2 * 4 // 4
+    assert values[f"{A}.ppo_mini_batch_size"] == 8 * 2 * 2 // 4
+    assert values[f"{R}.n"] == 4
+    assert values[f"{A}.optim.lr"] == 1e-5
+    assert (values[f"{A}.clip_ratio_low"], values[f"{A}.clip_ratio_high"]) == (0.1, 0.1)
+    assert values[f"{A}.loss_agg_mode"] == "seq-mean-token-sum-norm"
+    assert values["actor_rollout_ref.model.lora_rank"] == 8
+    assert values["data.max_response_length"] == 256, "TRL's default, which is not ours"
+    assert {name for name, _ in migration.missing} == {"max_steps", "min_p", "reward_funcs"}
+    assert list(mistakes(migration)) == []
+    assert not (tmp_path / "witness").exists()
+
+
+def test_a_yaml_of_trl_is_read_too(tmp_path):
+    text = "model_name_or_path: m\nlearning_rate: 1e-5\nnum_generations: 8\nscale_rewards: batch\n"
+    migration = migrated(tmp_path, "grpo.yaml", text, num_gpus=1)
+    assert migration.values[f"{A}.optim.lr"] == 1e-5
+    assert migration.missing[0][0] == "scale_rewards"
+
+
+def test_a_script_of_verl_gets_the_keys_of_today(tmp_path):
+    migration = migrated(tmp_path, "run.sh", SHELL)
+    values = migration.values
+    assert values["data.train_batch_size"] == 64
+    assert values["data.train_files"] == "$HOME/x.parquet"
+    assert values["trainer.experiment_name"] == "a b"
+    assert values["critic.model.fsdp_config.param_offload"] is True
+    assert values["algorithm.rollout_correction.rollout_is"] == "token"
+    reasons = dict(migration.missing)
+    assert "quantization-aware" in reasons["actor_rollout_ref.actor.qat.enable"]
+    assert "unknown option" in reasons["trainer.no_such_key"]
+
+
+def test_a_yaml_of_verl_gets_the_keys_of_today(tmp_path):
+    text = "critic: {fsdp: {param_offload: true}}\ndata: {train_batch_size: 8}\n"
+    migration = migrated(tmp_path, "run.yaml", text)
+    assert migration.values == {
+        "critic.model.fsdp_config.param_offload": True,
+        "data.train_batch_size": 8,
+    }
+
+
+def test_openrlhf_counts_samples_per_update(tmp_path):
+    values = migrated(tmp_path, "run.sh", FLAGS).values
+    assert values[f"{A}.ppo_mini_batch_size"] == 64 // 8
+    assert values["data.train_batch_size"] == 16
+    assert (values[f"{A}.use_kl_loss"], values[f"{A}.kl_loss_type"]) == (True, "low_var_kl")
+    assert (values[f"{A}.clip_ratio_low"], values[f"{A}.clip_ratio_high"]) == (0.2, 0.3)
+    assert values["actor_rollout_ref.model.use_remove_padding"] is True
+
+
+def test_flags_have_one_value_several_or_none():
+    assert flags(["--a", "1", "--b", "--c=x", "--d", "0.1", "0.2", "--e-f", "1e-6"]) == {
+        "a": 1,
+        "b": True,
+        "c": "x",
+        "d": "0.1 0.2",
+        "e_f": 1e-6,
+    }
+
+
+@pytest.mark.parametrize("table", [trl.TABLE, openrlhf.TABLE])
+def test_every_row_leads_to_an_option_or_says_why_not(table):
+    keys = family(PPOConfig).keys
+    for name, row in table.items():
+        assert not row.target or row.target in keys, name
+        assert row.target or row.convert or row.note, name
+
+
+def test_the_command_is_printed_and_what_is_unreadable_is_said(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text(SHELL)
+    assert main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "python -m verl.trainer.main_ppo \\\n" in said
+    assert '"data.train_files=$HOME/x.parquet"' in said
+    assert "'trainer.experiment_name=a b'" in said
+    path.write_text("echo hello\n")
+    assert main([str(path)]) == 2
+    with pytest.raises(Unreadable, match="no command of a known program"):
+        read(path)
+    assert main([str(tmp_path / "nothing.sh")]) == 2
+
+
+def test_the_page_is_current():
+    assert (DOCS / "migration.md").read_text() == page()
