@@ -124,7 +124,8 @@ def test_a_request_that_is_refused_says_why_in_its_own_words():
 def test_an_engine_never_gets_the_ids_of_a_prompt_without_its_images(media):
     manager = AsyncLLMServerManager(loop_config(), [FakeRollout(error=OSError("asked"))])
     generation = manager.generate("a", prompt_ids=[1], sampling_params={}, **{media: [b"png"]})
-    with pytest.raises(ValueError, match="images and videos need an engine that reads them"):
+    refusal = "need a model that sees|videos are not given to engines"
+    with pytest.raises(ValueError, match=refusal):
         asyncio.run(generation)
 
 

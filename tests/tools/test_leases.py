@@ -256,8 +256,8 @@ def test_an_outcome_survives_json():
         kind="reply", tool="t", response=response, reward=0.1, metrics={"a": [1]}, seconds=1.5
     )
     assert ToolOutcome.from_dict(json.loads(json.dumps(one.as_dict()))) == one
-    media = ToolOutcome(kind="reply", tool="t", response=ToolResponse(image=["x"]))
-    with pytest.raises(ValueError, match="images or videos"):
+    media = ToolOutcome(kind="reply", tool="t", response=ToolResponse(video=["x"]))
+    with pytest.raises(ValueError, match="holds a video"):
         media.as_dict()
 
 

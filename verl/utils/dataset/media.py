@@ -182,6 +182,16 @@ class MediaEncoder:
         self._expansions: OrderedDict[str, Expansion] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is remembered stays here."""
+        return MediaEncoder.again, (self.tokenizer, self._processor, self.options, self.max_images)
+
+    @classmethod
+    def again(
+        cls, tokenizer: Any, processor: Any, options: dict[str, Any], max_images: int | None
+    ) -> "MediaEncoder":
+        return cls(tokenizer, processor, options, max_images=max_images)
+
     @property
     def processor(self) -> Any:
         if self._processor is None:
