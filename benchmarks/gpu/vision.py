@@ -23,6 +23,7 @@ from verl.protocol.padded import Padding, padded_batch
 from verl.protocol.trajectory import Segment, Trajectory
 from verl.utils.media import Media, content_hash
 from verl.workers.engine.forward import forward_rows
+from verl.workers.engine.outputs import LOG_PROBS
 from verl.workers.roles.dispatch import model_rows
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, TokenOutput
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
@@ -130,7 +131,7 @@ def training_error(model: PreTrainedModel, prompts: list[Any], outputs: list[Any
             temperature=1.0,
             is_value_model=False,
             prefix_sharing=True,
-            with_sum_pi_squared=False,
+            outputs=LOG_PROBS,
             sequence_group=None,
         )
     difference = columns["log_probs"].float().cpu() - batch.batch["rollout_log_probs"]

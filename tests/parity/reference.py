@@ -104,6 +104,7 @@ def policy_loss(
     if "kl_weights" in rows.keys():  # noqa: SIM118 (a TensorDict)
         kl_loss = weighted(kl, rows["kl_weights"])
     ce_loss = weighted(-log_prob, rows["ce_weights"])
+    ce_loss = ce_loss + weighted(-log_prob, rows["positive_weights"])
     bonus = aggregate(entropy, mask, aggregation)
     loss = pg_loss - ENTROPY_COEFFICIENT * bonus + KL_COEFFICIENT * kl_loss + ce_loss
     return loss, {

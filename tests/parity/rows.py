@@ -34,6 +34,7 @@ def batch(name: str) -> TensorDict:
         "values": noise_around(0.0, shape, generator),
         "returns": noise_around(0.5, shape, generator),
         "ce_weights": some_weights(mask[:, PROMPT:], generator),
+        "positive_weights": some_weights(response_mask, generator),
     }
     if name == "one prompt":
         columns["kl_weights"] = some_weights(response_mask, generator)

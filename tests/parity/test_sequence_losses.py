@@ -31,7 +31,7 @@ LOSSES = ("dpo", "sppo", "gvpo")
 
 
 def rows():
-    data = batch("many prompts").exclude("ce_weights")
+    data = batch("many prompts").exclude("ce_weights", "positive_weights")
     data["advantages"] = torch.tensor(ADVANTAGES)[:, None] * data["response_mask"]
     data[PROMPT_INDEX] = torch.tensor(PROMPTS)
     return data

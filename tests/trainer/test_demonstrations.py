@@ -38,7 +38,7 @@ def test_demonstrations_spread_over_optimizer_steps_and_touch_no_other_count(toy
     assert is_demonstration.tolist() == ([False] * 8 + [True] * 3) * 2
     chosen = torch.from_numpy(is_demonstration)
     assert rows.batch["response_mask"][chosen].sum() == 0
-    weights = rows.batch["ce_weights"]
+    weights = rows.batch["demonstration_weights"]
     assert weights[~chosen].sum() == 0
     lengths = rows.batch["attention_mask"][chosen][:, -8:].sum(-1)
     assert weights[chosen].sum(-1).tolist() == (0.5 * lengths).tolist()
@@ -68,11 +68,11 @@ def test_text_of_tools_gets_its_weight_and_nothing_else_does(toy, tmp_path):
     _, trainer = toy_run(toy, tmp_path, f"{ACTOR}.ce_on_tool_text_coef=0.25")
     batch = trainer.batch
     batch.batch["response_mask"][0, 1:3] = 0  # as if a tool had written it
-    weights = trainer.components.add(batch, 1).batch["ce_weights"]
+    weights = trainer.components.add(batch, 1).batch["tool_text_weights"]
     assert weights[0].tolist() == [0, 0.25, 0.25, 0, 0, 0, 0, 0]
     assert weights[1:].sum() == 0
     assert isinstance(batch, DataProto)
-    assert "ce_weights" not in batch.batch.keys()  # noqa: SIM118
+    assert "tool_text_weights" not in batch.batch.keys()  # noqa: SIM118
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
 """What a policy is trained by beside the policy gradient: cross-entropy and KL, weighted by token.
 
-    L = L_pg + sum_t ce_t (-log pi_t) / N_ce + kl_loss_coef sum_t kl_t KL_t / N_kl
+    L = L_pg + sum_c sum_t w_ct (-log pi_t) / N_c + kl_loss_coef sum_t kl_t KL_t / N_kl
 
-A batch may have the columns `ce_weights` and `kl_weights`, (B, T), which are ce_t and kl_t. N_ce
-and N_kl are the tokens of the whole optimizer step, over all ranks, whose weight is not 0, so the
-components neither dilute each other nor depend on how the step is split. The policy gradient
-counts the tokens of `response_mask`, whatever the weights are; without `kl_weights` so does the KL
-(`actor.use_kl_loss`), and without `ce_weights` there is no cross-entropy. Distillation beside
-rewards, demonstrations among the responses, a term on what tools replied: all are weights.
+A batch may have columns of weights, (B, T): those of `CE_COMPONENTS` are w_c, `kl_weights` are
+kl_t. N_c and N_kl are the tokens of the whole optimizer step, over all ranks, whose weight is not
+0, so the components neither dilute each other nor depend on how the step is split. The policy
+gradient counts the tokens of `response_mask`, whatever the weights are; without `kl_weights` so
+does the KL (`actor.use_kl_loss`). Distillation beside rewards, demonstrations among the responses,
+a term on what tools replied: all are weights.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,13 @@ from verl.algos.sessions import session_numbers, session_sums
 from verl.protocol import DataProto
 
 CE_WEIGHTS, KL_WEIGHTS = "ce_weights", "kl_weights"
-COMPONENTS = (CE_WEIGHTS, KL_WEIGHTS)
-"""Columns that need not be there."""
+POSITIVE_WEIGHTS, DEMONSTRATION_WEIGHTS, TOOL_TEXT_WEIGHTS = (
+    "positive_weights", "demonstration_weights", "tool_text_weights",
+)  # fmt: skip
+CE_COMPONENTS = (CE_WEIGHTS, POSITIVE_WEIGHTS, DEMONSTRATION_WEIGHTS, TOOL_TEXT_WEIGHTS)
+"""Columns for cross-entropy that need not be there; the first is for recipes of users."""
+
+COMPONENTS = (*CE_COMPONENTS, KL_WEIGHTS)
 
 
 def component_tokens(rows: TensorDict | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -36,7 +41,7 @@ def weighted_mean(values: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
 
 
 def positive_weights(batch: DataProto, coefficient: float, min_score: float) -> Tensor:
-    """`ce_weights` of VAPO (arXiv:2504.05118): the coefficient on all trained tokens of responses
+    """`positive_weights` of VAPO (arXiv:2504.05118): the coefficient on all trained tokens of responses
     whose `acc` (else score) is at least `min_score`, 0 on the others; (B, T)."""
     mask = batch.batch["response_mask"]
     score = batch.batch["token_level_scores"].sum(-1)  # (B,)

@@ -45,7 +45,7 @@ def frozen(scale=0.1, architecture="qwen2", **options):
 
 
 def rows(name="many prompts"):
-    return batch(name).exclude("ce_weights", "kl_weights")
+    return batch(name).exclude("ce_weights", "positive_weights", "kl_weights")
 
 
 def updated(engine, teachers, mode, data, *, micro=64, **options):

@@ -31,9 +31,10 @@ def request(
 def training_log_probs(
     model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    ids = torch.tensor(prompt + response)
+    ids = torch.tensor(prompt + response, device=model.device)
     layout = packed_layout(model, [len(ids)])
-    hidden = hidden_states(model, ids, packed_positions([len(ids)]), layout)
+    positions = packed_positions([len(ids)]).to(model.device)
+    hidden = hidden_states(model, ids, positions, layout)
     log_probs, _ = token_log_probs(
         hidden[:-1], OutputHead.of(model), ids[1:], temperature=temperature
     )

@@ -4,8 +4,8 @@
     with demonstrations    s0 s1 s2 s3 d0 | s4 s5 s6 s7 d1    `actor.sft_replay`
 
 A demonstration is a row whose `response_mask` is 0 everywhere, so the policy gradient, the KL and
-their counts do not see it, and whose `ce_weights` are the coefficient. Which ones a step gets
-follows from its number and the run's seed, so a run that resumes needs no state for it.
+their counts do not see it, and whose `demonstration_weights` are the coefficient. Which ones a step
+gets follows from its number and the run's seed, so a run that resumes needs no state for it.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.components import CE_WEIGHTS
+from verl.algos.components import DEMONSTRATION_WEIGHTS, TOOL_TEXT_WEIGHTS
 from verl.config.actor import ActorConfig, SFTReplayConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTDataConfig
@@ -51,7 +51,10 @@ class CrossEntropyRows:
         coefficient = self._actor.ce_on_tool_text_coef
         mask = tensors["response_mask"]
         is_text = tensors["attention_mask"][:, -mask.shape[1] :]
-        tensors[CE_WEIGHTS] = coefficient * (is_text * (mask == 0)).float()
+        if coefficient:
+            tensors[TOOL_TEXT_WEIGHTS] = coefficient * (is_text * (mask == 0)).float()
+        if self._demonstrations is not None:
+            tensors[DEMONSTRATION_WEIGHTS] = torch.zeros_like(mask, dtype=torch.float32)
         objects = {n: batch.non_tensor_batch[n] for n in OBJECTS if n in batch.non_tensor_batch}
         rows = DataProto.from_dict(tensors=tensors, non_tensors=objects)
         if self._demonstrations is not None:
@@ -96,7 +99,7 @@ class CrossEntropyRows:
             tokens = slice(width - len(prompt), width + len(response))
             ids[row, tokens] = torch.cat([prompt, response])
             mask[row, tokens] = 1
-            columns[CE_WEIGHTS][row, : len(response)] = self._replay.coef
+            columns[DEMONSTRATION_WEIGHTS][row, : len(response)] = self._replay.coef
         columns["prompts"], columns["responses"] = ids[:, :width], ids[:, width:]
         positions = compute_position_id_with_mask(mask)
         own = columns["position_ids"]

@@ -252,6 +252,7 @@ def credit(
         found, corrected = compute_rollout_correction_and_add_to_batch(rows, correction)
         rows.batch.update(found.batch)
         metrics |= corrected
+    assert algorithm.adv_estimator is not None, "a recipe without one assigns credit itself"
     compute_advantage(
         rows,
         algorithm.adv_estimator,

@@ -16,7 +16,7 @@ import numpy as np
 from verl.agent_loop.buffer import Taken
 from verl.agent_loop.rollouter import RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
-from verl.algos.components import CE_WEIGHTS, positive_weights
+from verl.algos.components import POSITIVE_WEIGHTS, positive_weights
 from verl.algos.rollout_correction.apply import (
     apply_bypass_mode,
     compute_rollout_correction_and_add_to_batch,
@@ -174,10 +174,10 @@ class PPOTrainer(TrainingRun):
         return self._with_positive_examples(scored.batch)
 
     def _with_positive_examples(self, batch: DataProto) -> DataProto:
-        """`ce_weights` on responses that are right, where `actor.positive_nll_coef` asks for it."""
+        """`positive_weights` on right responses, where `actor.positive_nll_coef` asks for it."""
         actor = self.config.actor_rollout_ref.actor
         if actor.positive_nll_coef:
-            batch.batch[CE_WEIGHTS] = positive_weights(
+            batch.batch[POSITIVE_WEIGHTS] = positive_weights(
                 batch, actor.positive_nll_coef, actor.positive_nll_min_score
             )
         return batch
@@ -272,6 +272,7 @@ class PPOTrainer(TrainingRun):
     def assign_credit(self, batch: DataProto, step: StepContext) -> DataProto:
         """`token_level_rewards`, `advantages`, `returns`; corrects for a rollout that drifted."""
         algorithm = self.config.algorithm
+        assert algorithm.adv_estimator is not None, "a recipe without one assigns credit itself"
         correction = self._correction(batch)
         with step.report.timed("adv"):
             if algorithm.use_kl_in_reward:

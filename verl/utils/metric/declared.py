@@ -62,7 +62,7 @@ SECTIONS = (
             "averaged.",
         ),
         ("actor/kl_loss", "nats", SUM, "KL to the reference policy as it enters the loss."),
-        ("actor/ce_loss", "nats", SUM, "Cross-entropy on the tokens that have `ce_weights`."),
+        ("actor/ce_loss", "nats", SUM, "Cross-entropy on tokens with weights of their own."),
         ("distillation/loss", "loss", SUM, "Distillation loss, its coefficient included."),
         (
             "distillation/divergence",

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.aggregate import agg_loss
-from verl.algos.components import CE_WEIGHTS, KL_WEIGHTS, weighted_mean
+from verl.algos.components import CE_COMPONENTS, KL_WEIGHTS, weighted_mean
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_losses.reinforce import bypassed_loss
 from verl.algos.policy_losses.sequences import (
@@ -251,8 +251,13 @@ class Policy:
             loss = loss + config.kl_loss_coef * kl_loss
             report["actor/kl_loss"] = kl_loss.detach()
             report["actor/kl_coef"] = config.kl_loss_coef
-        if CE_WEIGHTS in component_tokens:
-            ce_loss = weighted_mean(-log_prob, rows[CE_WEIGHTS], component_tokens[CE_WEIGHTS])
+        parts = [
+            weighted_mean(-log_prob, rows[name], component_tokens[name])
+            for name in CE_COMPONENTS
+            if name in component_tokens
+        ]
+        if parts:
+            ce_loss = torch.stack(parts).sum()
             loss = loss + ce_loss
             report["actor/ce_loss"] = ce_loss.detach()
         if self.distiller is not None:
