@@ -41,8 +41,8 @@ def weighted_mean(values: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
 
 
 def positive_weights(batch: DataProto, coefficient: float, min_score: float) -> Tensor:
-    """`positive_weights` of VAPO (arXiv:2504.05118): the coefficient on all trained tokens of responses
-    whose `acc` (else score) is at least `min_score`, 0 on the others; (B, T)."""
+    """Weights of VAPO (arXiv:2504.05118): the coefficient on all trained tokens of responses whose
+    `acc` (else score) is at least `min_score`, 0 on the others; (B, T)."""
     mask = batch.batch["response_mask"]
     score = batch.batch["token_level_scores"].sum(-1)  # (B,)
     if "acc" in batch.non_tensor_batch:  # None on rows of a session that were not graded
