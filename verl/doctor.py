@@ -83,20 +83,20 @@ def check_requirements() -> Iterator[Finding]:
 
 
 def check_device() -> Iterator[Finding]:
-    import torch  # noqa: PLC0415 - the checks before it must work without
+    from verl.utils.device import get_device_name, get_torch_device  # noqa: PLC0415 - needs torch
 
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        reason = "this torch is built without CUDA" if built is None else "the driver shows no GPU"
+    kind = get_device_name()
+    if kind == "cpu":
         remedy = "training runs on the CPU (trainer.device=cpu, n_gpus_per_node counts processes)"
-        yield Finding("GPU", NOTE, f"none: {reason}", remedy)
+        yield Finding("GPU", NOTE, "none, or this torch is built without support for it", remedy)
         return
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = f"{torch.cuda.get_device_name(index)}, {free >> 30} of {total >> 30} GiB free"
+    devices = get_torch_device()
+    for index in range(devices.device_count()):
+        free, total = devices.mem_get_info(index)
+        name = f"{devices.get_device_name(index)}, {free >> 30} of {total >> 30} GiB free"
         busy = free < total * 0.8
-        remedy = "another process uses its memory: look at nvidia-smi" if busy else ""
-        yield Finding(f"GPU {index}", NOTE if busy else OK, name, remedy)
+        remedy = "another process uses its memory" if busy else ""
+        yield Finding(f"{kind} {index}", NOTE if busy else OK, name, remedy)
     has_triton = find_spec("triton") is not None
     remedy = "" if has_triton else "pip install triton: without it the fused kernels are not used"
     yield Finding("Triton", OK if has_triton else NOTE, "there" if has_triton else "none", remedy)

@@ -29,6 +29,7 @@ from verl.workers.reward_manager.workers import WorkerPool
 REPOSITORY = Path(__file__).parents[2]
 WALL_CLOCK = {"time.time", "datetime.now", "datetime.utcnow", "datetime.today"}
 DATES = {
+    "board/store.py",  # when a step ended
     "server/service.py",  # `created` of a response
     "utils/checkpoint/checkpoint_manager.py",  # when a rented instance ends
     "utils/template_probe.py",  # the date that chat templates may print

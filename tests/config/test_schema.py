@@ -75,7 +75,7 @@ def every_section() -> list[BaseConfig]:
     return [section for top in tops for section in sections_below(top)]
 
 
-@pytest.mark.parametrize("name", ROOTS)
+@pytest.mark.parametrize("name", SURFACE)
 def test_every_public_key_exists_with_its_default(name: str):
     tree = OmegaConf.to_container(OmegaConf.create(default_tree(ROOTS[name]())), resolve=True)
     assert isinstance(tree, dict)

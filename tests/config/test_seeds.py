@@ -225,7 +225,9 @@ def test_the_fp8_block():
     loaded = load_text("rollout: {dtype: fp8}", PPOConfig)
     rollout = loaded.checked().actor_rollout_ref.rollout
     assert (rollout.quantization, rollout.dtype) == ("fp8", "bfloat16")
-    assert loaded.notices == ["rollout.dtype is now actor_rollout_ref.rollout.quantization"]
+    renamed, uncorrected = loaded.notices
+    assert renamed == "rollout.dtype is now actor_rollout_ref.rollout.quantization"
+    assert "nothing corrects for it; algorithm.rollout_correction.rollout_is=token" in uncorrected
 
 
 def test_the_prometheus_block():

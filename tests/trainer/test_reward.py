@@ -230,7 +230,7 @@ def test_a_per_sample_function_goes_to_the_named_manager(file, caplog):
 
 def test_an_unknown_manager_lists_the_known_ones(file):
     with pytest.raises(
-        ValueError, match=r"unknown reward manager 'recording'.*recording_for_tests"
+        ValueError, match=r"Unknown reward manager: recording\. .*recording_for_tests"
     ):
         load_reward_manager(config(file, manager="recording"), None, num_examine=0)
 

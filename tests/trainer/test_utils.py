@@ -33,6 +33,7 @@ def test_roles_have_the_names_that_configurations_use():
         "RewardModel": "rm",
         "ActorRolloutRef": "actor_rollout_ref",
         "Env": "env",
+        "Teacher": "teacher",
     }
     assert all(Role.from_string(str(role)) is role for role in Role)
     with pytest.raises(ValueError, match="unknown role 'judge'; the roles are: actor, rollout"):

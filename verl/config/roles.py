@@ -273,7 +273,7 @@ def is_training(run: Any) -> bool:
 
 def runs_prime(run: Any) -> bool:
     """Whether the reward model is PRIME's: a language model that is trained beside the policy."""
-    return is_training(run) and run.trainer.get("recipe") == "prime"
+    return is_training(run) and "trainer" in run and run.trainer.get("recipe") == "prime"
 
 
 def async_mode(run: Any) -> str:

@@ -135,8 +135,6 @@ ENTRIES: tuple[Entry, ...] = (
     refused("*.tool_config.torch.profile_token_end", STEPS),
     *behind("config_path", "*.tool_config.precision_debugger", "use tool=torch"),
     *behind("config_path", "*.global_tool_config.precision_debugger", "use tool=torch"),
-    # Distillation.
-    *behind("enabled", "distillation", "distillation is not built in yet: leave it out"),
     # Megatron.
     *(
         Entry(f"*.optim.{name}", None, MUON, is_quiet=name.startswith("muon"))

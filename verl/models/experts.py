@@ -31,6 +31,7 @@ from transformers.integrations.moe import ExpertsInterface
 from verl.models.exact import ROWS, exact_linear
 from verl.models.kernels.availability import can_run_triton
 from verl.models.routing import LayerRouting, Routing, decoder_layer_of, install
+from verl.utils.device import get_device_capability
 from verl.utils.distributed import collective_device
 
 EXPERTS = "verl"
@@ -198,7 +199,7 @@ def _torch_can(rows: Tensor, weight: Tensor) -> bool:
     is_aligned = all(size * rows.element_size() % ALIGNED_BYTES == 0 for size in sizes)
     addresses = (rows.data_ptr(), weight.data_ptr())
     is_aligned = is_aligned and all(address % ALIGNED_BYTES == 0 for address in addresses)
-    return is_aligned and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return is_aligned and get_device_capability(rows.device.index or 0) >= (8, 0)
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -29,6 +29,7 @@ from verl.models.fuse import FusedAttention, FusedGate
 from verl.models.joined_linears import JoinedLinears
 from verl.models.kernels.availability import can_run_triton
 from verl.models.routing import is_generating
+from verl.utils.device import get_device_capability, get_torch_device
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,9 @@ def unfit(weight: Tensor) -> str:
     """Why a weight cannot be quantized; empty if it can."""
     if any(size % TILE for size in weight.shape):
         return f"shape {tuple(weight.shape)} is not in multiples of {TILE}"
-    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < (8, 9):
-        name = torch.cuda.get_device_name(weight.device)
+    is_cuda, index = weight.device.type == "cuda", weight.device.index or 0
+    if is_cuda and get_device_capability(index) < (8, 9):
+        name = get_torch_device().get_device_name(index)
         return f"{name} has no fp8 products (compute capability 8.9 or newer)"
     return ""
 

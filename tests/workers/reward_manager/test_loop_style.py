@@ -68,7 +68,7 @@ def test_there_is_one_registry_and_a_class_is_given_in_the_style_of_the_caller()
 @pytest.mark.parametrize("cls", [NaiveRewardManager, RemoteRewardManager, RateLimitedRewardManager])
 def test_built_in_managers_are_made_from_the_configuration(cls):
     manager = cls(config(num_workers=1), tiny_tokenizer(), lambda solution_str, **kw: 0.5)
-    assert single(manager) == {"reward_score": 0.5, "reward_extra_info": {"acc": 0.5}}
+    assert single(manager) == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "acc": 0.5}}
     assert [grade.value for grade in grades_of(batch("5", "6"), manager)] == [0.5, 0.5]
 
 
@@ -90,7 +90,7 @@ def test_a_served_reward_model_is_passed_to_the_function():
 
     manager = NaiveRewardManager(config(), tiny_tokenizer(), function, "127.0.0.1:80", "tokenizer")
     extras = single(manager)["reward_extra_info"]
-    assert extras == {"where": "127.0.0.1:80", "what": "tokenizer"}
+    assert extras == {"score": 1.0, "where": "127.0.0.1:80", "what": "tokenizer"}
 
 
 def test_a_result_without_a_verdict_reads_0_and_is_marked():
@@ -102,7 +102,7 @@ def test_a_result_without_a_verdict_reads_0_and_is_marked():
 
     late = single(RateLimitedRewardManager(config(timeout=0.1), tiny_tokenizer(), hangs))
     assert late["reward_score"] == 0.0
-    assert late["reward_extra_info"] == {"timeout": True, "acc": 0.0}
+    assert late["reward_extra_info"] == {"score": 0.0, "timeout": True, "acc": 0.0}
     assert "took longer" in late["fault"]
     broken = single(RateLimitedRewardManager(config(), tiny_tokenizer(), raises))
     assert broken["reward_extra_info"]["error"] == broken["fault"]

@@ -282,9 +282,12 @@ class Policy:
         return agg_loss(values, mask, self.config.loss_agg_mode, **self.config.global_batch_info)
 
     def rows_per_step(self, responses_per_prompt: int) -> int:
-        """Sessions of an optimizer step, or prompts where the loss compares their responses."""
-        prompts = self.config.ppo_mini_batch_size
-        return prompts if self.keeps_prompts_whole else prompts * responses_per_prompt
+        """Sessions of an optimizer step, or prompts where the loss compares their responses;
+        demonstrations count in both."""
+        units = self.config.ppo_mini_batch_size
+        if not self.keeps_prompts_whole:
+            units *= responses_per_prompt
+        return units + self.config.sft_replay.num_rows
 
     def micro_batching(self) -> MicroBatching:
         """How the rows of a step are split into micro-batches."""

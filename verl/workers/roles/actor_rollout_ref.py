@@ -246,11 +246,6 @@ class ActorRolloutRefWorker(
 
     # ---- log-probabilities and updates -----------------------------------------------------------
 
-    @property
-    def _rows_per_step(self) -> int:
-        actor = self.config.actor
-        return actor.ppo_mini_batch_size * self.config.rollout.n + actor.sft_replay.num_rows
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_settings(self) -> UpdateSettings:
         """How the rows of an update are split into optimizer steps and micro-batches."""
