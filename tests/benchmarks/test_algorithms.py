@@ -13,6 +13,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.validate import validate
 
 
+@pytest.mark.slow
 def test_every_entry_of_the_table_is_a_valid_run(tmp_path):
     (tmp_path / "file.py").write_text("")
     file, wrong = tmp_path / "file.py", {}

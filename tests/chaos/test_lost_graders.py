@@ -129,6 +129,7 @@ def test_a_run_whose_grader_is_killed_once_learns_what_it_would_have(own_toy, tm
     assert found["reward/num_groups_set_aside"] == 0
 
 
+@pytest.mark.slow
 def test_prompts_that_kill_every_grader_are_set_aside_and_counted(own_toy, tmp_path):
     """The others train, and no reward is a zero that no function gave."""
     found, has_lost = metrics_of(own_toy, tmp_path, "extra_info['index'] % 2 == 0")

@@ -104,6 +104,7 @@ def test_a_rank_may_be_lost_in_any_phase(own_toy, tmp_path, number, make_strikes
     assert left == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_killed_critic_is_replaced_and_the_run_ends_the_same(own_toy, tmp_path):
     changes = ("algorithm.adv_estimator=gae", *lasting(1))

@@ -71,6 +71,7 @@ def test_a_run_resumed_at_any_step_skips_and_repeats_nothing(toy, tmp_path, unin
     assert_same(outcome(tmp_path), uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_critic_continues_bit_for_bit(toy, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert run_child(toy, straight, *PPO) == 0

@@ -17,6 +17,7 @@ def test_the_reward_is_the_share_of_the_answer_that_is_right():
     assert score([4, GO], [5]) == 0.25
 
 
+@pytest.mark.slow
 def test_a_random_model_learns_to_count():
     rewards = list(train(steps=25))
     assert rewards[0] < 0.15

@@ -67,6 +67,7 @@ def test_a_stream_that_has_not_begun_goes_to_another_engine():
         assert json.loads(body) == {"status": "degraded", "engines": 2, "engines_alive": 1}
 
 
+@pytest.mark.slow
 def test_an_engine_killed_under_load_costs_no_answer_and_comes_back(engine, model_folder):
     """The second engine's process is killed while 24 requests run, of which 12 are streams."""
     victim = engine_process(model_folder)

@@ -40,6 +40,7 @@ def small_pool(rayc):
         pool.release()
 
 
+@pytest.mark.slow
 def test_actors_have_names_and_an_environment_and_end_with_their_group(rayc, ray_pool):
     import ray
 
@@ -243,6 +244,7 @@ DRIVER = """
 """
 
 
+@pytest.mark.slow
 def test_actors_die_with_a_killed_driver(ray_cluster):
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(DRIVER)], stdout=subprocess.PIPE, text=True

@@ -184,6 +184,7 @@ class LosesEngine(Records):
         return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "at"),
     [

@@ -121,6 +121,7 @@ def test_a_run_that_is_lost_continues_bit_for_bit(toy, tmp_path, fail_at, straig
     assert same_weights(trainer, whole)
 
 
+@pytest.mark.slow
 def test_replies_that_a_lost_run_got_are_not_asked_for_again(toy, tmp_path):
     args = (toy, tmp_path, *colocated(2, tmp_path, is_random=True), "trainer.save_freq=1")
     before, _ = recorded(Fails, *args, fail_at=4)

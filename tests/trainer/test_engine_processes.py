@@ -132,6 +132,7 @@ def assert_undisturbed(found, trainer, undisturbed):
     assert all(step["rollout/canary_max_diff"] < 1e-4 for step in found if step["step"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_engine_that_is_lost_while_it_serves_changes_nothing(toy, tmp_path, undisturbed):
     found, trainer = toy_run(toy, tmp_path, *STEPS, APART, trainer_class=LosesItsEngine)

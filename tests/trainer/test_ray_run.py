@@ -159,6 +159,7 @@ class RecipeRunner(TaskRunner):
         return RecipeWorker, RayWorkerGroup
 
 
+@pytest.mark.slow
 def test_a_recipe_with_its_own_loop_worker_and_runner_runs(toy, tmp_path):
     import ray
 

@@ -99,6 +99,7 @@ class LosesPlane(AsyncTrainer):
         return super()._make_visible(step)
 
 
+@pytest.mark.slow
 def test_a_plane_lost_in_any_phase_costs_the_steps_since_the_last_commit(toy, tmp_path):
     folders = [tmp_path / "straight", tmp_path / "struck"]
     changes = [

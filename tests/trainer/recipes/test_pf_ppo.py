@@ -45,6 +45,7 @@ def test_the_oldest_rows_beyond_the_size_are_forgotten():
     assert other.rows.non_tensor_batch["uid"].tolist() == ["1-2", "1-3", "1-4"]
 
 
+@pytest.mark.slow
 def test_older_responses_are_drawn_with_the_log_probs_they_were_sampled_with(toy, tmp_path):
     straight, whole = replay_run(toy, tmp_path / "whole", "trainer.total_training_steps=4")
     assert straight[0]["training/replayed_ratio"] == 0.0
