@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parents[2] / "examples" / "standalone"
 sys.path.insert(0, str(FOLDER))
 

@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 
+import pytest
+
 from tests.server.clients import call, chat, complete
 from tests.server.engines import (
     MODEL,
