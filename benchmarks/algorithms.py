@@ -310,12 +310,22 @@ def main() -> None:
         return
     names = options.only or [*ALGORITHMS, *CONTROLS]
     tasks = [(name, seed, options.steps) for seed in range(options.seeds) for name in names]
+    finished = options.out / "runs.jsonl"  # a comparison that is stopped goes on from here
+    lines = finished.read_text().splitlines() if finished.exists() else []
+    known = {(run["name"], run["seed"]): run for run in map(json.loads, lines)}
+
+    def run(name: str, seed: int, steps: int) -> dict[str, Any]:
+        if (name, seed) not in known:
+            known[name, seed] = run_apart(name, seed, steps)
+            with finished.open("a") as file:
+                file.write(json.dumps(known[name, seed]) + "\n")
+        return known[name, seed]
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = list(pool.map(lambda task: run_apart(*task), tasks))
-    for run in runs:
-        if "error" in run:
-            print(f"{run['name']} seed {run['seed']} failed:\n{run['error']}", file=sys.stderr)
-    summaries = {name: summary_of([run for run in runs if run["name"] == name]) for name in names}
+        runs = list(pool.map(lambda task: run(*task), tasks))
+    for failed in (one for one in runs if "error" in one):
+        print(f"{failed['name']} seed {failed['seed']} failed:\n{failed['error']}", file=sys.stderr)
+    summaries = {name: summary_of([one for one in runs if one["name"] == name]) for name in names}
     results = {
         "num_seeds": options.seeds,
         "steps": options.steps,
@@ -324,7 +334,7 @@ def main() -> None:
     }
     numbers.write_text(json.dumps(results, indent=1))
     report(results, options.out)
-    sys.exit(any("error" in run for run in runs))
+    sys.exit(any("error" in one for one in runs))
 
 
 if __name__ == "__main__":
