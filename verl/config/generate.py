@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin
 
-from verl.config.actor import RouterReplayConfig
+from verl.config.actor_parts import RouterReplayConfig
 from verl.config.base import Absent, BaseConfig, When, is_option
 from verl.config.effects import KeyPart
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, VeOmniEngineConfig

@@ -8,7 +8,7 @@ here, it follows the actor.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.actor import RouterReplayConfig
+from verl.config.actor_parts import RouterReplayConfig
 from verl.config.base import BaseConfig, When, never, option
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, transformer_overrides
 from verl.config.profiler import ProfilerConfig

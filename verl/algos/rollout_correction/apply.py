@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.algos.rollout_correction.correction import correct_rollout
 from verl.algos.sessions import JoinedSessions, session_numbers
-from verl.config.actor import PolicyLossConfig
+from verl.config.actor_parts import PolicyLossConfig
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 

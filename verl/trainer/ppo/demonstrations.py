@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from verl.algos.components import DEMONSTRATION_WEIGHTS, TOOL_TEXT_WEIGHTS
-from verl.config.actor import ActorConfig, SFTReplayConfig
+from verl.config.actor import ActorConfig
+from verl.config.actor_parts import SFTReplayConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTDataConfig
 from verl.protocol import DataProto
