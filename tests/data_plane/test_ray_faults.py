@@ -12,7 +12,7 @@ import torch
 from verl.data_plane import DataPlane, PlaneLost, Ready, RowsLost, connect, create
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 LONG = 120.0
 
@@ -44,7 +44,6 @@ def test_rows_of_a_killed_producer_are_lost_and_it_is_named(plane: DataPlane):
     assert states == {"p/0": "complete", "p/1": "lost", "p/2": "lost"}
 
 
-@pytest.mark.slow
 def test_a_killed_data_plane_is_named_with_the_way_out():
     plane = create("ray", f"killed-{uuid.uuid4().hex[:8]}")
     plane.put("p/0", {"ids": torch.arange(3)})
