@@ -14,6 +14,8 @@ COMMANDS = {
     "eval": ("verl.trainer.main_eval", "score the answers of a file"),
     "serve": ("verl.trainer.main_generation_server", "serve a model with OpenAI's interface"),
     "merge": ("verl.model_merger.__main__", "make a Hugging Face folder of a checkpoint"),
+    "rm": ("verl.trainer.main_rm", "train a reward model on pairs"),
+    "migrate": ("verl.migrate.__main__", "translate a script of older verl, TRL or OpenRLHF"),
     "replay": ("verl.trainer.main_replay", "look at a recorded step again"),
     "board": ("verl.board.__main__", "look at runs in the browser"),
     "diff": ("verl.diff", "where two recorded runs part"),

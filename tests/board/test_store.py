@@ -1,7 +1,6 @@
 """The store of a run: what is committed is there, nothing waits, the oldest samples go first."""
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -210,4 +209,3 @@ def test_json_in_the_store_is_plain(tmp_path):
     store.close()
     reader = StoreReader(tmp_path / FILE_NAME)
     json.dumps(reader.sample(reader.samples()["rows"][0]["id"]))
-    assert os.access(tmp_path / FILE_NAME, os.R_OK)

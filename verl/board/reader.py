@@ -110,7 +110,6 @@ class StoreReader:
         step: int | None = None,
         phase: str | None = None,
         text: str = "",
-        uid: str | None = None,
         sort: str = "newest",
         offset: int = 0,
         limit: int = 50,
@@ -119,7 +118,7 @@ class StoreReader:
         if sort not in SORTS:
             raise ValueError(f"sort is {sort!r}; it must be one of: {', '.join(SORTS)}")
         conditions, values = ["1"], []
-        for name, value in (("step", step), ("phase", phase), ("uid", uid)):
+        for name, value in (("step", step), ("phase", phase)):
             if value is not None:
                 conditions.append(f"{name} = ?")
                 values.append(value)

@@ -43,7 +43,7 @@ CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, time REAL, metrics T
 CREATE TABLE IF NOT EXISTS samples (
     id INTEGER PRIMARY KEY, step INTEGER, phase TEXT, uid TEXT, prompt TEXT, response TEXT,
     truth TEXT, source TEXT, score REAL, turns INTEGER, tokens INTEGER, advantage REAL,
-    extras TEXT, prompt_ids BLOB, response_ids BLOB, columns TEXT
+    extras TEXT, prompt_ids BLOB, response_ids BLOB
 );
 CREATE INDEX IF NOT EXISTS samples_of_step ON samples (step, phase);
 CREATE TABLE IF NOT EXISTS columns (
@@ -209,8 +209,8 @@ class StoreWriter:
             mean = float(advantage[mask != 0].mean())
         cursor = connection.execute(
             "INSERT INTO samples (step, phase, uid, prompt, response, truth, source, score, turns,"
-            " tokens, advantage, extras, prompt_ids, response_ids, columns)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " tokens, advantage, extras, prompt_ids, response_ids)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 step,
                 sample.phase,
@@ -226,7 +226,6 @@ class StoreWriter:
                 json.dumps(sample.extras, default=str),
                 np.asarray(sample.prompt_ids, dtype="<i4").tobytes(),
                 np.asarray(sample.response_ids, dtype="<i4").tobytes(),
-                json.dumps(list(sample.columns)),
             ),
         )
         connection.executemany(

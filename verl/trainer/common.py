@@ -81,8 +81,8 @@ class RunProgress:
 
 
 STAGES = (
-    "gen", "settle", "sleep", "reward", "old_log_prob", "ref", "values", "adv", "update_critic",
-    "update_actor", "testing", "save_checkpoint",
+    "gen", "settle", "sleep", "reward", "old_log_prob", "ref", "values", "teacher", "reward_model",
+    "adv", "update_critic", "update_actor", "update_reference", "testing", "save_checkpoint",
 )  # fmt: skip
 
 

@@ -234,7 +234,9 @@ class TrainingRun(RunWorkers, RecipeMembers):
     def _tell_outcome(self) -> None:
         """The summary of the run, and where its results are."""
         lines = self.summary.lines()
-        if lines and self.last_saved_step:
+        if not lines:
+            return
+        if self.last_saved_step:
             folder = Path(self.config.trainer.default_local_dir).expanduser()
             lines.append(f"checkpoint: {folder / f'global_step_{self.last_saved_step}'}")
         Console().print(Text("\n".join(lines)), soft_wrap=True)
