@@ -18,10 +18,11 @@ from verl.algos.registry import (
 def own_names():
     """Names under which a test may register; they are free again afterwards."""
     tables = (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY)
-    before = [(dict(table._entries), set(table._built_in)) for table in tables]
+    before = [dict(table.items()) for table in tables]
     yield
-    for table, (entries, built_in) in zip(tables, before, strict=True):
-        table._entries, table._built_in = entries, built_in
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
 
 
 def test_every_member_of_the_enum_is_registered_under_its_value():
@@ -48,6 +49,18 @@ def test_a_user_adds_an_estimator_and_finds_it(own_names):
 
 def test_a_users_function_replaces_a_built_in_of_the_same_name(own_names):
     @register_adv_est(AdvantageEstimator.GRPO)
+    def mine():
+        pass
+
+    assert get_adv_estimator_fn("grpo") is mine
+
+
+def test_a_table_that_was_emptied_and_filled_again_knows_what_is_built_in(own_names):
+    before = dict(ADV_ESTIMATOR_REGISTRY.items())
+    ADV_ESTIMATOR_REGISTRY.clear()
+    ADV_ESTIMATOR_REGISTRY.update(before)
+
+    @register_adv_est("grpo")
     def mine():
         pass
 

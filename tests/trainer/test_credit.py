@@ -24,9 +24,10 @@ def make_batch(**columns):
 @pytest.fixture
 def own_estimators():
     """Names under which a test may register; they are free again afterwards."""
-    entries = dict(ADV_ESTIMATOR_REGISTRY._entries), set(ADV_ESTIMATOR_REGISTRY._built_in)
+    entries = dict(ADV_ESTIMATOR_REGISTRY.items())
     yield
-    ADV_ESTIMATOR_REGISTRY._entries, ADV_ESTIMATOR_REGISTRY._built_in = entries
+    ADV_ESTIMATOR_REGISTRY.clear()
+    ADV_ESTIMATOR_REGISTRY.update(entries)
 
 
 # ---- compute_advantage

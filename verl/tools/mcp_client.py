@@ -69,6 +69,11 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:  # each closes its streams
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_SECONDS / 2))
         self.loop.close()
 
     def close(self) -> None:
@@ -241,7 +246,8 @@ class Connection:
             async with AsyncExitStack() as stack:
                 read, write, *_ = await stack.enter_async_context(self._transport())
                 sender, receiver = anyio.create_memory_object_stream(0)
-                await stack.enter_async_context(receiver)
+                for stream in (read, write, sender, receiver):
+                    await stack.enter_async_context(stream)
                 group = await stack.enter_async_context(anyio.create_task_group())
                 group.start_soon(self._pump, read, sender)
                 session = await stack.enter_async_context(mcp.ClientSession(receiver, write))

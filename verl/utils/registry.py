@@ -23,13 +23,14 @@ class UnknownName(ValueError, KeyError):
 class Registry(MutableMapping[str, T], Generic[T]):
     """Maps names to objects; an unknown name is refused with the closest one and the whole list.
 
-    It is a dict as well: users' code assigns to it, updates and clears it.
+    It is a dict as well: users' code assigns to it, updates and clears it. What is built in is
+    known by the object: a table that was emptied and filled again is as before.
     """
 
     def __init__(self, kind: str, **entries: T | str) -> None:
         self.kind = kind
         self._entries: dict[str, T | str] = entries
-        self._built_in: set[str] = set(entries)
+        self._built_in: dict[str, object] = dict(entries)
 
     def register(self, name: str, *, built_in: bool = False) -> Callable[[Entry], Entry]:
         """Use as a decorator. A user's entry replaces a built-in of the same name (and keeps it
@@ -37,15 +38,14 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
         def add(entry: Entry) -> Entry:
             holder = self._entries.get(name)
-            if built_in and holder is not None and name not in self._built_in:
-                return entry
-            if holder is not None and name not in self._built_in and holder is not entry:
+            is_users = holder is not None and holder is not self._built_in.get(name)
+            if built_in:
+                self._built_in[name] = entry
+                if is_users:
+                    return entry
+            elif is_users and holder is not entry:
                 raise ValueError(f"{self.kind} {name!r} is already registered as {holder}")
             self._entries[name] = entry  # pyright: ignore[reportArgumentType]
-            if built_in:
-                self._built_in.add(name)
-            else:
-                self._built_in.discard(name)
             return entry
 
         return add
@@ -59,20 +59,20 @@ class Registry(MutableMapping[str, T], Generic[T]):
         entry = self._entries[name]
         if isinstance(entry, str) and ":" in entry:
             module, _, attribute = entry.partition(":")
-            entry = self._entries[name] = getattr(import_module(module), attribute)
+            loaded = getattr(import_module(module), attribute)
+            if entry is self._built_in.get(name):
+                self._built_in[name] = loaded
+            entry = self._entries[name] = loaded
         return entry  # pyright: ignore[reportReturnType]
 
     def __setitem__(self, name: str, entry: T) -> None:
         self._entries[name] = entry
-        self._built_in.discard(name)
 
     def __delitem__(self, name: str) -> None:
         del self._entries[name]
-        self._built_in.discard(name)
 
     def clear(self) -> None:
         self._entries.clear()
-        self._built_in.clear()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
