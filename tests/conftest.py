@@ -83,6 +83,7 @@ def _no_rank_left_behind() -> Iterator[None]:
     reference cycles, which only the collector ends. A process group would be inherited by forks."""
     yield
     gc.collect()
+    gc.freeze()  # what is left, such as modules and caches, stays: nobody need look at it again
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

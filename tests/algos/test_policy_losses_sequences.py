@@ -242,9 +242,9 @@ def test_a_missing_reference_is_named():
         )
 
 
-def test_a_users_loss_of_the_same_name_is_not_prepared():
-    before = dict(POLICY_LOSS_REGISTRY._entries), set(POLICY_LOSS_REGISTRY._built_in)
+def test_a_users_loss_of_the_same_name_is_not_prepared(monkeypatch):
+    entries = dict(POLICY_LOSS_REGISTRY._entries)
+    monkeypatch.setattr(POLICY_LOSS_REGISTRY, "_entries", entries)
     assert [name for name in SEQUENCE_LOSSES if couples_prompts(actor(name))] == list(COUPLED)
     register_policy_loss("dpo")(lambda **columns: (torch.tensor(0.0), {}))
     assert not is_on_sequences(actor("dpo"))
-    POLICY_LOSS_REGISTRY._entries, POLICY_LOSS_REGISTRY._built_in = before

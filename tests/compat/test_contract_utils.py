@@ -74,25 +74,21 @@ def test_the_sandbox_is_asked_once_per_case_through_its_name(monkeypatch):
     assert {record["api_request_error"] for record in records} == {"text"}
 
 
-def test_the_registry_of_reward_managers_is_a_dict():
-    before = dict(REWARD_MANAGER_REGISTRY._entries), set(REWARD_MANAGER_REGISTRY._built_in)
-    try:
-        REWARD_MANAGER_REGISTRY.clear()
-        REWARD_MANAGER_REGISTRY.update({"a": "plain text"})
-        assert "a" in REWARD_MANAGER_REGISTRY
-        assert get_reward_manager_cls("a") == "plain text"
-        first, second = type("First", (), {}), type("Second", (), {})
-        register("mine")(first)
-        with pytest.raises(ValueError, match="mine"):
-            register("mine")(second)
-        assert get_reward_manager_cls("mine") is first
-        with pytest.raises(ValueError, match="Unknown reward manager: nope"):
-            get_reward_manager_cls("nope")
-    finally:
-        REWARD_MANAGER_REGISTRY._entries.update(before[0])
-        REWARD_MANAGER_REGISTRY._entries.pop("mine")
-        REWARD_MANAGER_REGISTRY._entries.pop("a")
-        REWARD_MANAGER_REGISTRY._built_in.update(before[1])
+def test_the_registry_of_reward_managers_is_a_dict(monkeypatch):
+    for name in ("_entries", "_built_in"):
+        table = vars(REWARD_MANAGER_REGISTRY)[name]
+        monkeypatch.setattr(REWARD_MANAGER_REGISTRY, name, dict(table))
+    REWARD_MANAGER_REGISTRY.clear()
+    REWARD_MANAGER_REGISTRY.update({"a": "plain text"})
+    assert "a" in REWARD_MANAGER_REGISTRY
+    assert get_reward_manager_cls("a") == "plain text"
+    first, second = type("First", (), {}), type("Second", (), {})
+    register("mine")(first)
+    with pytest.raises(ValueError, match="mine"):
+        register("mine")(second)
+    assert get_reward_manager_cls("mine") is first
+    with pytest.raises(ValueError, match="Unknown reward manager: nope"):
+        get_reward_manager_cls("nope")
 
 
 def scores(data_source, solution_str, ground_truth, extra_info=None, **kwargs):

@@ -59,7 +59,7 @@ def test_hooks_are_called_at_their_moments(base, options, toy, tmp_path):
 def registry(monkeypatch):
     """What a test registers is gone afterwards."""
     monkeypatch.setattr(trainers.trainers, "_entries", dict(trainers.trainers._entries))
-    monkeypatch.setattr(trainers.trainers, "_built_in", set(trainers.trainers._built_in))
+    monkeypatch.setattr(trainers.trainers, "_built_in", dict(trainers.trainers._built_in))
 
 
 def chosen(**values):
