@@ -18,8 +18,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples in every run: what a colleague's run has found is found again.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.load_profile("suite")
 
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would our children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
