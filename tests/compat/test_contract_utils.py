@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.registries import restored
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.experimental.reward_loop.reward_manager import (
     NaiveRewardManager,
@@ -74,21 +75,19 @@ def test_the_sandbox_is_asked_once_per_case_through_its_name(monkeypatch):
     assert {record["api_request_error"] for record in records} == {"text"}
 
 
-def test_the_registry_of_reward_managers_is_a_dict(monkeypatch):
-    for name in ("_entries", "_built_in"):
-        table = vars(REWARD_MANAGER_REGISTRY)[name]
-        monkeypatch.setattr(REWARD_MANAGER_REGISTRY, name, dict(table))
-    REWARD_MANAGER_REGISTRY.clear()
-    REWARD_MANAGER_REGISTRY.update({"a": "plain text"})
-    assert "a" in REWARD_MANAGER_REGISTRY
-    assert get_reward_manager_cls("a") == "plain text"
-    first, second = type("First", (), {}), type("Second", (), {})
-    register("mine")(first)
-    with pytest.raises(ValueError, match="mine"):
-        register("mine")(second)
-    assert get_reward_manager_cls("mine") is first
-    with pytest.raises(ValueError, match="Unknown reward manager: nope"):
-        get_reward_manager_cls("nope")
+def test_the_registry_of_reward_managers_is_a_dict():
+    with restored(REWARD_MANAGER_REGISTRY):
+        REWARD_MANAGER_REGISTRY.clear()
+        REWARD_MANAGER_REGISTRY.update({"a": "plain text"})
+        assert "a" in REWARD_MANAGER_REGISTRY
+        assert get_reward_manager_cls("a") == "plain text"
+        first, second = type("First", (), {}), type("Second", (), {})
+        register("mine")(first)
+        with pytest.raises(ValueError, match="mine"):
+            register("mine")(second)
+        assert get_reward_manager_cls("mine") is first
+        with pytest.raises(ValueError, match="Unknown reward manager: nope"):
+            get_reward_manager_cls("nope")
 
 
 def scores(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
