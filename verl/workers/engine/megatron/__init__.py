@@ -1,0 +1,1 @@
+"""Training with megatron-core: tensor, pipeline, context and expert parallelism."""
