@@ -11,23 +11,32 @@ Weights are not initialized here: `weights.load_weights` fills every one.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import (
+    MLATransformerConfig,
+    TransformerConfig,
+    multi_latent_attention,
+)
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl.config.engine import McoreEngineConfig
 from verl.config.faults import ConfigError, Fault
+from verl.workers.engine.megatron.attention import PackedAttention
 from verl.workers.engine.megatron.layout import (
     Layout,
     expert_width,
@@ -38,6 +47,11 @@ from verl.workers.engine.megatron.layout import (
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 """Values of `model_type` that are built and converted."""
+
+if not transformer_engine.HAVE_TE:
+    # Without TransformerEngine megatron-core 0.16 takes it for present here, and misses a name.
+    multi_latent_attention.HAVE_TE = False
+    moe_utils.te_general_gemm = None
 
 LATENT_NORM_EPSILON = 1e-6
 """Of the norms inside latent attention, which a configuration does not state."""
@@ -159,7 +173,6 @@ def expert_values(text: Any) -> dict[str, Any]:
         "moe_router_topk": text.num_experts_per_tok,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",  # ranks of an expert group differ in tokens
         "moe_router_pre_softmax": text.model_type == "qwen3_moe" and not text.norm_topk_prob,
     }
     if text.model_type == "deepseek_v3":
@@ -206,11 +219,13 @@ def parallel_values(
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "variable_seq_lengths": True,  # packed micro-batches differ in length
+        "moe_token_dispatcher_type": "alltoall",  # the one that allows that
         "attention_softmax_in_fp32": True,
         "perform_initialization": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "gradient_accumulation_fusion": False,  # an extension of apex
         "bias_dropout_fusion": False,
+        "cuda_graph_scope": [],
     }
 
 
@@ -237,26 +252,23 @@ def build_chunks(
     dtype: torch.dtype,
     *,
     is_value_model: bool = False,
-    core_attention: type | None = None,
-) -> list[GPTModel]:
+) -> "list[ModelChunk]":
     """This rank's part of the model, one chunk per virtual stage, its weights not yet loaded.
 
     `parallel_state` must be initialized with `layout`. Logits are split over the tensor group and
     may have columns past `vocab_size` (`layout.padded_vocabulary`).
     """
-    if core_attention is None:
-        from verl.workers.engine.megatron.attention import PackedAttention as core_attention
     text = hf_config.get_text_config()
     config = transformer_config(hf_config, engine, layout, dtype)
-    chunks = []
+    chunks, shapes = [], whole_shapes(hf_config, is_value_model=is_value_model)
     for stage in range(layout.virtual_pipeline or 1):
         vp_stage = stage if layout.virtual_pipeline else None
         spec = get_gpt_decoder_block_spec(config, False, config.normalization, vp_stage=vp_stage)
         spec.layer_norm = WrappedTorchNorm
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = core_attention
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
         is_last = is_last_stage(layout, stage)
-        chunk = GPTModel(
+        chunk = ModelChunk(
             config,
             spec,
             vocab_size=padded_vocabulary(text, layout.tensor),
@@ -268,12 +280,31 @@ def build_chunks(
             rotary_base=text.rope_parameters["rope_theta"],
             vp_stage=vp_stage,
         )
+        chunk.whole_shapes = shapes
         if is_last and is_value_model:
             chunk.output_layer = ValueHead(config)
         if not is_latent(text):
             set_frequencies(chunk, text)
         chunks.append(chunk.to(dtype) if dtype == torch.float64 else chunk)
     return chunks
+
+
+class ModelChunk(GPTModel):
+    """One chunk of a model, with the shapes of the whole model's tensors."""
+
+    whole_shapes: dict[str, torch.Size]
+    """By Hugging Face name, in the order of the Hugging Face model; tied weights once."""
+
+
+def whole_shapes(hf_config: Any, *, is_value_model: bool) -> dict[str, torch.Size]:
+    config = deepcopy(hf_config)
+    if is_value_model:
+        config.num_labels = 1
+    kind = AutoModelForTokenClassification if is_value_model else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    tied = {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
+    return {name: value.shape for name, value in model.state_dict().items() if name in tied}
 
 
 def is_last_stage(layout: Layout, stage: int) -> bool:
