@@ -10,7 +10,11 @@ from verl.workers.engine import megatron
 from verl.workers.engine.one_device import OneDeviceEngine
 
 SGD = FSDPOptimizerConfig(lr=1.0, optimizer="SGD", weight_decay=0.0)
-ADAM = FSDPOptimizerConfig(lr=0.01, weight_decay=0.1)
+ADAM = FSDPOptimizerConfig(
+    lr=0.01,
+    weight_decay=0.1,
+    override_optimizer_config={"eps": 1e-3},  # a gradient that is rounding alone moves nothing
+)
 PASSES = [[0], [1, 2, 3], [], [4, 5, 6]]  # row 0 has no response; a pass may have no rows
 
 
@@ -76,3 +80,38 @@ def close(found, expected, name, tolerance):
     torch.testing.assert_close(
         torch.as_tensor(found), expected, rtol=tolerance, atol=atol, msg=lambda m: f"{name}: {m}"
     )
+
+
+def passes_of(data_rank, num_data):
+    """This rank's micro-batches; together all rows, and equally many on each rank."""
+    return [list(rows) for rows in PASSES[data_rank::num_data]]
+
+
+def on_layout(model_type, **options):
+    """What this rank finds; groups are taken down for the next layout."""
+    from megatron.core import parallel_state
+
+    try:
+        engine = megatron_engine(model_type, **options)
+        rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+        steps = 3 if options.get("optimizer") is ADAM else 1
+        return rank, outcome(engine, passes_of(rank, size), steps=steps)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def assert_as_alone(model_type, found, *, optimizer=SGD, max_grad_norm=1e9, changes=None, **sizes):
+    """`found` are what `on_layout` gave on each rank."""
+    steps = 3 if optimizer is ADAM else 1
+    alone = engine_alone(model_type, optimizer, max_grad_norm=max_grad_norm, changes=changes)
+    expected = outcome(alone, steps=steps)
+    num_data = 1 + max(rank for rank, _ in found)
+    for rank, own in found:
+        shards = {rank: own, **dict(found)} | {rank: own}
+        columns = {
+            name: sum(shard["columns"][name] for shard in shards.values())
+            for name in expected["columns"]
+        }
+        reports = [len(PASSES) // num_data] * steps
+        assert own["reports"] == reports
+        assert_same({**own, "columns": columns, "reports": expected["reports"]}, expected)

@@ -9,10 +9,12 @@ GPU. Nothing random is drawn in training on any device: dropout is off and weigh
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 PLACES: tuple[tuple[Any, str], ...] = (
@@ -24,6 +26,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (megatron_random, "_get_cuda_rng_state"),
     (megatron_random, "_set_cuda_rng_state"),
     (torch.Tensor, "cuda"),
+    (torch.distributed, "all_to_all_single"),
 )
 
 
@@ -31,10 +34,11 @@ PLACES: tuple[tuple[Any, str], ...] = (
 def on_this_device() -> Iterator[None]:
     """Surrounds every call into megatron-core that builds or runs a model.
 
-    What the library warns of is about its own calls of itself.
+    What the library warns of, and is warned of, are calls of its own.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core")
+        warnings.filterwarnings("ignore", r"`torch\.distributed", FutureWarning)
         with as_if_on_cuda():
             yield
 
@@ -54,6 +58,7 @@ def as_if_on_cuda() -> Iterator[None]:
         "_get_cuda_rng_state": lambda **options: torch.empty(0),
         "_set_cuda_rng_state": lambda state, **options: None,
         "cuda": lambda tensor, *arguments, **options: tensor,
+        "all_to_all_single": partial(all_to_all, torch.distributed.all_to_all_single),
     }
     for owner, name in PLACES:
         setattr(owner, name, stands_in[name])
@@ -62,6 +67,14 @@ def as_if_on_cuda() -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def all_to_all(exchange: Callable[..., Any], *tensors: Tensor, **options: Any) -> Any:
+    """Sizes that were copied from a device are numbers; those that never were there are tensors."""
+    for name in ("output_split_sizes", "input_split_sizes"):
+        if isinstance(options.get(name), Tensor):
+            options[name] = options[name].tolist()
+    return exchange(*tensors, **options)
 
 
 class NoStream:
