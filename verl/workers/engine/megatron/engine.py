@@ -112,6 +112,9 @@ class MegatronEngine(SteppingEngine):
         self.chunks = [chunk.to(self._compute_device) for chunk in chunks]
         for chunk in self.chunks:
             chunk.config.calculate_per_token_loss = True  # losses are divided by counts already
+            if self.layout.virtual_pipeline is not None:
+                # One exchange at a time: between two stages, two would be mixed up.
+                chunk.config.overlap_p2p_comm, chunk.config.batch_p2p_comm = True, False
         load_weights(self.chunks, skeleton.config, self._weights_of_first_rank(skeleton))
         return skeleton
 
