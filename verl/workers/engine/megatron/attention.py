@@ -1,4 +1,4 @@
-"""Packed attention as megatron-core's core attention.
+"""Packed attention and the norm, as megatron-core builds them into its layers.
 
 Queries, keys and values arrive with their rotary positions applied, as (tokens, 1, heads, size).
 Which tokens belong together is in `PackedRows`, which megatron-core hands down to each layer: the
@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.models.attention import AttentionLayout, AttentionOptions
 
@@ -69,3 +69,18 @@ class PackedAttention(MegatronModule):
         q, k, v = (x.squeeze(1) for x in (query, key, value))
         output = layout.attend(self.layer_number, q, k, v, AttentionOptions(scaling=scale))
         return output.flatten(1).unsqueeze(1)
+
+
+class Norm(nn.RMSNorm):
+    """Root-mean-square norm whose weight says whether ranks see different tokens: megatron-core's
+    own refuses sequence parallelism."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **options: Any,
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010

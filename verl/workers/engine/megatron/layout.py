@@ -62,6 +62,15 @@ class Layout:
     def num_ranks(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
 
+    def data_rank(self, rank: int) -> int:
+        """Which of the data-parallel shards of the rows a rank gets; ranks count up in the order
+        tensor, context, data, pipeline."""
+        return rank // (self.tensor * self.context) % self.data
+
+    def leads(self, rank: int) -> bool:
+        """Whether a rank's results stand for those of all ranks with the same rows."""
+        return rank % (self.tensor * self.context) == 0 and rank < self.num_ranks // self.pipeline
+
     def __str__(self) -> str:
         sizes = [f"tensor {self.tensor}", f"pipeline {self.pipeline}"]
         if self.virtual_pipeline:

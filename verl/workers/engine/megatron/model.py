@@ -29,6 +29,7 @@ from megatron.core.transformer import (
 )
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -36,7 +37,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl.config.engine import McoreEngineConfig
 from verl.config.faults import ConfigError, Fault
-from verl.workers.engine.megatron.attention import PackedAttention
+from verl.workers.engine.megatron.attention import Norm, PackedAttention
 from verl.workers.engine.megatron.layout import (
     Layout,
     expert_width,
@@ -264,9 +265,9 @@ def build_chunks(
     for stage in range(layout.virtual_pipeline or 1):
         vp_stage = stage if layout.virtual_pipeline else None
         spec = get_gpt_decoder_block_spec(config, False, config.normalization, vp_stage=vp_stage)
-        spec.layer_norm = WrappedTorchNorm
+        spec.layer_norm = Norm
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+            use_our_modules(layer)
         is_last = is_last_stage(layout, stage)
         chunk = ModelChunk(
             config,
@@ -295,6 +296,11 @@ class ModelChunk(GPTModel):
     whole_shapes: dict[str, torch.Size]
     """By Hugging Face name, in the order of the Hugging Face model; tied weights once."""
 
+    def _is_in_embd_group(self) -> bool:
+        """Whether to send the embedding to its copy on the last stage when the model is built:
+        never, as both are loaded."""
+        return False
+
 
 def whole_shapes(hf_config: Any, *, is_value_model: bool) -> dict[str, torch.Size]:
     config = deepcopy(hf_config)
@@ -305,6 +311,16 @@ def whole_shapes(hf_config: Any, *, is_value_model: bool) -> dict[str, torch.Siz
         model = kind.from_config(config)
     tied = {name for name, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
     return {name: value.shape for name, value in model.state_dict().items() if name in tied}
+
+
+def use_our_modules(layer: ModuleSpec) -> None:
+    """Packed attention, and a norm that allows sequence parallelism, in place of the library's."""
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    for submodules in (layer.submodules, attention):
+        for name, kind in vars(submodules).items():
+            if kind is WrappedTorchNorm:
+                setattr(submodules, name, Norm)
 
 
 def is_last_stage(layout: Layout, stage: int) -> bool:
