@@ -353,12 +353,12 @@ class ValueHead(nn.Linear):
 
     def forward(
         self,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         """(tokens, 1, hidden) to (tokens, 1, 1); the other arguments are an output layer's."""
         if self.sequence_parallel:
             # Every rank computes all tokens, so gradients of this layer are whole on each.
-            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=False)  # noqa: A001
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=False)
         return super().forward(input), None
