@@ -6,6 +6,7 @@ anything on a CPU. `on_this_device` replaces it while the context lasts and only
 GPU. Nothing random is drawn in training on any device: dropout is off and weights are loaded.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,16 +23,28 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (torch.cuda, "stream"),
     (megatron_random, "_get_cuda_rng_state"),
     (megatron_random, "_set_cuda_rng_state"),
+    (torch.Tensor, "cuda"),
 )
 
 
 @contextmanager
 def on_this_device() -> Iterator[None]:
-    """Surrounds every call into megatron-core that builds or runs a model."""
+    """Surrounds every call into megatron-core that builds or runs a model.
+
+    What the library warns of is about its own calls of itself.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.core")
+        with as_if_on_cuda():
+            yield
+
+
+@contextmanager
+def as_if_on_cuda() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    before = [(owner, name, vars(owner)[name]) for owner, name in PLACES]
+    before = [(owner, name, getattr(owner, name)) for owner, name in PLACES]
     stands_in: dict[str, Callable[..., Any]] = {
         "current_device": lambda: torch.device("cpu"),
         "synchronize": lambda device=None: None,
@@ -40,6 +53,7 @@ def on_this_device() -> Iterator[None]:
         "stream": lambda stream: NO_STREAM,
         "_get_cuda_rng_state": lambda **options: torch.empty(0),
         "_set_cuda_rng_state": lambda state, **options: None,
+        "cuda": lambda tensor, *arguments, **options: tensor,
     }
     for owner, name in PLACES:
         setattr(owner, name, stands_in[name])

@@ -1,0 +1,78 @@
+"""Megatron engines on tiny models, and what one rank alone makes of the same rows."""
+
+import torch
+
+from tests.tiny_models import tiny_model
+from tests.workers.engine.test_one_device import batch, weighted_sum
+from verl.config.engine import McoreEngineConfig
+from verl.config.optimizer import FSDPOptimizerConfig
+from verl.workers.engine import megatron
+from verl.workers.engine.one_device import OneDeviceEngine
+
+SGD = FSDPOptimizerConfig(lr=1.0, optimizer="SGD", weight_decay=0.0)
+ADAM = FSDPOptimizerConfig(lr=0.01, weight_decay=0.1)
+PASSES = [[0], [1, 2, 3], [], [4, 5, 6]]  # row 0 has no response; a pass may have no rows
+
+
+def megatron_engine(
+    model_type, optimizer=SGD, *, max_grad_norm=1e9, changes=None, options=None, **sizes
+):
+    sizes = {
+        key if key.endswith(("_size", "_parallel", "_optimizer")) else f"{key}_model_parallel_size": v
+        for key, v in sizes.items()
+    }
+    engine = megatron.MegatronEngine(
+        lambda: tiny_model(model_type, **(changes or {})),
+        optimizer,
+        build_skeleton=lambda: tiny_model(model_type, **(changes or {})).to("meta"),
+        config=McoreEngineConfig(override_transformer_config={}, **sizes),
+        compute_dtype=torch.float32,
+        device="cpu",
+        max_grad_norm=max_grad_norm,
+        **(options or {}),
+    )
+    engine.initialize()
+    return engine
+
+
+def engine_alone(model_type, optimizer=SGD, *, max_grad_norm=1e9, changes=None):
+    engine = OneDeviceEngine(
+        lambda: tiny_model(model_type, **(changes or {})), optimizer, max_grad_norm=max_grad_norm
+    )
+    engine.initialize()
+    return engine
+
+
+def outcome(engine, passes=PASSES, *, steps=1, temperature=0.8):
+    """Columns, then losses, norms and weights of some steps, as arrays."""
+    columns = engine.infer_batch(batch(), micro_batching=passes, temperature=temperature)
+    results = [
+        engine.train_batch(batch(), weighted_sum, micro_batching=passes, temperature=temperature)
+        for _ in range(steps)
+    ]
+    return {
+        "columns": {name: column.numpy() for name, column in columns.items()},
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results],
+        "reports": [len(result.metrics) for result in results],
+        "weights": {n: w.detach().clone().numpy() for n, w in engine.get_per_tensor_param()},
+    }
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    for name, column in expected["columns"].items():
+        close(found["columns"][name], column, name, tolerance)
+    close(found["losses"], expected["losses"], "losses", tolerance)
+    close(found["norms"], expected["norms"], "norms", tolerance)
+    assert found["reports"] == expected["reports"]
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        close(found["weights"][name], weight, name, tolerance)
+
+
+def close(found, expected, name, tolerance):
+    expected = torch.as_tensor(expected)
+    atol = tolerance * max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(
+        torch.as_tensor(found), expected, rtol=tolerance, atol=atol, msg=lambda m: f"{name}: {m}"
+    )
