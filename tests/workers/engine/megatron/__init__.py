@@ -5,5 +5,5 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.transformer.moe.moe_layer  # noqa: F401

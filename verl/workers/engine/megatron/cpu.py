@@ -111,4 +111,3 @@ class CpuForCuda(TorchFunctionMode):
 def without_random_state() -> None:
     """No layer draws random numbers, so none is tracked: forks of the tracker do nothing."""
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-

@@ -131,9 +131,7 @@ def columns_of(
     if outputs.sum_pi_squared:
         columns["sum_pi_squared"] = head.sum_squared_probs(sources, temperature)
     if outputs.top_k:
-        columns["top_ids"], columns["top_log_probs"] = head.top(
-            sources, outputs.top_k, temperature
-        )
+        columns["top_ids"], columns["top_log_probs"] = head.top(sources, outputs.top_k, temperature)
     if outputs.log_probs_at is not None:
         ids = inputs.pick(without_waiting(rows[outputs.log_probs_at], sources.device)).long()
         columns["log_probs_at"] = head.log_probs_at(sources, ids, temperature)

@@ -296,6 +296,11 @@ class ModelChunk(GPTModel):
     whole_shapes: dict[str, torch.Size]
     """By Hugging Face name, in the order of the Hugging Face model; tied weights once."""
 
+    def _is_in_embd_group(self) -> bool:
+        """Whether to send the embedding to its copy on the last stage when the model is built:
+        never, as both are loaded."""
+        return False
+
 
 def whole_shapes(hf_config: Any, *, is_value_model: bool) -> dict[str, torch.Size]:
     config = deepcopy(hf_config)
@@ -348,12 +353,12 @@ class ValueHead(nn.Linear):
 
     def forward(
         self,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         """(tokens, 1, hidden) to (tokens, 1, 1); the other arguments are an output layer's."""
         if self.sequence_parallel:
             # Every rank computes all tokens, so gradients of this layer are whole on each.
-            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=False)  # noqa: A001
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=False)
         return super().forward(input), None
