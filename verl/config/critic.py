@@ -20,6 +20,7 @@ from verl.config.model import (
     McoreLoraConfig,
     TiledMlpConfig,
     mcore_override_config,
+    of_model_config,
 )
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -275,6 +276,9 @@ class McoreCriticModelConfig(CriticModelConfig):
 
     lora: McoreLoraConfig = option(default_factory=McoreLoraConfig)
     """LoRA with Megatron."""
+
+    def hf_overrides(self) -> dict[str, Any]:
+        return of_model_config(self.override_config)
 
 
 @dataclass(kw_only=True)

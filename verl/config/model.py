@@ -66,6 +66,10 @@ class BaseModelConfig(BaseConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for authors you trust."""
 
+    def hf_overrides(self) -> dict[str, Any]:
+        """Values that replace those of the model's `config.json`, wherever they are stated."""
+        return dict(self.override_config)
+
 
 @dataclass(kw_only=True)
 class FusedKernelOptions(BaseConfig):
@@ -289,6 +293,16 @@ class HFModelConfig(BaseConfig):
     mtp: MtpConfig = option(default_factory=MtpConfig)
     """Heads that predict several tokens ahead."""
 
+    def hf_overrides(self) -> dict[str, Any]:
+        """Values that replace those of the model's `config.json`, wherever they are stated."""
+        return dict(self.override_config)
+
+
+def of_model_config(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron's overrides replace in the model's `config.json`."""
+    apart = {key: value for key, value in overrides.items() if key not in mcore_override_config()}
+    return {**apart, **(overrides.get("model_config") or {})}
+
 
 def mcore_override_config() -> dict[str, Any]:
     """Megatron keeps overrides of the model and of its experts apart."""
@@ -309,3 +323,6 @@ class McoreModelConfig(HFModelConfig):
 
     lora: McoreLoraConfig = option(default_factory=McoreLoraConfig)
     """LoRA with Megatron."""
+
+    def hf_overrides(self) -> dict[str, Any]:
+        return of_model_config(self.override_config)

@@ -434,5 +434,5 @@ FULLY_ASYNC = When(
 )
 ROUTE_FILES = Absent("routes travel with the batch, not in files: leave it out")
 BACK_END = Absent(
-    "this training back-end is not built in yet: use fsdp", values=("megatron", "veomni")
+    "this training back-end is not built in yet: use fsdp or megatron", values=("veomni",)
 )

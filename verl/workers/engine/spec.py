@@ -97,7 +97,7 @@ class EngineSpec:
         module = load(
             copy_to_local(self.path or self.model.path),
             dtype=dtype,
-            override_config=dict(self.model.override_config),
+            override_config=self.model.hf_overrides(),
             trust_remote_code=self.model.trust_remote_code,
             **options,
         )
