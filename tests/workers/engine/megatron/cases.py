@@ -22,7 +22,9 @@ def megatron_engine(
     model_type, optimizer=SGD, *, max_grad_norm=1e9, changes=None, options=None, **sizes
 ):
     sizes = {
-        key if key.endswith(("_size", "_parallel", "_optimizer")) else f"{key}_model_parallel_size": v
+        key
+        if key.endswith(("_size", "_parallel", "_optimizer"))
+        else f"{key}_model_parallel_size": v
         for key, v in sizes.items()
     }
     engine = megatron.MegatronEngine(

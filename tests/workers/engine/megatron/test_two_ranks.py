@@ -31,6 +31,7 @@ def found_by_two(tmp_path_factory):
                 found[name] = on_layout(model_type, **options)
             except Exception as error:
                 import traceback
+
                 found[name] = "".join(traceback.format_exception(error)[-6:])
         return found
 
@@ -42,5 +43,6 @@ def test_two_ranks_compute_what_one_does(name, found_by_two):
     model_type, options = CASES[name]
     found = [found[name] for found in found_by_two]
     for f in found:
-        if isinstance(f, str): raise AssertionError(f)
+        if isinstance(f, str):
+            raise AssertionError(f)
     assert_as_alone(model_type, found, **options)
