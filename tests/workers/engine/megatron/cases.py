@@ -117,3 +117,35 @@ def assert_as_alone(model_type, found, *, optimizer=SGD, max_grad_norm=1e9, chan
         reports = [len(PASSES) // num_data] * steps
         assert own["reports"] == reports
         assert_same({**own, "columns": columns, "reports": expected["reports"]}, expected)
+
+
+def after_two_layouts(first, second, model_type="qwen2"):
+    """A step on one layout and, after a checkpoint, two on another; then weights and norms."""
+    from megatron.core import parallel_state
+
+    options = {"optimizer": ADAM, "max_grad_norm": 0.5}
+    try:
+        engine = megatron_engine(model_type, **options, **first)
+        rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+        engine.train_batch(batch(), weighted_sum, micro_batching=passes_of(rank, size))
+        weights, state = engine.weight_parts(), engine.state_dict()
+        parallel_state.destroy_model_parallel()
+        engine = megatron_engine(model_type, **options, **second)
+        with torch.no_grad():
+            for chunk in engine.chunks:
+                for parameter in chunk.parameters():
+                    parameter.zero_()
+        engine.load_weight_parts(weights)
+        engine.load_state_dict(state)
+        rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+        return rank, outcome(engine, passes_of(rank, size), steps=2)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def assert_as_without_interruption(found, model_type="qwen2"):
+    alone = engine_alone(model_type, ADAM, max_grad_norm=0.5)
+    alone.train_batch(batch(), weighted_sum, micro_batching=PASSES)
+    expected = outcome(alone, steps=2)
+    for _, own in found:
+        assert_same({**own, "columns": expected["columns"], "reports": expected["reports"]}, expected)

@@ -6,7 +6,7 @@ the optimizer's arithmetic are those of the other engines, so a step is the same
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 from verl.config.engine import McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig
 from verl.models.head import OutputHead
+from verl.utils.checkpoint.fsdp_checkpoint_manager import DividedModel
 from verl.utils.checkpoint.hf_model import own_weights
+from verl.utils.checkpoint.pieces import Part
 from verl.utils.distributed import is_distributed
 from verl.workers.engine.base import Columns, LossFunction, TrainResult
 from verl.workers.engine.forward import rows_on_device, take_rows
@@ -36,6 +38,7 @@ from verl.workers.engine.megatron.layout import Layout, check_layout
 from verl.workers.engine.megatron.model import build_chunks
 from verl.workers.engine.megatron.optimizer import ParallelOptimizer
 from verl.workers.engine.megatron.pipeline import run_pipeline
+from verl.workers.engine.megatron.state import StateOfLayout, load_shares, shares
 from verl.workers.engine.megatron.weights import export_weights, load_weights
 from verl.workers.engine.optimizer import MasterOptimizer
 from verl.workers.engine.outputs import LOG_PROBS, Outputs
@@ -45,7 +48,7 @@ from verl.workers.engine.stepping import PassRequest, Report, SteppingEngine
 from verl.workers.schedule import MicroBatching, Passes
 
 
-class MegatronEngine(SteppingEngine):
+class MegatronEngine(SteppingEngine, DividedModel):
     """One of the ranks of a layout."""
 
     has_collectives_in_forward = True
@@ -285,8 +288,37 @@ class MegatronEngine(SteppingEngine):
     @torch.no_grad()
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights in the dtype they compute in, one at a time; every rank must take part."""
-        with self.residency.in_use(), on_this_device():
+        with self.residency.in_use():
             yield from export_weights(self.chunks, self.module.config)
+
+    @torch.no_grad()
+    def weight_parts(self) -> dict[str, Part]:
+        return dict(shares(self.get_per_tensor_param()))
+
+    def load_weight_parts(self, parts: Mapping[str, Part]) -> None:
+        with self.residency.in_use():
+            load_shares(self.chunks, self.module.config, parts, self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        optimizer = self.require_optimizer()
+        with self.residency.in_use(), optimizer.state_on_device():
+            state = self._state().save()
+        if optimizer.loss_scale is not None:
+            state["loss_scale"] = optimizer.loss_scale.state_dict()
+        return {"policy_version": self.policy_version, "optimizer": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        optimizer, stored = self.require_optimizer(), state["optimizer"]
+        with self.residency.in_use(), optimizer.state_on_device():
+            self._state().load(stored)
+        if optimizer.loss_scale is not None and "loss_scale" in stored:
+            optimizer.loss_scale.load_state_dict(stored["loss_scale"])
+        self.policy_version = int(state["policy_version"])
+
+    def _state(self) -> StateOfLayout:
+        optimizer = self.require_optimizer()
+        assert isinstance(optimizer, ParallelOptimizer)
+        return StateOfLayout(self.chunks, self.module.config, optimizer)
 
     # ---- ranks -----------------------------------------------------------------------------------
 

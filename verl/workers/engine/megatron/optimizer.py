@@ -12,7 +12,7 @@ and moments each (ZeRO stage 1); otherwise each keeps them whole. Learning rate 
 follow megatron-core's own schedule.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +187,22 @@ class ParallelOptimizer(MasterOptimizer):
             elif master is not parameter:
                 master.copy_(parameter)
 
+    def join(self, slices: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+        """Tensors in the shape of this rank's parameters, from the slices that ranks have."""
+        for group, names in self._buckets():
+            targets, parts = [into[name] for name in names], [slices[name] for name in names]
+            found = self._slices.get(group)
+            if found is not None:
+                found.gather(parts, targets)
+                continue
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part)
+
+    def own_part(self, name: str, value: Tensor) -> Tensor:
+        """What this rank keeps of a tensor in the shape of its parameter `name`."""
+        slices = self._slices.get(self.places[name].group)
+        return value if slices is None else slices.own(value)
+
     def _buckets(self) -> Iterator[tuple[dist.ProcessGroup, list[str]]]:
         """Parameters that share a collective, in one order on the ranks of its group."""
         for group in dict.fromkeys(place.group for place in self.places.values()):
@@ -250,7 +266,22 @@ class MegatronSchedule:
         self._schedule.step(1)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._schedule.state_dict()
+        """As torch's schedules write it, so that another engine can continue; with it Megatron's
+        own values."""
+        own = self._schedule
+        return {
+            "base_lrs": [own.max_lr],
+            "last_epoch": own.num_steps,
+            "_step_count": own.num_steps + 1,
+            "_last_lr": [own.get_lr(own.optimizer.param_groups[0])],
+            "lr_lambdas": [None],
+            "megatron": own.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._schedule.load_state_dict(state)
+        own = self._schedule
+        if own.use_checkpoint_opt_param_scheduler and "megatron" in state:
+            own.load_state_dict(state["megatron"])
+            return
+        own.num_steps = 0
+        own.step(int(state["last_epoch"]))

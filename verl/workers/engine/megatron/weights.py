@@ -16,7 +16,7 @@ each expert is a tensor of its own, and `load_weights` takes both.
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -323,9 +323,15 @@ def export_weights(chunks: list[ModelChunk], hf_config: Any) -> Iterator[tuple[s
 
 @torch.no_grad()
 def gather(
-    chunks: list[ModelChunk], hf_config: Any, value_of: Callable[[LocalWeight], Tensor]
+    chunks: list[ModelChunk],
+    hf_config: Any,
+    value_of: Callable[[LocalWeight], Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    names: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of what `value_of` gives for each local weight, in its shape.
+    """Whole tensors of what `value_of` gives for each local weight, in its shape; of those in
+    `names`, and in `dtype`, or of all in their own.
 
     Each box is written by one rank of the model-parallel group and zero elsewhere, so the sum of
     the bytes is the tensor, to the bit.
@@ -333,8 +339,10 @@ def gather(
     pieces = by_name(local_weights(chunks, hf_config))
     config, example = chunks[0].config, next(chunks[0].parameters())
     for name, shape in chunks[0].whole_shapes.items():
-        dtype = torch.float32 if name.endswith(EXPERT_BIAS) else config.params_dtype
-        whole = torch.zeros(shape, dtype=dtype, device=example.device)
+        if names is not None and name not in names:
+            continue
+        own_dtype = torch.float32 if name.endswith(EXPERT_BIAS) else config.params_dtype
+        whole = torch.zeros(shape, dtype=dtype or own_dtype, device=example.device)
         for weight, piece in pieces[name]:
             if piece.is_owner:
                 whole[piece.outside].copy_(value_of(weight)[piece.inside])
