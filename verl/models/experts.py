@@ -129,6 +129,12 @@ def _project(module: nn.Module, name: str, rows: Tensor, ends: Tensor, is_exact:
     if not module.is_transposed:
         weight = weight.transpose(1, 2)
     output = grouped_product(rows, weight, ends, in_one_order=is_exact)
+    adapter = local_adapter(module, name)
+    if adapter is not None:
+        A, B = (factor.transpose(1, 2) for factor in adapter[:2])
+        inner = grouped_product(rows, A, ends, in_one_order=is_exact)
+        inner = grouped_product(inner, B, ends, in_one_order=is_exact)
+        output = output + adapter.scale * inner
     if not module.has_bias:
         return output
     experts = torch.searchsorted(ends, _places(ends, len(rows)), right=True)
@@ -146,6 +152,16 @@ def local_weight(module: nn.Module, name: str) -> Tensor:
     if not isinstance(weight, DTensor):
         return weight
     return vars(module)["routing"].group.local(weight)
+
+
+def local_adapter(module: nn.Module, name: str) -> Any:
+    """The factors (`expert_adapters.Factors`) of the experts on this rank; None without adapter."""
+    adapter = vars(module).get("expert_adapters", {}).get(name)
+    factors = None if adapter is None else adapter.factors()
+    group = vars(module)["routing"].group
+    if factors is None or group is None:
+        return factors
+    return factors._replace(A=group.own_experts(factors.A), B=group.own_experts(factors.B))
 
 
 def _activate(module: nn.Module, both: Tensor) -> Tensor:
@@ -169,7 +185,11 @@ def _exact_outputs(module: nn.Module, rows: Tensor, ends: list[int]) -> Tensor:
                 weight = local_weight(module, name)[expert]
                 weight = weight.t() if module.is_transposed else weight
                 bias = local_weight(module, f"{name}_bias")[expert] if module.has_bias else None
+                adapter, rows_in = local_adapter(module, name), part
                 part = exact_linear(part, weight, bias)
+                if adapter is not None:
+                    inner = exact_linear(rows_in, adapter.A[expert], None)
+                    part = part + adapter.scale * exact_linear(inner, adapter.B[expert], None)
                 part = part if name == DOWN else _activate(module, part)
             outputs.append(part[: end - start])
             start = end
@@ -335,6 +355,10 @@ class ExpertGroup:
     def local(self, weight: DTensor) -> Tensor:
         """This rank's experts as they compute."""
         return weight.to_local().to(self.device, self.compute_dtype)
+
+    def own_experts(self, factor: Tensor) -> Tensor:
+        """This rank's of a factor (E, ...) that every rank has; ranks sum its gradient."""
+        return factor.chunk(self.size)[dist.get_rank(self.group)]
 
     def run(self, module: nn.Module, rows: Tensor, ends: Tensor, *, is_exact: bool) -> Tensor:
         """As `expert_outputs`, for rows of all experts; all ranks call it together."""
