@@ -147,7 +147,9 @@ def test_adapters_of_experts_make_the_same_steps_on_ranks_that_gather_or_spread_
     every = [row for passes in PASSES for one in passes for row in one]
     merged, after, *_, masters = outcome(engine(sparse_with_lora), [every])
     assert any(".experts." in name for name in masters)
-    again, _, _, _ = outcome(engine(sparse_with_lora, gradient_checkpointing=True), [[0, 5], [1, 2, 3, 4, 6]])
+    again, _, _, _ = outcome(
+        engine(sparse_with_lora, gradient_checkpointing=True), [[0, 5], [1, 2, 3, 4, 6]]
+    )
     for name, value in merged.items():
         assert abs(again[name] - value).max() <= 2e-6, name
 
