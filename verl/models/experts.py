@@ -12,7 +12,9 @@ and where exact mode asks for sums in one order. On a CPU it is a loop in plain 
 of both; exact mode computes each expert's rows in tiles of one shape there (`exact`).
 
 With `ExpertGroup` the experts of a layer are spread over ranks (expert parallelism): rows travel to
-the rank that has their expert and back, and the gradient of an expert is whole on its rank.
+the rank that has their expert and back, and the gradient of an expert is whole on its rank. Ranks
+that generate together have all tokens anyway: each computes the rows of its own experts
+(`LayerRouting.own_experts`), and what they give is summed (`tensor_parallel`).
 """
 
 from collections.abc import Mapping
@@ -90,13 +92,20 @@ def routed_experts(
     routing = vars(module).get("routing")
     assert isinstance(routing, LayerRouting), "prepare_experts has run on this model"
     routing.note(index)
-    order, positions, ends = sort_pairs(index, routing.num_experts)
+    own, num_experts = routing.own_experts, routing.num_experts
+    if own is not None:  # the pairs of other ranks' experts sort behind this rank's
+        num_experts = len(own)
+        is_own = (index >= own.start) & (index < own.stop)
+        index = torch.where(is_own, index - own.start, num_experts)
+    order, positions, ends = sort_pairs(index, num_experts)
     rows = _TakeRows.apply(hidden, order // index.shape[-1], positions)
     assert isinstance(rows, Tensor)
     if routing.group is None:
         rows = expert_outputs(module, rows, ends, is_exact=routing.is_exact)
     else:
         rows = routing.group.run(module, rows, ends, is_exact=routing.is_exact)
+    if own is not None:  # what kernels leave there is undefined
+        rows = rows.masked_fill((_places(ends, len(rows)) >= ends[-1])[:, None], 0)
     return _SumRows.apply(rows, weights, positions).to(hidden.dtype)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 

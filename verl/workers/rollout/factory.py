@@ -130,6 +130,7 @@ def native(spec: ModuleEngineSpec) -> Rollout:
         decode_text=spec.decode_text,
         seed=spec.seed * SEEDS_PER_ENGINE,
         tp_group=spec.tp_group,
+        spreads_experts=spec.rollout.expert_parallel_size > 1,
         keeps_cache=spec.rollout.kv_after_update == "keep",
         quantization=spec.rollout.quantization,
         records_routes=spec.rollout.enable_rollout_routing_replay,
