@@ -6,6 +6,7 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model
 
 from tests.models.test_lora import IDS, logits, with_lora
 from tests.tiny_models import plain_twin, tiny_model
+from verl.config.model import HFModelConfig
 from verl.models.exact import make_exact
 from verl.models.expert_adapters import adapts_experts
 from verl.models.lora import (
@@ -20,7 +21,6 @@ from verl.models.lora import (
     save_adapter,
     without_adapters,
 )
-from verl.config.model import HFModelConfig
 
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 EXPERTS = ["all-linear", "experts"]

@@ -333,6 +333,36 @@ EXPERTS = {
 }
 
 
+def test_a_frozen_tower_has_weights_and_no_optimizer(tmp_path):
+    sees = {
+        "model_type": "qwen2_5_vl",
+        "text_config": {**QWEN_7B, "model_type": "qwen2_5_vl_text"},
+        "vision_config": {
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584,
+        },
+    }  # fmt: skip
+    one = {"trainer.n_gpus_per_node": 1}
+    trained, plan = phases_of(one, tmp_path, sees)
+    frozen, _ = phases_of({**one, f"{A}.freeze_vision_tower": True}, tmp_path, sees)
+    tower = plan.shape.tower_params
+    assert 0.6e9 < tower < 0.7e9, "Qwen2.5-VL-7B has 8.29 billion parameters"
+    assert trained["load"]["weights"] == frozen["load"]["weights"] == 2 * (PARAMS + tower)
+    assert trained["load"]["optimizer"] - frozen["load"]["optimizer"] == 12 * tower
+
+
+def test_fp8_and_adapters_count_experts(tmp_path):
+    one = {"trainer.n_gpus_per_node": 1}
+    low, _ = phases_of({**one, f"{R}.quantization": "fp8"}, tmp_path, EXPERTS)
+    attention = 512 * (2 * 8 * 64 + 2 * 2 * 64) + 2 * 64
+    assert low["rollout"]["fp8 weights"] == 10 * (attention + 64 * 3 * 512 * 256)
+    lora = {**one, "actor_rollout_ref.model.lora_rank": 4}
+    plain, _ = phases_of(lora, tmp_path, EXPERTS)
+    named = {"actor_rollout_ref.model.target_modules": ["all-linear", "experts"]}
+    experts, _ = phases_of({**lora, **named}, tmp_path, EXPERTS)
+    more = experts["load"]["optimizer"] - plain["load"]["optimizer"]
+    assert more == 12 * 4 * 10 * 64 * (512 + 2 * 256 + 256 + 512)
+
+
 def test_experts_that_stay_on_their_ranks_are_not_gathered(tmp_path):
     ranks = {"trainer.n_gpus_per_node": 8, f"{A}.fsdp_config.sharding": "full"}
     key = f"{A}.fsdp_config.expert_parallel_size"

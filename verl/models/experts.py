@@ -134,10 +134,13 @@ def expert_outputs(module: nn.Module, rows: Tensor, ends: Tensor, *, is_exact: b
 
 
 def _project(module: nn.Module, name: str, rows: Tensor, ends: Tensor, is_exact: bool) -> Tensor:
-    weight = local_weight(module, name)  # (E, out, in), or (E, in, out)
-    if not module.is_transposed:
-        weight = weight.transpose(1, 2)
-    output = grouped_product(rows, weight, ends, in_one_order=is_exact)
+    low_precision = vars(module).get("low_precision", {}).get(name)  # `fp8.Fp8Experts`
+    if low_precision is not None and low_precision.is_used:
+        output = low_precision(rows, ends)
+    else:
+        weight = local_weight(module, name)  # (E, out, in), or (E, in, out)
+        weight = weight if module.is_transposed else weight.transpose(1, 2)
+        output = grouped_product(rows, weight, ends, in_one_order=is_exact)
     adapter = local_adapter(module, name)
     if adapter is not None:
         A, B = (factor.transpose(1, 2) for factor in adapter[:2])

@@ -10,9 +10,9 @@ heads) they are gathered, and the next layer takes its shard of them: weights ar
 attention is not. Embedding, norms, routers and output head are replicated, so tied weights stay
 tied and every rank has all logits. There is no backward pass: training shards otherwise.
 
-Experts are sharded by features like other layers, or, with `spreads_experts`, each rank has an equal
-share of every layer's experts whole (expert parallelism) and the sum over ranks is that over a
-token's experts. A model whose plan does not exist can still have its experts spread.
+Experts are sharded by features like other layers, or, with `spreads_experts`, each rank has an
+equal share of every layer's experts whole (expert parallelism) and the sum over ranks is that over
+a token's experts. A model whose plan does not exist can still have its experts spread.
 """
 
 import re
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from verl.models.attention import heads_per_rank, key_heads_of_rank
 from verl.models.exact import exact_capacity
 from verl.models.experts import expert_modules
+from verl.models.vision import family_of, has_vision
 
 OPTION = "rollout.tensor_model_parallel_size"
 EXPERTS_OPTION = "rollout.expert_parallel_size"
@@ -130,6 +131,8 @@ class _Sharding:
         styles = []
         for name in members:
             inside = name.removeprefix(f"{self.model.base_model_prefix}.")
+            if has_vision(self.model.config):  # the tower is replicated
+                inside = inside.removeprefix(f"{family_of(self.model.config).language}.")
             style = self.plan.get(re.sub(r"\.\d+\.", ".*.", inside), "")
             is_spread = name in self.experts or name.rpartition(".")[0] in self.experts
             if style and style not in WHOLE and not is_spread:

@@ -160,7 +160,11 @@ def trained_params(config: Any, role: str, shape: ModelShape, params: int) -> in
         rank = critic_lora_rank(config)
         return shape.lora_params(rank) + shape.hidden if rank else params
     model = config.actor_rollout_ref.model
-    return shape.lora_params(model.lora_rank or model.lora.rank) if uses_lora(config) else params
+    if not uses_lora(config):
+        is_frozen = config.actor_rollout_ref.actor.freeze_vision_tower
+        return params - (shape.tower_params if is_frozen else 0)
+    on_experts = "experts" in str(model.target_modules)
+    return shape.lora_params(model.lora_rank or model.lora.rank, on_experts=on_experts)
 
 
 def critic_state(config: Any, actor_shape: ModelShape) -> State | None:
@@ -197,14 +201,16 @@ def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
     parts: dict[str, float] = {}
     is_built_in = rollout.name in ("native", "hf")
     is_apart = not config.actor_rollout_ref.hybrid_engine
-    in_fp8 = shape.linear_params if rollout.quantization == "fp8" else 0
+    in_fp8 = 0
+    if rollout.quantization == "fp8":
+        sparse_layers = shape.layers - shape.dense_layers
+        in_fp8 = shape.linear_params + shape.expert_params * sparse_layers
     if is_apart or not (is_built_in and engine_has_whole_weights(config)):
         parts["engine weights"] = size * shape.params / tensor
     if rollout_traits(rollout.name).is_builtin:  # beside the weights that they are made from
         parts["fp8 weights"] = in_fp8 / tensor
-    else:  # instead of them, experts included
-        experts = shape.expert_params * (shape.layers - shape.dense_layers) if in_fp8 else 0
-        parts["engine weights"] -= (size - 1) * (in_fp8 + experts) / tensor
+    else:  # instead of them
+        parts["engine weights"] -= (size - 1) * in_fp8 / tensor
     sequences = math.ceil(config.data.train_batch_size * rollout.n / replicas(config))
     running = min(sequences, rollout.max_num_seqs)
     has_kernels = rollout.name in BUILT_IN_ENGINES and config.trainer.device != "cpu"

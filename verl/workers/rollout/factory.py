@@ -190,6 +190,7 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
         exact=spec.rollout.exact,
         quantization=spec.rollout.quantization,
         kv_cache_dtype=spec.rollout.kv_cache_dtype,
+        records_routes=spec.rollout.enable_rollout_routing_replay,
     )
     return process_spec(spec, build=BUILD_NATIVE, options=options)
 
