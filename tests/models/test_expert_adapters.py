@@ -1,5 +1,7 @@
 """Adapters on experts: every expert has its own, in training, in exact mode, on disk, merged."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
@@ -9,6 +11,7 @@ from tests.tiny_models import plain_twin, tiny_model
 from verl.config.model import HFModelConfig
 from verl.models.exact import make_exact
 from verl.models.expert_adapters import adapts_experts
+from verl.models.forward import hidden_states, packed_layout
 from verl.models.lora import (
     LoraOptions,
     adapter_weights,
@@ -119,3 +122,29 @@ def test_experts_are_named_among_the_target_modules():
     assert all(".mlp.experts" in name for name in names)
     with pytest.raises(ValueError, match="LlamaForCausalLM has none"):
         with_lora("llama", target_modules=["experts"])
+
+
+@pytest.mark.gpu
+def test_adapted_experts_on_a_gpu_are_those_of_a_cpu():
+    """In bf16; a rank of 8 fits torch's grouped product, 4 takes our kernel."""
+    for rank in (4, 8):
+        options = LoraOptions(rank=rank, alpha=8, target_modules=EXPERTS)
+        model = add_lora(tiny_model("qwen3_moe", scale=0.1), options)
+        with torch.no_grad():
+            for weight in adapter_weights(model).values():
+                weight.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(7))
+        fast = deepcopy(model).to("cuda", torch.bfloat16)
+        positions = torch.arange(len(IDS))
+        losses = []
+        for one, device in ((model, "cpu"), (fast, "cuda")):
+            layout = packed_layout(one, [len(IDS)])
+            hidden = hidden_states(one, IDS.to(device), positions.to(device), layout)
+            losses.append(hidden.float().square().mean())
+            losses[-1].backward()
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.05)
+        expected = dict(model.named_parameters())
+        for name, parameter in fast.named_parameters():
+            if ".experts" in name and parameter.grad is not None:
+                wanted = expected[name].grad
+                error = (parameter.grad.float().cpu() - wanted).norm() / wanted.norm()
+                assert error < 0.1, name
