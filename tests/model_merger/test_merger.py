@@ -99,8 +99,9 @@ def test_of_copies_among_four_ranks_one_is_taken(tmp_path):
     assert_is_bf16_of(tmp_path / "merged", dict(tiny_model("llama").named_parameters()))
 
 
-def test_a_checkpoint_of_one_rank_is_merged_too(tmp_path):
-    engine = engine_of("one", "qwen3_moe")
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_checkpoint_of_one_rank_is_merged_too(tmp_path, model):
+    engine = engine_of("one", model)
     manager_of(engine).save_checkpoint(str(tmp_path / "actor"))
     merge(tmp_path / "actor", tmp_path / "merged")
     assert_is_bf16_of(tmp_path / "merged", dict(engine.module.named_parameters()))

@@ -24,6 +24,7 @@ from verl.models.lora import (
     save_adapter,
     without_adapters,
 )
+from verl.workers.rollout.engine_weights import adapter_config
 
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 EXPERTS = ["all-linear", "experts"]
@@ -112,6 +113,13 @@ def test_in_exact_mode_a_row_does_not_depend_on_those_beside_it():
     model = make_exact(adapted("qwen3_moe"), 16)
     whole = logits(model)
     torch.testing.assert_close(whole, logits(adapted("qwen3_moe")), rtol=1e-4, atol=1e-5)
+
+
+def test_engines_that_are_sent_adapters_get_none_of_experts():
+    attention = with_lora("qwen3_moe", target_modules=["q_proj"])
+    assert adapter_config(attention)["target_modules"] == ["q_proj"]
+    with pytest.raises(ValueError, match=r"lora\.merge=True"):
+        adapter_config(adapted("qwen3_moe"))
 
 
 def test_experts_are_named_among_the_target_modules():

@@ -29,6 +29,7 @@ TRAITS = {
     "gemma2": {"head_dim": 32},
     "gemma3_text": {"head_dim": 32},
     "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**EXPERTS, "head_dim": 32, "mlp_only_layers": [1]},
     "olmoe": {"num_experts": 8},

@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"has_wide_qk_norm": True},
     "smollm3": {"is_tied_by_default": True},
     "deepseek_v3": {},
+    "gpt_oss": {"has_sinks": True, "has_expert_bias": True},
 }
 
 
@@ -99,6 +100,8 @@ class ModelShape:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     has_wide_qk_norm: bool = False
+    has_sinks: bool = False
+    has_expert_bias: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_inner: int = 0
@@ -119,6 +122,7 @@ class ModelShape:
         count += self.hidden if self.has_output_bias else 0
         count += 2 * self.head_dim if self.has_qk_norm else 0
         count += queries + keys if self.has_wide_qk_norm else 0
+        count += self.heads if self.has_sinks else 0
         return count
 
     @property
@@ -130,6 +134,8 @@ class ModelShape:
     def sparse_mlp_params(self) -> int:
         """All experts, the router, and the shared expert with its gate."""
         count = self.experts * (3 * self.hidden * self.expert_inner + self.hidden)
+        if self.has_expert_bias:  # the router's too
+            count += self.experts * (2 * self.expert_inner + self.hidden + 1)
         if self.shared_inner:
             count += 3 * self.hidden * self.shared_inner
             count += self.hidden if self.shared_has_gate else 0

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from verl.config.actor import FSDPActorConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.models.exact import make_exact
-from verl.models.expert_adapters import adapts_experts
 from verl.models.lora import has_lora
 from verl.protocol import DataProto
 from verl.utils.device import (
@@ -111,11 +110,6 @@ class Generator:
             return
         takes_adapters = rollout_engines[rollout.name].traits.takes_adapters
         sends_adapter = takes_adapters and has_lora(module) and not self.config.model.lora.merge
-        if sends_adapter and adapts_experts(module):
-            raise ValueError(
-                f"target_modules names experts, and rollout.name={rollout.name} takes adapters of "
-                "linear layers alone: set model.lora.merge=True, which sends merged weights"
-            )
         self.start_on_copy(module if sends_adapter else None)
         if isinstance(self.weights, ProcessWeights):
             self._check = self._check_of(engine, self.weights, sequence_group)
