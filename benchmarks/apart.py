@@ -1,8 +1,8 @@
 """Many short runs, each a process with one thread; what has finished is kept on disk.
 
-`run_all` is given tasks, each a mapping that names it (`{"name": "grpo", "seed": 3}`), and the words
-that start one. A run prints its result as the last line of its output, as JSON. Results are lines of
-a file, so what is stopped goes on from there.
+`run_all` is given tasks, each a mapping that names it (`{"name": "grpo", "seed": 3}`), and the
+words that start one. A run prints its result as the last line of its output, as JSON. Results are
+lines of a file, so what is stopped goes on from there.
 """
 
 import json
@@ -27,7 +27,7 @@ def run_all(
     jobs: int,
     timeout_seconds: float,
 ) -> list[Result]:
-    """The results in the order of the tasks; one that failed has `error` and is run again next time.
+    """The results in the order of the tasks; one that failed has `error`, and runs again next time.
 
     `words(task)` follow the interpreter's name in the command.
     """

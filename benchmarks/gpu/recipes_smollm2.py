@@ -5,8 +5,8 @@
     python -m benchmarks.gpu.recipes_smollm2 --out results --draw
 
 Each recipe is its own command on the data and reward of `examples/smollm2`; the teacher of the
-distillation is what DAPO made of the same model, and no reward reaches its student. Accuracy is that
-of 64 held-out sums, sampled at temperature 1. About four minutes on an H200.
+distillation is what DAPO made of the same model, and no reward reaches its student. Accuracy is
+that of 64 held-out sums, sampled at temperature 1. About four minutes on an H200.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""ReTool's score: 1 for the right number in a box, else -1. Whether a program ran is only reported."""
+"""ReTool's score: 1 for the right number in a box, else -1. Whether a program ran is reported."""
 
 from typing import Any
 

@@ -3,8 +3,8 @@
     python examples/search/run.py [--seed 0] [--out runs/search]
 
 Makes a corpus, starts the retrieval server over it, fine-tunes a small model on conversations that
-mostly guess, and trains it with `recipe.search_r1.main_search_r1`. Each command is printed before it
-runs.
+mostly guess, and trains it with `recipe.search_r1.main_search_r1`. Each command is printed before
+it runs.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""ReTool (arXiv:2504.11536), `main_ppo` with its defaults: `python -m recipe.retool.main_retool`
+"""ReTool (arXiv:2504.11536): `python -m recipe.retool.main_retool ...`
 
-The commands before it, and the toy, are in README.md.
+It is `main_ppo` with its defaults; the commands before it, and the toy, are in README.md.
 """
 
 from verl.trainer.main_ppo import Command

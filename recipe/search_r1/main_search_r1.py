@@ -1,6 +1,6 @@
-"""Search-R1 (arXiv:2503.09516), `main_ppo` with its defaults: `python -m recipe.search_r1.main_search_r1`
+"""Search-R1 (arXiv:2503.09516): `python -m recipe.search_r1.main_search_r1 ...`
 
-The commands before it, and the toy, are in README.md.
+It is `main_ppo` with its defaults; the commands before it, and the toy, are in README.md.
 """
 
 from verl.trainer.main_ppo import Command
