@@ -13,6 +13,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from benchmarks.recipe_curves import run_one
 from recipe.retool.retool import CustomRLHFDataset
 from tests.agent_loop.scripted import ScriptedRollout, run_loop, turns_config
 from tests.templates import template_tokenizer
@@ -125,6 +126,21 @@ def test_the_reward_is_for_the_answer_and_not_for_the_tool(name, right, wrong):
     found = score(name, right, "417")
     assert (found["score"], found["called"]) == (1.0, 0.0)
     assert score(name, f"<tool_call>{{}}</tool_call>417{wrong}", "417")["score"] <= 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recipe", ["retool", "search_r1"])
+def test_fine_tuning_and_reinforcement_teach_to_use_the_tool(recipe):
+    """Minutes: both parts by their commands; without a learning rate the second changes nothing."""
+    _, (_, learnt) = ends(run_one(recipe, "trained", 0, None))
+    (_, before), (_, stayed) = ends(run_one(recipe, "learning rate 0", 0, None))
+    assert learnt > before + 0.3
+    assert abs(stayed - before) < 0.15
+
+
+def ends(run):
+    return run["points"][0], run["points"][-1]
 
 
 # ---- the SQL tool --------------------------------------------------------------------------------
