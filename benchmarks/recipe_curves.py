@@ -39,6 +39,7 @@ class Recipe:
     variants: dict[str, tuple[str, ...]]
     picture: str
     ylabel: str
+    xlabel: str = "step"
 
 
 # ---- runs: (folder, seed, steps or None, recipe, settings) -> points -----------------------------
@@ -131,6 +132,37 @@ def with_tools(
     return [(entry["step"], entry["accuracy"]) for entry in results["validation"]]
 
 
+def evaluation(
+    folder: Path, seed: int, steps: int | None, name: str, changes: Sequence[str]
+) -> Points:
+    """pass@k of the model of `benchmarks.algorithms`, whose training has not begun."""
+    from benchmarks.algorithms import make_task
+
+    make_task(folder, seed)
+    answers, result = folder / "answers.parquet", folder / "result.json"
+    for module, words in {
+        "verl.trainer.main_generation": [
+            f"model.path={folder / 'model'}",
+            f"data.path={folder / 'val.jsonl'}",
+            f"data.output_path={answers}",
+            f"data.n_samples={steps or 64}",
+            "rollout.prompt_length=4",
+            "rollout.response_length=2",
+            "rollout.temperature=1.0",
+        ],
+        "recipe.r1.main_eval": [
+            f"data.path={answers}",
+            f"data.output_path={result}",
+            f"custom_reward_function.path={folder / 'reward.py'}",
+            "grading.num_workers=1",
+        ],
+    }.items():
+        command = [sys.executable, "-m", module, *words, f"hydra.run.dir={folder / 'hydra'}"]
+        subprocess.run(command, check=True, stdout=sys.stderr, timeout=TIMEOUT_SECONDS)
+    found = json.loads(result.read_text())["sources"]["sums"]["pass_at"]
+    return [(int(k), entry["value"]) for k, entry in found.items()]
+
+
 def shorter(steps: int | None) -> list[str]:
     return [] if steps is None else [f"trainer.total_training_steps={steps}"]
 
@@ -196,6 +228,13 @@ RECIPES: dict[str, Recipe] = {
         picture="recipe/retool/curve.png",
         ylabel="held-out accuracy",
     ),
+    "r1": Recipe(
+        run=evaluation,
+        variants={"10% right": ()},
+        picture="recipe/r1/curve.png",
+        ylabel="pass@k",
+        xlabel="k",
+    ),
     "search_r1": Recipe(
         run=with_tools,
         variants=TRAINED,
@@ -235,7 +274,7 @@ def draw(runs: Sequence[dict[str, Any]]) -> None:
                 means = [fmean(y for _, y in at) for at in zip(*curves, strict=False)]
                 steps = [x for x, _ in curves[0]][: len(means)]
                 axes.plot(steps, means, color=color, label=variant)
-        axes.set(title=name, xlabel="step", ylabel=recipe.ylabel, ylim=(0, 1.02))
+        axes.set(title=name, xlabel=recipe.xlabel, ylabel=recipe.ylabel, ylim=(0, 1.02))
         axes.legend(fontsize=7)
         Path(recipe.picture).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(recipe.picture, dpi=90)
