@@ -38,6 +38,7 @@ QUIET = {
     "val_before_train": False,
     "val_only": False,
     "logger": [],
+    "board": False,
     "rollout_data_dir": None,
     "validation_data_dir": None,
     "max_restarts": 0,

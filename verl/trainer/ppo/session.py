@@ -243,6 +243,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
 
     def _run_board(self) -> RunBoard:
         trainer = self.config.trainer
+        settings = to_dict(self.config) if trainer.board else {}  # workers write into theirs
         return RunBoard(
             Path(trainer.default_local_dir).expanduser(),
             self.tokenizer,
@@ -250,7 +251,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             facts=lambda: {
                 "name": f"{trainer.project_name}/{trainer.experiment_name}",
                 "total_steps": self.total_training_steps,
-                "settings": to_dict(self.config),
+                "settings": settings,
             },
             max_bytes=trainer.board_megabytes << 20,
         )
