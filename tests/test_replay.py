@@ -43,7 +43,7 @@ def test_steps_between_the_checkpoint_and_it_are_trained_again(run, tmp_path, ca
     remade, start = remake(request_of(folder, 2), tmp_path)  # from the first weights
     assert remade.metrics["actor/grad_norm"] == lines[1]["actor/grad_norm"]
     assert start == tmp_path / "global_step_1"
-    assert main([str(folder), "--step", "2", "--algorithm", "rloo"]) == 0
+    assert main([str(folder), "--step", "2", "algorithm.adv_estimator=rloo"]) == 0
     said = capsys.readouterr().out
     assert "as recorded, bit for bit" in said
     assert f"gradient norm {lines[1]['actor/grad_norm']}" in said

@@ -19,6 +19,7 @@ COMMANDS = {
     "replay": ("verl.replay", "make a recorded step again, and what another algorithm would do"),
     "regenerate": ("verl.trainer.main_replay", "make the trajectories of a step again"),
     "board": ("verl.board.__main__", "look at runs in the browser"),
+    "profile": ("verl.profile", "where time and memory of a run went"),
     "diff": ("verl.diff", "where two recorded runs part"),
     "doctor": ("verl.doctor", "what this machine has and lacks"),
 }

@@ -222,6 +222,9 @@ def replay_config(request: Request, folder: Path) -> PPOConfig:
     if request.overrides:
         quiet["resume_may_change"] = ["*"]
     values.merge_with({"trainer": quiet, "data": {"val_files": []}})
+    values.actor_rollout_ref.rollout.merge_with(
+        {"prometheus": {"enable": False}, "trace": {"backend": None}}
+    )
     config = load_config(values, PPOConfig, keeps_unknown=True).checked()
     require_plain_steps(config)
     return config
@@ -330,7 +333,7 @@ def cosine(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = parser().parse_intermixed_args(arguments)
     try:
         overrides = overrides_of(options.algorithm, options.options)
         request = request_of(Path(options.run).expanduser(), options.step)

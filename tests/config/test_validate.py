@@ -314,7 +314,6 @@ LATER = [
         "data.train_batch_size (64) times",
         "times their micro-batch of 3",
     ),
-    ({f"{R}.prometheus.enable": True}, f"{R}.disable_log_stats is True", "set it to False"),
 ]
 
 
