@@ -81,7 +81,8 @@ def test_a_named_module_can_be_imported_again(reward_file, monkeypatch):
 def test_an_unnamed_module_does_not_enter_the_module_table(reward_file):
     before = set(sys.modules)
     load_module(str(reward_file))
-    assert set(sys.modules) == before
+    new = set(sys.modules) - before
+    assert [name for name in new if vars(sys.modules[name]).get("__file__")] == []
 
 
 def test_a_file_called_like_a_standard_module_is_itself(tmp_path):
@@ -164,6 +165,18 @@ def test_availability_is_found_without_importing():
     before = set(sys.modules)
     assert {type(check()) for check in checks} == {bool}
     assert set(sys.modules) == before
+
+
+def test_parts_of_packages_are_found_without_importing_these(tmp_path, monkeypatch):
+    for folder in ("spread/core", "whole_one/core"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "whole_one" / "__init__.py").write_text("raise RuntimeError")
+    (tmp_path / "single_file.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("spread.core", "whole_one.core", "whole_one.sys", "single_file.sys")
+    assert [is_available(name) for name in names] == [True, True, False, False]
+    assert not {"spread", "whole_one", "single_file"} & set(sys.modules)
 
 
 def test_a_missing_package_names_its_extra():

@@ -181,15 +181,13 @@ class AsyncLLMServerManager:
     ) -> AsyncGenerator[TokenDelta, None]:
         """Continue a prompt once and give its tokens as they come.
 
-        They come all at the end where engines do not stream, where the experts of each token are
-        recorded, and in an asynchronous run, in which a row may be cut back. When the engine is
-        lost, the turn is sampled again with its seed; what was given stays true, or this raises
-        `EngineLostError`.
+        They come all at the end where engines do not stream, and in an asynchronous run, in which
+        a row may be cut back. When the engine is lost, the turn is sampled again with its seed;
+        what was given stays true, or this raises `EngineLostError`.
         """
         params, seed = self._shared_params(sampling_params)
         output = TokenOutput()
-        records_routes = self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
-        if self.fleet.can_stream and not records_routes and gated_row.get(None) is None:
+        if self.fleet.can_stream and gated_row.get(None) is None:
             request = GenerationRequest(
                 request_id=request_id,
                 prompt_ids=tuple(prompt_ids),

@@ -137,6 +137,7 @@ class TokenOutput:
         self.policy_versions += delta.policy_versions
         self.stop_reason = delta.stop_reason
         self.num_preempted = delta.num_preempted
+        self.routed_experts = delta.routed_experts
 
     def after(self, num_tokens: int, sample: int = 0) -> "TokenDelta":
         """All of it but the first tokens, as a delta of that sample."""
@@ -147,6 +148,7 @@ class TokenOutput:
             policy_versions=tuple(self.policy_versions[num_tokens:]),
             stop_reason=self.stop_reason,
             num_preempted=self.num_preempted,
+            routed_experts=self.routed_experts,
         )
 
 
@@ -189,6 +191,9 @@ class TokenDelta:
 
     num_preempted: int = 0
     """So far, as in `TokenOutput`."""
+
+    routed_experts: np.ndarray | None = None
+    """Those of the whole sample, in its last delta, where the engine records them."""
 
 
 OnEnd = Callable[[int, TokenOutput], None]
