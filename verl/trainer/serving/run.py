@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.faults import ConfigError, Fault
 from verl.config.ppo import PPOConfig
 from verl.server import RunningServer, ServerOptions, serve
+from verl.tools.parsers import tool_parsers
 from verl.trainer.generation.engines import start_processes
 from verl.trainer.serving.answers import RowClient, answer_rows, prompt_ids, write
-from verl.tools.parsers import tool_parsers
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
 from verl.utils.environment import WentWrong
