@@ -100,8 +100,9 @@ class TurnCallReader(CallReader):
         self._ids += piece.token_ids
         self._held.append(piece.text)
         if piece.finish_reason is None:
-            self._given.append(self._certain_text())
-            return self._given[-1:]
+            text = self._certain_text()
+            self._given.append(text)
+            return [text]
         given, held = "".join(self._given), "".join(self._held)
         outside, calls = await self._parser.extract_tool_calls(self._ids, self._tools)
         if not are_calls(calls, parameters_of(self._tools)):

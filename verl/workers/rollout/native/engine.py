@@ -224,8 +224,9 @@ class NativeEngine(StreamingRollout):
         futures of complete requests."""
         for running, new in list(self._streams.items()):
             on_delta = self._submissions[running].on_delta
-            for delta in new.take() if on_delta is not None and running.error is None else ():
-                on_delta(delta)
+            if on_delta is not None and running.error is None:
+                for delta in new.take():
+                    on_delta(delta)
         complete = []
         for sample in self.core.take_ended():
             running = sample.group.owner
