@@ -20,8 +20,5 @@ LATER = {
     "verl.trainer.ppo.v1.replay_buffer": "ReplayBuffer",
     "verl.utils.skip": "SkipManager",
     "verl.utils.tokenizer.continuous_token": "",
-    "verl.model_merger": "MegatronModelMerger",
-    "verl.utils.megatron_utils": "",
     "verl.workers.engine_workers": "TrainingWorker",
-    "verl.workers.megatron_workers": "ActorRolloutRefWorker",
 }

@@ -240,12 +240,6 @@ def fp8_rollout(way: str, value: Any, values: Values) -> Today | None:
     return {f"{ROLLOUT}.quantization": "fp8"} if str(value).lower() == "fp8" else None
 
 
-def prometheus_switch(way: str, value: Any, values: Values) -> Today:
-    """The engine must keep statistics for Prometheus to have something to read."""
-    today = {f"{ROLLOUT}.prometheus.enable": value}
-    return today | {f"{ROLLOUT}.disable_log_stats": False} if value is True else today
-
-
 def sanity_check_mode(way: str, value: Any, values: Values) -> Today:
     key = f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode"
     return {key: "strict" if value else "disable"}
@@ -356,7 +350,6 @@ RULES: list[Rule] = [
     Rule(f"{ACTOR}.peft", "actor_rollout_ref.model"),
     Rule(f"{ROLLOUT}.multi_turn.max_turns", max_turns),
     Rule(f"{ROLLOUT}.dtype", fp8_rollout, is_about_value=True),
-    Rule("trainer.prometheus.enable", prometheus_switch),
     Rule("trainer.prometheus", f"{ROLLOUT}.prometheus"),
     Rule("*.optim.warmup_steps_proportion", "*.optim.lr_warmup_steps_ratio"),
     Rule("*.optim.warmup_steps_ratio", "*.optim.lr_warmup_steps_ratio"),

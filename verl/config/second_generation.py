@@ -63,11 +63,11 @@ ENTRIES: tuple[Entry, ...] = (
     moved("sandbox_fusion", "reward_model.sandbox_fusion"),
     moved("skip.rollout.enable", f"{ROLLOUT}.skip_rollout"),
     moved("skip.rollout.dump_dir", f"{ROLLOUT}.skip_dump_dir"),
+    moved("skip.rollout.steps", f"{ROLLOUT}.skip_steps"),
     moved(f"{ACTOR}.megatron.router_replay", f"{ACTOR}.router_replay"),
     moved("actor_rollout_ref.ref.megatron.router_replay", "actor_rollout_ref.ref.router_replay"),
     moved("reward_model.model_path", "reward_model.model.path"),
     # Rollout.
-    refused("skip.rollout.steps", "every step is read from the dump that has it", []),
     refused("skip.rollout.action", "a dump serves the step that it was made in", "cache"),
     *behind("enable", "skip.rollout_tq", "use skip.rollout, which reads whole steps"),
     *behind("enable", "skip.async_rollout", "asynchronous runs do not read dumps"),

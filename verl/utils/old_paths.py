@@ -75,6 +75,12 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.utils.debug": _PROFILER,
     "verl.utils.debug.metrics": names("verl.trainer.ppo.metric_utils", "calculate_debug_metrics"),
     "verl.utils.debug.performance": "verl.utils.profiler.performance",
+    "verl.utils.checkpoint.megatron_checkpoint_manager": {
+        "MegatronCheckpointManager": (
+            "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
+        )
+    },
+    "verl.utils.megatron_utils": names("verl.workers.engine.megatron", "load_library"),
     "verl.utils.memory_utils": names(_HELPERS, "aggressive_empty_cache"),
     "verl.utils.net_utils": names(_HELPERS, "get_free_port", "is_valid_ipv6_address"),
     "verl.utils.profiler.performance": names(
@@ -100,6 +106,13 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.utils.vllm": {},
     "verl.utils.vllm.patch": names(_HELPERS, "patch_vllm_moe_model_weight_loader"),
     "verl.workers.engine_workers": names("verl.workers.roles", "ActorRolloutRefWorker"),
+    "verl.workers.megatron_workers": names(
+        "verl.workers.roles",
+        "ActorRolloutRefWorker",
+        "CriticWorker",
+        "RewardModelWorker",
+        AsyncActorRolloutRefWorker="verl.workers.roles:ActorRolloutRefWorker",
+    ),
     "verl.workers.rollout.async_server": names(
         "verl.workers.rollout.replica",
         "RolloutReplica",

@@ -276,7 +276,7 @@ MAY_CHANGE = (
     "trainer.log_val_generations", "trainer.save_freq", "trainer.test_freq", "trainer.val_*",
     "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.resume_*",
     "trainer.default_*_dir", "trainer.*ckpt*", "trainer.esi_redundant_time", "trainer.dry_run",
-    "trainer.max_restarts", "trainer.journal_*",
+    "trainer.max_restarts", "trainer.journal_*", "trainer.board*",
     "trainer.controller", "trainer.use_legacy_worker_impl", "trainer.*timeout*",
     "trainer.prometheus.*", "trainer.profile*",
     "data.train_files", "data.val_*", "data.validation_shuffle", "data.*_workers",

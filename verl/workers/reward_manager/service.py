@@ -37,6 +37,7 @@ from typing import Any
 from verl.protocol.trajectory import Grade, Group, InfraError, Score, Trajectory
 from verl.utils.breaker import Breaker
 from verl.utils.processes import forks_end_here
+from verl.utils.rollout_trace import rollout_trace_span
 from verl.workers.reward_manager.grader import (
     Grader,
     RewardError,
@@ -361,9 +362,13 @@ class GradingService:
                 raise
             return self._failed(call, error)
 
-    def _begun(self, call: Call) -> Coroutine[Any, Any, Grade | list[Grade]]:
+    async def _begun(self, call: Call) -> Grade | list[Grade]:
         is_one = self.grader.scope == "trajectory"
-        return self.grader.grade(call[0]) if is_one else self.grader.grade_many(call)
+        with rollout_trace_span("grade", {"of": [t.session_uid for t in call]}) as record:
+            grades = await (self.grader.grade(call[0]) if is_one else self.grader.grade_many(call))
+            if record is not None:
+                record(str(grades))
+        return grades
 
     def _failed(self, call: Call, error: BaseException) -> list[Grade]:
         with self._lock:
