@@ -11,6 +11,7 @@ import contextvars
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -18,12 +19,13 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
+import anyio
 from pydantic_core import from_json
 
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.server import answers
 from verl.server.chat import ChatAnswer
-from verl.server.errors import ApiError
+from verl.server.errors import ApiError, too_slow
 from verl.server.forms import check_tool_replies
 from verl.server.options import ServerOptions
 from verl.server.runs import Deltas, api_error
@@ -94,6 +96,7 @@ class Session:
 
         self.tasks: set[asyncio.Task[Any]] = set()
         self.context = contextvars.copy_context()
+        self.request_seconds = service.options.request_seconds
         self._service = service
         self._params = dict(sampling_params)
         self._seed: int | None = self._params.pop("seed", None)
@@ -302,7 +305,9 @@ class SampledDeltas:
 
     def __init__(self, job: TurnJob) -> None:
         self._job = job
-        self._arrived: asyncio.Queue[TokenDelta | Exception | None] = asyncio.Queue()
+        self._send, self._receive = anyio.create_memory_object_stream[
+            TokenDelta | Exception | None
+        ](math.inf)
         self._work: list[asyncio.Task[None]] = []
         self._num_open = len(job.places)
 
@@ -318,10 +323,10 @@ class SampledDeltas:
         try:
             async with aclosing(job.session.sample(job, job.places[number])) as deltas:
                 async for delta in deltas:
-                    self._arrived.put_nowait(replace(delta, sample=number))
-            self._arrived.put_nowait(None)
+                    self._send.send_nowait(replace(delta, sample=number))
+            self._send.send_nowait(None)
         except (EngineLostError, ValueError, RuntimeError) as error:
-            self._arrived.put_nowait(error)
+            self._send.send_nowait(error)
 
     async def __aexit__(
         self,
@@ -332,11 +337,17 @@ class SampledDeltas:
         for task in self._work:
             task.cancel()
         await asyncio.wait(self._work, timeout=CLOSE_SECONDS)
+        self._send.close()
+        self._receive.close()
 
     async def next(self) -> tuple[int, TokenDelta] | None:
         outputs = self._job.outputs
         while self._num_open:
-            delta = await self._arrived.get()
+            seconds = self._job.session.request_seconds
+            try:
+                delta = await asyncio.wait_for(self._receive.receive(), timeout=seconds)
+            except asyncio.TimeoutError:  # another class than the built-in one before Python 3.11
+                raise too_slow(seconds) from None
             if isinstance(delta, Exception):
                 has_begun = any(output.token_ids for output in outputs)
                 raise api_error(delta, has_begun=has_begun) from delta
