@@ -57,22 +57,6 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.models.transformers.monkey_patch": names(_HELPERS, "apply_monkey_patch"),
     "verl.models.transformers.qwen2_vl": names(_VISION, "get_rope_index"),
     "verl.models.transformers.qwen3_vl": names(_VISION, "get_rope_index"),
-    "verl.single_controller.ray.base": names(
-        "verl.single_controller.ray",
-        "RayClassWithInitArgs",
-        "RayResourcePool",
-        "RayWorkerGroup",
-        "ResourcePoolManager",
-        "SubRayResourcePool",
-        "create_colocated_worker_cls",
-        "create_colocated_worker_cls_fused",
-        "create_colocated_worker_raw_cls",
-        "extract_pg_from_exist",
-        "merge_resource_pool",
-        "sort_placement_group_by_node_ip",
-        "split_resource_pool",
-        get_random_string=f"{_HELPERS}:get_random_string",
-    ),
     "verl.third_party": {},
     "verl.third_party.vllm": names(
         _HELPERS, "VLLM_SLEEP_LEVEL", parallel_state="vllm.distributed.parallel_state"
