@@ -487,5 +487,8 @@ class McoreRolloutConfig(RolloutConfig):
 
     _target_: str = "verl.workers.config.McoreRolloutConfig"
 
-    layer_name_map: LayerNameMapConfig = option(default_factory=LayerNameMapConfig)
+    layer_name_map: LayerNameMapConfig = option(
+        default_factory=LayerNameMapConfig,
+        used_if=never("weights reach engines under Hugging Face names"),
+    )
     """Names of fused layers in Megatron checkpoints."""

@@ -70,9 +70,16 @@ class ServingConfig(BaseConfig):
     )
     """Copies of the weights inside one engine."""
 
-    expert_parallel_size: int = option(1, minimum=1, used_if=FOREIGN_ENGINE)
+    expert_parallel_size: int = option(
+        1,
+        minimum=1,
+        used_if=When(
+            lambda here, run: rollout_traits(here.name).is_divisible,
+            "this engine is not divided among devices",
+        ),
+    )
     """Devices over which experts are spread: 1, or `tensor_model_parallel_size` times
-    `data_parallel_size`."""
+    `data_parallel_size`. With 1 every device has a part of each expert."""
 
     max_num_batched_tokens: int = option(8192, minimum=1)
     """Most tokens in one step of the engine."""

@@ -40,7 +40,7 @@ REJECTION_CRITERIA = (
     "seq_max_k3",
 )
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
-RETURNS_ROUTES = ("native",)
+RETURNS_ROUTES = ("native", "native_process", "vllm")
 """Engines whose outputs say which experts each token used."""
 
 ROLLOUT = "actor_rollout_ref.rollout"
