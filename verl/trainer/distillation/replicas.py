@@ -5,7 +5,7 @@
            ==requests of EndpointTeacher, spread over the replicas==>
 
 Replicas end with the driver, however it ends. One that has died is started again before the next
-step, a few times; what it was asked meanwhile is asked of the others.
+step, a few times; what it was asked meanwhile is asked of the next one.
 """
 
 import contextlib
@@ -19,14 +19,9 @@ from collections.abc import Sequence
 
 from verl.config.distillation import TeacherConfig
 from verl.utils import environment
+from verl.utils.processes import DIE_WITH_PARENT
 
 logger = logging.getLogger(__name__)
-
-DIE_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-)
-"""1 is PR_SET_PDEATHSIG, 9 is SIGKILL; both stay in force when the program is replaced."""
 
 START_SECONDS = 600.0
 END_SECONDS = 15.0
@@ -41,7 +36,9 @@ class Replica:
         self.name = name
         variables = environment.all_variables()
         if device is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = str(device)
+            visible = variables.get("CUDA_VISIBLE_DEVICES")
+            name = visible.split(",")[device] if visible else str(device)
+            variables["CUDA_VISIBLE_DEVICES"] = name
         self._process = subprocess.Popen(
             [sys.executable, "-c", DIE_WITH_PARENT, *command],
             stdin=subprocess.DEVNULL,
@@ -96,7 +93,9 @@ class Replica:
 class Replicas:
     """The processes of one teacher, all started at once."""
 
-    def __init__(self, name: str, teacher: TeacherConfig, device: str, devices: Sequence[int]):
+    def __init__(
+        self, name: str, teacher: TeacherConfig, device: str, devices: Sequence[int]
+    ) -> None:
         """`device` is `cpu` or `cuda`; replica i of a GPU has `devices[i % len(devices)]`."""
         settings = teacher.inference
         assert teacher.model_path is not None
