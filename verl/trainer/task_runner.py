@@ -186,9 +186,9 @@ class TaskRunner:
         self.add_ref_policy_worker(config, worker_class)
         tokenizer, processor = load_tokenizer(config)
         model = config.actor_rollout_ref.model
-        if model.override_config:  # what is wrong with it is said here, not by a rank
+        if model.hf_overrides():  # what is wrong with it is said here, not by a rank
             path = copy_to_local(model.path)
-            read_config(path, dict(model.override_config), model.trust_remote_code)
+            read_config(path, model.hf_overrides(), model.trust_remote_code)
         kwargs = {**config.reward_model.reward_kwargs, **self.served_reward_model(config)}
         trainer_class = self.trainer_for(config)
         if config.transfer_queue.enable:
