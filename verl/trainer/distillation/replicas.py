@@ -49,7 +49,10 @@ class Replica:
         )
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._endpoint: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, name=f"output of {name}", daemon=True).start()
+        self._listener = threading.Thread(
+            target=self._listen, name=f"output of {name}", daemon=True
+        )
+        self._listener.start()
         self.url = ""
 
     def _listen(self) -> None:
@@ -67,8 +70,8 @@ class Replica:
             self.url = self._endpoint.get(timeout=timeout_seconds)
         if not self.url:
             raise RuntimeError(
-                f"replica {self.name} of a teacher did not start within {timeout_seconds:g} s: "
-                f"{self.last_lines()}"
+                f"replica {self.name} of a teacher does not serve after at most "
+                f"{timeout_seconds:g} s: {self.last_lines()}"
             )
 
     @property
@@ -88,6 +91,9 @@ class Replica:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(timeout=END_SECONDS)
+        self._listener.join(timeout=END_SECONDS)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 class Replicas:
@@ -137,6 +143,7 @@ class Replicas:
             if self._num_restarts > MAX_RESTARTS:
                 raise RuntimeError(f"{said}\nIt was started again {MAX_RESTARTS} times")
             logger.warning("%s\nIt is started again", said)
+            replica.close()
             self._replicas[number] = self._start(replica.name, number)
             self._replicas[number].wait()
         return [replica.url for replica in self._replicas]
