@@ -64,7 +64,7 @@ class Replica:
                 self._endpoint.put(line.removeprefix("endpoint: ").strip())
         self._endpoint.put("")
 
-    def wait(self, timeout_seconds: float = START_SECONDS) -> None:
+    def wait(self, timeout_seconds: float) -> None:
         """Until it serves; RuntimeError with its last lines if it does not."""
         with contextlib.suppress(queue.Empty):
             self.url = self._endpoint.get(timeout=timeout_seconds)
@@ -124,7 +124,7 @@ class Replicas:
         ]
         try:
             for replica in self._replicas:
-                replica.wait()
+                replica.wait(START_SECONDS)
         except RuntimeError:
             self.close()
             raise
@@ -145,7 +145,7 @@ class Replicas:
             logger.warning("%s\nIt is started again", said)
             replica.close()
             self._replicas[number] = self._start(replica.name, number)
-            self._replicas[number].wait()
+            self._replicas[number].wait(START_SECONDS)
         return [replica.url for replica in self._replicas]
 
     def close(self) -> None:
