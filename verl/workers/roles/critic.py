@@ -62,9 +62,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
             size = model.fsdp_config.ulysses_sequence_parallel_size
             options["sequence_group"] = self.create_subgroups(size)
         self.engine = EngineRegistry.new(
-            EngineSpec(
-                model=config.model, device=self.device, model_type="value_model", **options
-            )
+            EngineSpec(model=config.model, device=self.device, model_type="value_model", **options)
         )
         self.flops = FlopsCounter(self.engine.module.config)
         self.critic = DataParallelPPOCritic(config, self.engine)

@@ -45,9 +45,7 @@ class RankWorker(Worker):
         if self.world_size > 1:
             initialize_global_process_group(timeout_seconds)
 
-    def register_rows(
-        self, mesh_name: str, engine: FSDPEngineConfig | McoreEngineConfig
-    ) -> None:
+    def register_rows(self, mesh_name: str, engine: FSDPEngineConfig | McoreEngineConfig) -> None:
         """Register which rows this rank's part of a model gets, and whether its result is
         collected."""
         dp_rank, is_collect = share_of_rows(engine, self.rank, self.world_size)
