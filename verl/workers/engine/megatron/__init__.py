@@ -6,16 +6,15 @@ is missing or another one than was tested, then imports it without the warnings 
 
 import warnings
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from verl.config.packages import megatron_problem
 
 if TYPE_CHECKING:
     from verl.workers.engine.megatron.engine import MegatronEngine
 
 __all__ = ["MegatronEngine", "load_library"]
-
-VERSION = "0.16.1"
-"""Of megatron-core. Its internals change from one minor version to the next."""
 
 MODULES = (
     "megatron.core.models.gpt",
@@ -30,18 +29,8 @@ MODULES = (
 
 def require_library() -> None:
     """Raise if megatron-core cannot be used."""
-    install = "pip install 'verl[megatron]'"
-    try:
-        found = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        raise ValueError(
-            f"strategy=megatron needs the package megatron-core {VERSION}, which is not installed: "
-            f"{install}, or set strategy=fsdp"
-        ) from None
-    if found.split(".")[:2] != VERSION.split(".")[:2]:
-        raise ValueError(
-            f"strategy=megatron needs megatron-core {VERSION}, but {found} is installed: {install}"
-        )
+    if problem := megatron_problem():
+        raise ValueError(f"strategy=megatron: {problem}")
 
 
 @cache
