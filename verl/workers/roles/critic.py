@@ -5,7 +5,7 @@ import time
 from omegaconf import DictConfig
 
 from verl.config.convert import omega_conf_to_dataclass
-from verl.config.critic import FSDPCriticConfig
+from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.data_plane.batch import tqbridge
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
@@ -13,7 +13,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.flops_counter import FlopsCounter
-from verl.workers.critic.dp_critic import DataParallelPPOCritic
+from verl.workers.critic.dp_critic import DataParallelPPOCritic, rows_per_pass
 from verl.workers.engine import EngineRegistry, EngineSpec
 from verl.workers.roles.back_end import engine_options, engine_section, ranks_per_sequence
 from verl.workers.roles.dispatch import (
@@ -37,7 +37,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
 
     def __init__(
         self,
-        config: FSDPCriticConfig | DictConfig,
+        config: CriticConfig | DictConfig,
         *,
         device: str | None = None,
         total_training_steps: int | None = None,
@@ -81,7 +81,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         return MicroBatching.of(
             by_tokens=config.use_dynamic_bsz,
             tokens=config.forward_max_token_len_per_gpu,
-            rows=config.forward_micro_batch_size_per_gpu,
+            rows=rows_per_pass(config),
             ranks_per_sequence=ranks_per_sequence(engine_section(config)),
         )
 
