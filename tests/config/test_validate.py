@@ -312,20 +312,6 @@ CASES = [
 ]
 
 
-# the same, of what does not exist yet
-LATER = [
-    ({f"{R}.prometheus.enable": True}, f"{R}.disable_log_stats is True", "set it to False"),
-]
-
-
-@pytest.mark.parametrize(("values", "begins", "offers"), LATER, ids=[case[1] for case in LATER])
-def test_a_contradiction_of_what_is_refused_is_known_too(values, begins, offers):
-    (message,) = relations(values)
-    assert message.startswith(begins)
-    assert offers in message
-    assert len(mistakes(values)) == 1, "it is refused in one line"
-
-
 @pytest.mark.parametrize(("values", "begins", "offers"), CASES, ids=[case[1] for case in CASES])
 def test_a_contradiction_is_named_with_its_way_out(values, begins, offers):
     messages = mistakes(values)

@@ -273,7 +273,8 @@ class HFModelConfig(BaseConfig):
     """Scale adapters by `lora_alpha / sqrt(lora_rank)` instead (arXiv:2312.03732)."""
 
     target_modules: str | list[str] = option("all-linear", used_if=NEW_ADAPTERS)
-    """Layers that get an adapter: names, a regular expression, or `all-linear`."""
+    """Layers that get an adapter: names, a regular expression, or `all-linear`. In a model with
+    experts `all-linear` are those of attention, and the name `experts` adds every expert."""
 
     exclude_modules: str | list[str] | None = option(None, used_if=NEW_ADAPTERS)
     """Layers that get none, even if targeted."""

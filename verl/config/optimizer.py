@@ -14,6 +14,14 @@ DECAYING = When(
     lambda here, run: here.get("lr_scheduler", here.lr_scheduler_type) != "constant",
     "the learning rate does not decay",
 )
+CHANGING = When(
+    lambda here, run: (
+        here.lr_scheduler_type != "constant"
+        or here.lr_warmup_steps > 0
+        or (here.lr_warmup_steps < 0 and here.lr_warmup_steps_ratio > 0)
+    ),
+    "the learning rate never changes: it is constant, without a warm-up",
+)
 
 
 @dataclass(kw_only=True)
@@ -75,6 +83,10 @@ class FSDPOptimizerConfig(OptimizerConfig):
 
     lr_scheduler_type: str = option("constant", choices=SCHEDULES)
     """Shape of the learning rate after warm-up."""
+
+    zero_indexed_step: bool = option(True, used_if=CHANGING)
+    """The first training step is step 0 of the schedule, where a warm-up has rate 0; false makes it
+    step 1."""
 
     warmup_style: str | None = option(None, choices=SCHEDULES)
     """Old name of `lr_scheduler_type`."""

@@ -184,7 +184,7 @@ def controller_faults(config: PPOConfig) -> Iterator[Fault]:
 
 def trace_faults(config: PPOConfig) -> Iterator[Fault]:
     backend = config.actor_rollout_ref.rollout.trace.backend
-    if backend is not None and find_spec(backend) is None:
+    if backend not in (None, "file") and find_spec(backend) is None:
         key = f"{ROLLOUT}.trace.backend"
         text = (
             f"{key} is {shown(backend)}, but that package is not installed; pip install {backend}"

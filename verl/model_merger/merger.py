@@ -281,7 +281,6 @@ class MegatronModelMerger(FSDPModelMerger):
             )
 
 
-
 def as_bf16_source(name: str, tensor: LazyTensor) -> TensorSource:
     """What is written for a tensor; floating-point numbers become bf16."""
     dtype = torch.bfloat16 if tensor.dtype.is_floating_point else tensor.dtype

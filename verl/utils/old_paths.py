@@ -26,6 +26,7 @@ _LOOPS = "verl.agent_loop"
 _HELPERS = "verl.utils.recipe_helpers"
 _PROCESS = "verl.workers.rollout.replica:EngineProcessRollout"
 _PROFILER = "verl.utils.profiler"
+_VISION = "verl.utils.dataset.vision_utils"
 _MANAGERS = "verl.workers.reward_manager"
 
 OLD_PATHS: dict[str, str | dict[str, str]] = {
@@ -54,6 +55,8 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.model_engine.base": names("verl.workers.engine", "BaseEngine", "EngineRegistry"),
     "verl.models.transformers": {},
     "verl.models.transformers.monkey_patch": names(_HELPERS, "apply_monkey_patch"),
+    "verl.models.transformers.qwen2_vl": names(_VISION, "get_rope_index"),
+    "verl.models.transformers.qwen3_vl": names(_VISION, "get_rope_index"),
     "verl.third_party": {},
     "verl.third_party.vllm": names(
         _HELPERS, "VLLM_SLEEP_LEVEL", parallel_state="vllm.distributed.parallel_state"
@@ -100,6 +103,9 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
         "get_transferqueue_client",
         "tqbridge",
     ),
+    "verl.utils.vllm": {},
+    "verl.utils.vllm.patch": names(_HELPERS, "patch_vllm_moe_model_weight_loader"),
+    "verl.workers.engine_workers": names("verl.workers.roles", "ActorRolloutRefWorker"),
     "verl.workers.megatron_workers": names(
         "verl.workers.roles",
         "ActorRolloutRefWorker",

@@ -164,9 +164,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     def describe(self, folder: Path) -> None:
         save_hf_description(self.model, self.processing_class, folder / HF_FOLDER)
 
-    def whole_weights(
-        self, weights: Iterable[tuple[str, Tensor]], keep: Keep
-    ) -> dict[str, Tensor]:
+    def whole_weights(self, weights: Iterable[tuple[str, Tensor]], keep: Keep) -> dict[str, Tensor]:
         """Weights put together from all ranks, one at a time; only rank 0 keeps them."""
         kept: dict[str, Tensor] = {}
         for name, weight in weights:

@@ -277,7 +277,9 @@ def build_schedule(
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
     if config.lr_scheduler_type == "constant":
-        return get_constant_schedule_with_warmup(optimizer, warmup)
+        return get_constant_schedule_with_warmup(
+            optimizer, warmup, zero_indexed_step=config.zero_indexed_step
+        )
     if total <= 0:
         raise ValueError(
             f"a {config.lr_scheduler_type} schedule needs its length, but "
@@ -286,7 +288,11 @@ def build_schedule(
         )
     if config.lr_scheduler_type == "linear":
         return get_linear_schedule_with_warmup(
-            optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio or 0.0
+            optimizer,
+            warmup,
+            total,
+            min_lr_ratio=config.min_lr_ratio or 0.0,
+            zero_indexed_step=config.zero_indexed_step,
         )
     return get_cosine_schedule_with_warmup(
         optimizer,
@@ -294,6 +300,7 @@ def build_schedule(
         total,
         min_lr_ratio=config.min_lr_ratio or 0.0,
         num_cycles=config.num_cycles,
+        zero_indexed_step=config.zero_indexed_step,
     )
 
 

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 from verl.config.engine import EngineConfig
 from verl.config.model import HFModelConfig
+from verl.models.expert_adapters import adapts_experts
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
 from verl.models.lora import ADAPTER, CONFIG_FILE, is_adapter, peft_config
@@ -371,7 +372,12 @@ def exhaust(weights: Iterable[object]) -> None:
 
 
 def adapter_config(module: PreTrainedModel) -> dict[str, Any]:
-    """The content of peft's `adapter_config.json`."""
+    """The content of peft's `adapter_config.json`, for an engine that is sent the adapter alone."""
+    if adapts_experts(module):
+        raise ValueError(
+            "target_modules names experts, and rollout engines take adapters of linear layers "
+            "alone: set model.lora.merge=True, which sends merged weights"
+        )
     with TemporaryDirectory() as folder:
         peft_config(module).save_pretrained(folder)
         return json.loads((Path(folder) / CONFIG_FILE).read_text())

@@ -148,4 +148,6 @@ def assert_as_without_interruption(found, model_type="qwen2"):
     alone.train_batch(batch(), weighted_sum, micro_batching=PASSES)
     expected = outcome(alone, steps=2)
     for _, own in found:
-        assert_same({**own, "columns": expected["columns"], "reports": expected["reports"]}, expected)
+        assert_same(
+            {**own, "columns": expected["columns"], "reports": expected["reports"]}, expected
+        )

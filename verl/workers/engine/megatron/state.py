@@ -117,12 +117,12 @@ class StateOfLayout:
         own.join(slices, values)
         return values
 
-    def _fill(
-        self, parts: Iterable[tuple[str, Part]], targets: Mapping[str, Tensor]
-    ) -> None:
+    def _fill(self, parts: Iterable[tuple[str, Part]], targets: Mapping[str, Tensor]) -> None:
         """Write whole tensors, one at a time, into this rank's masters or moments."""
         own = self._optimizer
-        values = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in own.parameters.items()}
+        values = {
+            name: torch.zeros_like(p, dtype=torch.float32) for name, p in own.parameters.items()
+        }
         pieces = by_name(local_weights(self._chunks, self._config))
         for name, part in parts:
             whole = whole_of(part, next(iter(values.values())).device)
