@@ -1,6 +1,6 @@
 """Write a model of random weights: the shape of one model, changed by a config of your own.
 
-python scripts/init_random_model.py --hf_model_path MODEL --new_config_path new.json --output_path OUT
+python scripts/init_random_model.py --hf_model_path M --new_config_path new.json --output_path OUT
 
 `new.json` has the values that replace those of the model's `config.json`, such as fewer layers.
 The tokenizer is the model's. A small copy of a large model tries a layout before the large one.

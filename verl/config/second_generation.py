@@ -157,7 +157,7 @@ ENTRIES: tuple[Entry, ...] = (
             ),
         )
     ),
-    refused("*.megatron.dynamic_context_parallel", "context_parallel_size is the same in every pass"),
+    refused("*.megatron.dynamic_context_parallel", "context_parallel_size holds for every pass"),
     idle("*.megatron.max_seqlen_per_dp_cp_rank", "it belongs to dynamic_context_parallel", None),
     idle("*.megatron.dist_ckpt_optim_fully_reshardable", RESHARDED, *OFF, True),
     idle("*.megatron.distrib_optim_fully_reshardable_mem_efficient", RESHARDED, *OFF, True),
