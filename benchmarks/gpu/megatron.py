@@ -72,7 +72,7 @@ ENGINES: dict[str, Callable[[argparse.Namespace], SteppingEngine]] = {
 
 
 def run(name: str, options: argparse.Namespace, work: Workload) -> dict[str, Any]:
-    engine = ENGINES[name](options)
+    engine: Any = ENGINES[name](options)
     engine.initialize()
     vocabulary = engine.module.config.vocab_size
     rows = random_rows(work, vocabulary, options.seed).to(options.device)
