@@ -40,7 +40,12 @@ def write_tools(run: GameRun) -> None:
 
 def main() -> None:
     options = options_of(
-        "Learn to use a tool.", "guess_number", "sham", grpo_steps=35, prompts_per_step=32
+        "Learn to use a tool.",
+        "guess_number",
+        "sham",
+        sft_steps=300,
+        grpo_steps=60,
+        prompts_per_step=16,
     )
     run = GameRun("guess_number", options)
 
@@ -51,8 +56,9 @@ def main() -> None:
             f"{TURNS}.enable": True,
             f"{TURNS}.tool_config_path": run.path("tools.yaml"),
             f"{TURNS}.max_assistant_turns": 7,
+            "trainer.test_freq": 10,
         }
-        return run.reinforce(run.fine_tune(), run.here / "reward.py", **settings)
+        return run.reinforce(run.fine_tune(batch=32), run.here / "reward.py", **settings)
 
     follow(run, train)
 

@@ -106,16 +106,16 @@ class GameRun(quickstart.Run):
         seed = ["--seed", str(self.options.seed)]
         self.call("model", [str(script), "--out", str(self.folder), *seed, *more])
 
-    def fine_tune(self) -> str:
-        """Supervised training on games; gives the folder of the weights."""
+    def fine_tune(self, *, batch: int = 64) -> str:
+        """Supervised training on games, `batch` a step; gives the folder of the weights."""
         name, steps = "sft", self.options.sft_steps
         options = {
             "data.train_files": self.path("sft.parquet"),
             "data.val_files": self.path("sft.parquet"),
             "data.val_max_samples": 256,
             "data.multiturn.enable": True,
-            "data.train_batch_size": 64,
-            "data.micro_batch_size_per_gpu": 64,
+            "data.train_batch_size": batch,
+            "data.micro_batch_size_per_gpu": batch,
             "data.max_length": 128,
             "model.partial_pretrain": self.path("model"),
             "model.enable_gradient_checkpointing": False,

@@ -4,6 +4,7 @@ The commands run in processes of their own, because limits cannot be raised agai
 """
 
 import ast
+import errno
 import json
 import os
 import resource
@@ -15,14 +16,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.chaos.shim import Control, environment, require_shim
 from tests.chaos.strikes import wait_until_gone
 from tests.toy import ACTOR, ROLLOUT, toy_overrides, toy_run
 from tests.trainer.test_ranks import comparable
+from verl.config.command import load_and_run
+from verl.config.ppo import PPOConfig
 from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.local import LocalWorkerGroup
+from verl.utils.environment import memory_hint
 from verl.workers.reward_manager.grader import InfraError
 from verl.workers.reward_manager.workers import WorkerPool
 
@@ -105,7 +110,7 @@ def test_a_run_without_resources_ends_with_an_exit_code_and_the_cause(own_toy, t
     if lacks == "memory":
         options = limited(resource.RLIMIT_AS, 800_000_000)
         code, said = command(own_toy, tmp_path / "run", **options)
-        causes = ("MemoryError", "Cannot allocate memory", "failed to map", "not enough memory")
+        causes = ("MemoryError: this process may map",)
     elif lacks == "descriptors":
         options = limited(resource.RLIMIT_NOFILE, 14)
         code, said = command(own_toy, tmp_path / "run", *MANY_PROCESSES, **options)
@@ -120,6 +125,49 @@ def test_a_run_without_resources_ends_with_an_exit_code_and_the_cause(own_toy, t
         causes = ("--shm-size",)
     assert code not in (0, None)
     assert any(cause in said for cause in causes), said[-2000:]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("megabytes", [120, 200, 1200])
+def test_a_command_that_may_map_too_little_says_so_before_it_loads_anything(megabytes):
+    """Without memory numpy waits for ever at 200 MB, and others crash."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", "trainer.dry_run=True"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        **limited(resource.RLIMIT_AS, megabytes << 20),
+    )
+    assert ended.returncode == 1
+    assert f"MemoryError: this process may map {megabytes} MiB" in ended.stderr
+    assert "ulimit -v" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 80 bytes"),
+    ],
+    ids=repr,
+)
+def test_an_error_that_comes_from_a_lack_of_memory_is_named(capsys, error):
+    def task(loaded):
+        raise ValueError("what became of it") from error
+
+    config = OmegaConf.create({})
+    with pytest.raises(ValueError, match="what became of it"):
+        load_and_run(config, PPOConfig, task)
+    said = capsys.readouterr().err
+    assert "error: this process got no more memory" in said
+    assert type(error).__name__ in said
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory():
+    assert memory_hint(ValueError("a setting")) is None
 
 
 @pytest.mark.slow

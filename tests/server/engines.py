@@ -60,7 +60,8 @@ def save_model(folder: Path) -> Path:
 class ScriptedRollout(StreamingRollout):
     """Says what `reply` gives for a request, `per_delta` tokens at a time.
 
-    `pause` is awaited before each delta; `lose_after` deltas the engine is lost, once.
+    `pause` is awaited before each delta; `lose_after` deltas the engine is lost, once. While `hold`
+    is true of the number of a token, that one does not come.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class ScriptedRollout(StreamingRollout):
         per_delta: int = 1,
         pause: float = 0.0,
         lose_after: int | None = None,
+        hold: Callable[[int], bool] = lambda number: False,
     ) -> None:
         self.reply = reply
         self.per_delta = per_delta
         self.pause = pause
         self.lose_after = lose_after
+        self.hold = hold
         self.requests: list[GenerationRequest] = []
         self.running: set[str] = set()
 
@@ -90,6 +93,8 @@ class ScriptedRollout(StreamingRollout):
             reason = "length" if len(ids) == request.params.max_tokens else "stop"
             for start in range(0, max(1, len(ids)), self.per_delta):
                 await asyncio.sleep(self.pause)
+                while self.hold(start):
+                    await asyncio.sleep(0.001)
                 self._maybe_lost()
                 for sample in range(request.num_samples):
                     part = tuple(ids[start : start + self.per_delta])
@@ -120,11 +125,7 @@ class ScriptedRollout(StreamingRollout):
     async def _whole(self, request: GenerationRequest) -> list[TokenOutput]:
         outputs = [TokenOutput() for _ in range(request.num_samples)]
         async for delta in self.stream(request):
-            output = outputs[delta.sample]
-            output.token_ids += delta.token_ids
-            output.log_probs += delta.log_probs
-            output.policy_versions += delta.policy_versions
-            output.stop_reason = delta.stop_reason
+            outputs[delta.sample].add(delta)
         return outputs
 
     def abort(self, request_id: str) -> None: ...

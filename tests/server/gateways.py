@@ -51,7 +51,7 @@ class GatewayBench:
             text = reply(str(self.tokenizer.decode(list(request.prompt_ids))))
             return self.tokenizer(text, add_special_tokens=False)["input_ids"] + ends
 
-        self.engine = ScriptedRollout(ids, per_delta=1 << 20, **engine)
+        self.engine = ScriptedRollout(ids, **{"per_delta": 1 << 20, **engine})
         self._call_format = call_format
         self._budget = Budget(prompt_length=prompt_length, response_length=response_length)
         self._loop = asyncio.new_event_loop()

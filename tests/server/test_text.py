@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.engines import byte_tokenizer
-from verl.server.chat import ToolCallReader
 from verl.server.samples import Detokenizer, StopCutter
-from verl.tools.parsers import FunctionCall
+from verl.server.tool_calls import BlockCallReader
+from verl.tools.parsers import FunctionCall, HermesToolParser
 
 TOKENIZER = byte_tokenizer()
 
@@ -71,8 +71,10 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "é"]}}\n</tool_call>'
 @given(st.integers(1, 20))
 def test_calls_are_found_however_the_text_is_cut_up(size):
     text = f"before {CALL} between {CALL} after"
-    reader = ToolCallReader(["f"])
-    found = [part for n in range(0, len(text), size) for part in reader.add(text[n : n + size])]
+    reader = BlockCallReader(*HermesToolParser.formats, {"f": {}})
+    found = [
+        part for n in range(0, len(text), size) for part in reader.add_text(text[n : n + size])
+    ]
     found.append(reader.finish())
     calls = [part for part in found if isinstance(part, FunctionCall)]
     assert calls == [FunctionCall(name="f", arguments='{"x": [1, "é"]}')] * 2
@@ -87,10 +89,10 @@ def test_a_block_that_is_no_call_stays_text():
         '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
         f'<tool_call>{{"name": "f", "arguments": {{"x": {"[" * 100_000} }}}}</tool_call>',
     ):
-        assert ToolCallReader(["f"]).add(block) == [block]
+        assert BlockCallReader(*HermesToolParser.formats, {"f": {}}).add_text(block) == [block]
 
 
 def test_a_block_that_is_never_closed_stays_text():
-    reader = ToolCallReader(["f"])
-    assert reader.add('a <tool_call>{"name"') == ["a "]
+    reader = BlockCallReader(*HermesToolParser.formats, {"f": {}})
+    assert reader.add_text('a <tool_call>{"name"') == ["a "]
     assert reader.finish() == '<tool_call>{"name"'

@@ -6,8 +6,8 @@ import pytest
 
 from tests.server.clients import chat
 from tests.server.engines import byte_tokenizer
-from verl.server.chat import ToolCallReader
-from verl.tools.parsers import MAX_CALLS, FunctionCall
+from verl.server.tool_calls import BlockCallReader
+from verl.tools.parsers import MAX_CALLS, FunctionCall, HermesToolParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -26,8 +26,10 @@ HOSTILE = {
 
 def read(text, size):
     """Texts and calls of a text that comes in pieces of that size."""
-    reader = ToolCallReader(["f"])
-    found = [part for n in range(0, len(text), size) for part in reader.add(text[n : n + size])]
+    reader = BlockCallReader(*HermesToolParser.formats, {"f": {}})
+    found = [
+        part for n in range(0, len(text), size) for part in reader.add_text(text[n : n + size])
+    ]
     return [*found, reader.finish()]
 
 

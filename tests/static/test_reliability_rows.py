@@ -3,6 +3,7 @@
 import ast
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,3 +57,18 @@ def test_the_state_of_a_row_is_that_of_its_tests():
     states.outcomes[first + "[b]"] = "failed"
     assert states.state(row) == f"FAILED 1 of 3: {first}[b]"
     assert "1 rows: 0 passed, 1 failed" in states.table()
+
+
+def test_outcomes_are_kept_as_they_come_and_only_the_rest_is_run_again(tmp_path):
+    first, second = ROWS[:2]
+    states = States(ROWS[:2], tmp_path / "states.json")
+    for test, outcome in ((first.tests[0], "passed"), (second.tests[0], "failed")):
+        report = SimpleNamespace(nodeid=test, when="call", outcome=outcome, skipped=False)
+        states.pytest_runtest_logreport(report)
+    kept = States.kept(ROWS[:2], tmp_path / "states.json")
+    assert kept.table() == states.table()
+    kept.forget(only_unpassed=True)
+    assert kept.outcomes == {first.tests[0]: "passed"}
+    part = States.kept([second], tmp_path / "states.json")
+    part.forget(only_unpassed=False)
+    assert part.outcomes == {first.tests[0]: "passed"}

@@ -15,10 +15,11 @@ the event loop in one callback.
 
 import asyncio
 import dataclasses
+import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,9 +35,12 @@ from verl.workers.rollout.base import (
     OnEnd,
     Rollout,
     SamplingParams,
+    TokenDelta,
     TokenOutput,
 )
 from verl.workers.rollout.fleet import Fleet, Recover
+
+logger = logging.getLogger(__name__)
 
 IGNORED_PARAMS = {"logprobs"}
 """Log-probabilities always come back."""
@@ -169,11 +173,54 @@ class AsyncLLMServerManager:
                 return self._ask(request_id, ids, limited, seed, len(sampled), media=media)
 
             output = await row.gate.turn(row, ask, params.max_tokens)
+        self._note(request_id, output)
+        return output
+
+    async def stream(
+        self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Continue a prompt once and give its tokens as they come.
+
+        They come all at the end where engines do not stream, and in an asynchronous run, in which
+        a row may be cut back. When the engine is lost, the turn is sampled again with its seed;
+        what was given stays true, or this raises `EngineLostError`.
+        """
+        params, seed = self._shared_params(sampling_params)
+        output = TokenOutput()
+        if self.fleet.can_stream and gated_row.get(None) is None:
+            request = GenerationRequest(
+                request_id=request_id,
+                prompt_ids=tuple(prompt_ids),
+                params=params,
+                seeds=None if seed is None else (seed,),
+                session_ids=(request_id,),
+            )
+            try:
+                async with aclosing(self.fleet.stream(request)) as deltas:
+                    async for delta in deltas:
+                        output.add(delta)
+                        yield delta
+            except EngineLostError:
+                logger.warning("request %s is sampled again: its engine was lost", request_id)
+        if output.stop_reason:
+            self._note(request_id, output)
+            return
+        whole = await self.generate(
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+        num_given = len(output.token_ids)
+        if whole.token_ids[:num_given] != output.token_ids:
+            raise EngineLostError(
+                f"the engine of request {request_id} was lost after {num_given} tokens, which are "
+                "others now that they are sampled again; send the request again"
+            )
+        yield whole.after(num_given)
+
+    def _note(self, request_id: str, output: TokenOutput) -> None:
         turns = sampled_turns.get(None)
         if turns is not None:
             turns.outputs.append(output)
             turns.session_id = request_id
-        return output
 
     async def _ask(
         self,

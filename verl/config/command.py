@@ -27,7 +27,7 @@ from verl.config.faults import ConfigError, Fault
 from verl.config.legacy import is_old, renamed
 from verl.config.load import Loaded, load_config
 from verl.config.schema import FILE_ROOTS, Keys, family
-from verl.utils.environment import EndsTheRun, set_variable
+from verl.utils.environment import EndsTheRun, memory_hint, set_variable
 
 FLAGS_WITH_VALUE = {
     "--config-path": "path",
@@ -238,6 +238,11 @@ def load_and_run(
         refuse(str(error))
     except EndsTheRun as error:
         refuse(str(error), error.exit_code)
+    except Exception as error:
+        hint = memory_hint(error)
+        if hint is not None:  # before the traceback, which may not name it
+            sys.stderr.write(f"error: {hint}\n")
+        raise
 
 
 def refuse(message: str, exit_code: int = MISTAKE) -> NoReturn:

@@ -91,6 +91,16 @@ class MultiTurnConfig(BaseConfig):
     """How the model writes tool calls: `hermes`, `llama3_json`, ... (docs/tool_formats.md), or the
     name of a registered parser."""
 
+    continuous_token: dict[str, Any] = option(
+        default_factory=dict,
+        used_if=never(
+            "every conversation keeps the sampled ids and appends those of replies; nothing is "
+            "rendered again, and there is no other way to choose"
+        ),
+    )
+    """Accepted for scripts of verl 0.9: replies are always appended as ids after the sampled ones,
+    and a template for which that cannot be proven is refused."""
+
     use_inference_chat_template: bool = option(
         False, used_if=never("the whole conversation always uses one template")
     )

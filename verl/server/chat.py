@@ -1,18 +1,10 @@
 """`/v1/chat/completions`: a conversation, with tool calls where tools are offered.
 
-Tool calls are parsed from the model's text in the form of Hermes and Qwen models:
-
-    <tool_call>
-    {"name": "weather", "arguments": {"city": "Bern"}}
-    </tool_call>
-
-Text outside is passed on as it comes; a block is held until it is whole. A block that is not such
-an object, or calls a tool that was not offered, is text like any other: the client sees what the
-model wrote.
+Text is passed on as it comes; calls come whole (`tool_calls`).
 """
 
 import uuid
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from starlette.responses import Response
 
@@ -23,6 +15,8 @@ from verl.server.answers import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
     ChatMessage,
     FinishReason,
     ToolCall,
@@ -32,39 +26,12 @@ from verl.server.events import EventStream
 from verl.server.samples import Piece, Sample
 from verl.server.schemas import ChatRequest
 from verl.server.service import Job, Service
-from verl.tools.parsers import CLOSE, MAX_CALLS, OPEN, BlockReader, FunctionCall, json_call
+from verl.server.tool_calls import Parts, call_reader
+from verl.tools.parsers import FunctionCall
 from verl.workers.rollout.base import TokenDelta
 
-
-class ToolCallReader:
-    """Finds the calls of the tools `names` in a text that comes in pieces, in linear time.
-
-    Calls of other tools, and those after the first `MAX_CALLS`, stay text.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = frozenset(names)
-        self._blocks = BlockReader(OPEN, CLOSE)
-        self._num_calls = 0
-
-    def add(self, text: str) -> list[str | FunctionCall]:
-        """What has become certain: text and calls in the order in which they were written."""
-        return [
-            part if isinstance(part, str) else self._call_or_text(part.body)
-            for part in self._blocks.add(text)
-        ]
-
-    def finish(self) -> str:
-        """A block that was never closed is text."""
-        rest = self._blocks.finish()
-        return rest if isinstance(rest, str) else OPEN + rest.body
-
-    def _call_or_text(self, body: str) -> str | FunctionCall:
-        call = json_call(body) if self._num_calls < MAX_CALLS else None
-        if call is None or call.name not in self._names or not call.is_valid:
-            return OPEN + body + CLOSE
-        self._num_calls += 1
-        return call
+CallId = Callable[[int, int], str]
+"""The id of a call, by the number of its sample and its own number there."""
 
 
 async def converse(service: Service, request: ChatRequest) -> Response:
@@ -77,6 +44,7 @@ async def converse(service: Service, request: ChatRequest) -> Response:
         request=request,
         prompts=[prompt_ids],
         media=media,
+        stop_token_ids=service.call_stop_ids if request.offered_tools else (),
         max_tokens=min(limits, default=None),
     )
     answer = ChatAnswer(service, request, job)
@@ -85,95 +53,56 @@ async def converse(service: Service, request: ChatRequest) -> Response:
     return Response((await answer.whole()).model_dump_json(), media_type="application/json")
 
 
+def random_call_id(sample: int, number: int) -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
 class ChatAnswer:
     """The choices of one request."""
 
-    def __init__(self, service: Service, request: ChatRequest, job: Job) -> None:
+    def __init__(
+        self,
+        service: Service,
+        request: ChatRequest,
+        job: Job,
+        *,
+        call_id: CallId = random_call_id,
+    ) -> None:
         self._service = service
         self._request = request
         self._job = job
-        self._samples = [Sample(service.encoder, request.stops) for _ in range(request.n)]
-        names = [tool.function.name for tool in request.offered_tools]
-        self._turns = [Turn(names) for _ in range(request.n)]
-        self._num_generated = 0
+        self._turns = [Turn(service, request, index, call_id) for index in range(request.n)]
 
     async def whole(self) -> ChatCompletion:
-        choices: list[ChatChoice] = []
         async with self._service.admission.admit(), self._service.run(self._job) as run:
             while (item := await run.next()) is not None:
-                choices.append(self._choice(item[1]))
-        choices.sort(key=lambda choice: choice.index)
+                await self._turns[item[1].sample].add(item[1])
+        return self.completion()
+
+    def completion(self) -> ChatCompletion:
+        """What has come so far."""
         return ChatCompletion(
             id=self._job.id,
             created=self._job.created,
             model=self._service.options.model,
-            choices=choices,
-            usage=self._job.usage(self._num_generated),
+            choices=[turn.choice() for turn in self._turns],
+            usage=self._job.usage(sum(len(turn.token_ids) for turn in self._turns)),
             prompt_token_ids=self._job.prompts[0] if self._request.return_token_ids else None,
         )
 
-    async def events(self) -> AsyncIterator[ChatChunk]:
-        has_begun: set[int] = set()
+    async def events(self) -> AsyncGenerator[ChatChunk, None]:
+        is_first = True
         async with self._service.admission.admit(), self._service.run(self._job) as run:
             while (item := await run.next()) is not None:
-                delta = item[1]
-                chunk = self._chunk(
-                    [self._chunk_choice(delta, is_first=delta.sample not in has_begun)]
-                )
-                if self._request.return_token_ids and not has_begun:
+                chunk = self._chunk([await self._turns[item[1].sample].add(item[1])])
+                if self._request.return_token_ids and is_first:
                     chunk.prompt_token_ids = self._job.prompts[0]
-                has_begun.add(delta.sample)
+                is_first = False
                 yield chunk
         if self._request.reports_usage:
             last = self._chunk([])
-            last.usage = self._job.usage(self._num_generated)
+            last.usage = self.completion().usage
             yield last
-
-    def _choice(self, delta: TokenDelta) -> ChatChoice:
-        piece, found = self._read(delta)
-        turn = self._turns[delta.sample]
-        text = "".join(part for part in found if isinstance(part, str))
-        calls = [part for part in found if isinstance(part, FunctionCall)]
-        message = ChatMessage(content=text)
-        if calls:
-            message.content = text if text.strip() else None
-            message.tool_calls = [tool_call(call) for call in calls]
-        choice = ChatChoice(
-            index=delta.sample, message=message, finish_reason=turn.finish_reason(piece) or "abort"
-        )
-        self._add_tokens(choice, delta.sample, piece)
-        return choice
-
-    def _chunk_choice(self, delta: TokenDelta, *, is_first: bool) -> ChatChunkChoice:
-        turn = self._turns[delta.sample]
-        num_calls = turn.num_calls
-        piece, found = self._read(delta)
-        text = "".join(part for part in found if isinstance(part, str))
-        calls = [part for part in found if isinstance(part, FunctionCall)]
-        content = ChatDelta(content=text or None)
-        if is_first:
-            content = ChatDelta(role="assistant", content=text)
-        if calls:
-            content.tool_calls = [
-                ToolCallDelta(index=num_calls + index, **tool_call(call).model_dump())
-                for index, call in enumerate(calls)
-            ]
-        choice = ChatChunkChoice(
-            index=delta.sample, delta=content, finish_reason=turn.finish_reason(piece)
-        )
-        self._add_tokens(choice, delta.sample, piece)
-        return choice
-
-    def _read(self, delta: TokenDelta) -> tuple[Piece, list[str | FunctionCall]]:
-        piece = self._samples[delta.sample].add(delta)
-        self._num_generated += len(piece.token_ids)
-        return piece, self._turns[delta.sample].read(piece)
-
-    def _add_tokens(self, choice: ChatChoice | ChatChunkChoice, index: int, piece: Piece) -> None:
-        if self._request.logprobs:
-            choice.logprobs = self._samples[index].chat_logprobs(piece)
-        if self._request.return_token_ids:
-            choice.token_ids = list(piece.token_ids)
 
     def _chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatChunk:
         return ChatChunk(
@@ -185,55 +114,74 @@ class ChatAnswer:
 
 
 class Turn:
-    """What the assistant says and calls in one sample."""
+    """One sample of an answer: what the assistant says and calls, and the tokens of both."""
 
-    def __init__(self, tool_names: Collection[str]) -> None:
-        self._reader = ToolCallReader(tool_names) if tool_names else None
-        self.num_calls = 0
+    def __init__(self, service: Service, request: ChatRequest, index: int, call_id: CallId) -> None:
+        parser = service.call_parser if request.offered_tools else None
+        decode = None if parser is None else parser.decode
+        self._sample = Sample(service.encoder, request.stops, decode)
+        self._reader = None if parser is None else call_reader(parser, request)
+        self._request = request
+        self._index = index
+        self._call_id = call_id
+        self._has_begun = False
+        self._texts: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._log_probs: list[ChatLogprob] = []
+        self._finish_reason: FinishReason | None = None
+        self.token_ids: list[int] = []
 
-    def read(self, piece: Piece) -> list[str | FunctionCall]:
-        if self._reader is None:
-            return [piece.text]
-        found = self._reader.add(piece.text)
-        if piece.finish_reason is not None:
-            found.append(self._reader.finish())
-        self.num_calls += sum(isinstance(part, FunctionCall) for part in found)
-        return found
-
-    def finish_reason(self, piece: Piece) -> FinishReason | None:
-        """A turn that ended by itself and called a tool waits for the tool."""
-        return (
-            "tool_calls"
-            if piece.finish_reason == "stop" and self.num_calls
-            else piece.finish_reason
-        )
-
-
-def tool_call(call: FunctionCall) -> ToolCall:
-    function = CalledFunction(name=call.name, arguments=call.arguments)
-    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=function)
-
-
-def chunks_of(completion: ChatCompletion, *, reports_usage: bool) -> list[ChatChunk]:
-    """An answer that is whole already, as the events of a stream."""
-    deltas: list[ChatChunkChoice] = []
-    for choice in completion.choices:
-        message, index = choice.message, choice.index
+    async def add(self, delta: TokenDelta) -> ChatChunkChoice:
+        """Take in what has come; what a client is told of it."""
+        piece = self._sample.add(delta)
+        parts: Parts = [piece.text] if self._reader is None else await self._reader.add(piece)
+        text = "".join(part for part in parts if isinstance(part, str))
         calls = [
-            ToolCallDelta(index=number, **call.model_dump())
-            for number, call in enumerate(message.tool_calls or ())
+            ToolCallDelta(
+                index=number,
+                id=self._call_id(self._index, number),
+                function=CalledFunction(name=call.name, arguments=call.arguments),
+            )
+            for number, call in enumerate(
+                (part for part in parts if isinstance(part, FunctionCall)), len(self._calls)
+            )
         ]
-        opening = ChatDelta(role="assistant", content=message.content or "")
-        deltas.append(ChatChunkChoice(index=index, delta=opening, logprobs=choice.logprobs))
-        deltas[-1].token_ids = choice.token_ids
-        deltas += [
-            ChatChunkChoice(index=index, delta=ChatDelta(tool_calls=[call])) for call in calls
-        ]
-        end = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=choice.finish_reason)
-        deltas.append(end)
-    head = {"id": completion.id, "created": completion.created, "model": completion.model}
-    chunks = [ChatChunk(**head, choices=[delta]) for delta in deltas]
-    chunks[0].prompt_token_ids = completion.prompt_token_ids
-    if reports_usage:
-        chunks.append(ChatChunk(**head, choices=[], usage=completion.usage))
-    return chunks
+        self._texts.append(text)
+        self._calls += [ToolCall(id=call.id, function=call.function) for call in calls]
+        content = ChatDelta(content=text or None)
+        if not self._has_begun:
+            content = ChatDelta(role="assistant", content=text)
+            self._has_begun = True
+        if calls:
+            content.tool_calls = calls
+        choice = ChatChunkChoice(index=self._index, delta=content)
+        self._add_tokens(choice, piece)
+        return choice
+
+    def _add_tokens(self, choice: ChatChunkChoice, piece: Piece) -> None:
+        self.token_ids += piece.token_ids
+        if self._request.logprobs:
+            choice.logprobs = self._sample.chat_logprobs(piece)
+            self._log_probs += choice.logprobs.content
+        if self._request.return_token_ids:
+            choice.token_ids = list(piece.token_ids)
+        if piece.finish_reason is not None:  # a turn that ended by itself waits for its tools
+            is_waiting = piece.finish_reason == "stop" and self._calls
+            self._finish_reason = "tool_calls" if is_waiting else piece.finish_reason
+            choice.finish_reason = self._finish_reason
+
+    def choice(self) -> ChatChoice:
+        """All of it."""
+        text = "".join(self._texts)
+        message = ChatMessage(content=text)
+        if self._calls:
+            message.content = text if text.strip() else None
+            message.tool_calls = list(self._calls)
+        choice = ChatChoice(
+            index=self._index, message=message, finish_reason=self._finish_reason or "abort"
+        )
+        if self._request.logprobs:
+            choice.logprobs = ChatLogprobs(content=self._log_probs)
+        if self._request.return_token_ids:
+            choice.token_ids = self.token_ids
+        return choice

@@ -1,13 +1,12 @@
 """The APIs that the gateway speaks: each is a translation to a chat request, and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from verl.server.answers import ChatCompletion
-from verl.server.chat import chunks_of
+from verl.server.answers import ChatChunk, ChatCompletion
 from verl.server.errors import ApiError
-from verl.server.schemas import ChatRequest
 
 Remembered = dict[str, list[dict[str, Any]]]
 """Conversations of a session, by the id of the answer that they end with."""
@@ -22,13 +21,25 @@ class Call:
     remembered: Remembered = field(default_factory=dict)
 
 
+class Growing(Protocol):
+    """An answer as it is made."""
+
+    def chunks(self) -> AsyncGenerator[ChatChunk, None]: ...
+
+    def completion(self) -> ChatCompletion:
+        """What has come so far; after the first chunk."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """One API."""
 
     read: Callable[[dict[str, Any], Remembered], Call]
     whole: Callable[[Call, ChatCompletion], str]
-    events: Callable[[Call, ChatCompletion, ChatRequest], Sequence[Any]]
+    events: Callable[[Call, Growing], AsyncGenerator[Any, None]]
+    """What a stream consists of."""
+
     error: Callable[[ApiError], dict[str, Any]]
     has_named_events: bool = True
 
@@ -36,12 +47,30 @@ class Dialect:
 CHAT = Dialect(
     read=lambda body, remembered: Call(chat=body),
     whole=lambda call, completion: completion.model_dump_json(),
-    events=lambda call, completion, request: chunks_of(
-        completion, reports_usage=request.reports_usage
-    ),
+    events=lambda call, growing: growing.chunks(),
     error=lambda error: error.body(),
     has_named_events=False,
 )
+
+
+async def text_pieces(growing: Growing) -> AsyncGenerator[str, None]:
+    """The text of the only choice as it comes, after an empty piece for its beginning.
+
+    Blank text waits for words: before a call it is left out of the message.
+    """
+    held, has_begun, has_words = "", False, False
+    async with aclosing(growing.chunks()) as chunks:
+        async for chunk in chunks:
+            if not has_begun:
+                has_begun = True
+                yield ""
+            held += "".join(choice.delta.content or "" for choice in chunk.choices)
+            has_words = has_words or bool(held.strip())
+            if has_words and held:
+                yield held
+                held = ""
+    if held and not growing.completion().choices[0].message.tool_calls:
+        yield held
 
 
 def checked_list(value: Any, name: str) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ from verl.server.messages import MESSAGES
 from verl.server.options import ServerOptions
 from verl.server.responses import RESPONSES
 from verl.server.running import listening_socket, uvicorn_config
-from verl.server.session import HERMES, MODEL, Session, SessionService
+from verl.server.session import MODEL, Answering, Session, SessionService
 from verl.server.tree import Budget, ModelTurn, Tree
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Gateway:
         budget: Budget,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
-        call_format: str = HERMES,
+        call_format: str = "hermes",
         request_seconds: float = 3600.0,
     ) -> None:
         self.manager = manager
@@ -83,6 +83,7 @@ class Gateway:
         options = ServerOptions(
             model=MODEL,
             max_model_len=budget.prompt_length + budget.response_length,
+            tool_call_parser=call_format,
             token=self.token,
             max_running=4096,
             max_waiting=4096,
@@ -91,12 +92,7 @@ class Gateway:
             keep_alive_seconds=60.0,
         )
         self.service = SessionService(
-            manager,
-            tokenizer,
-            options,
-            budget,
-            template_kwargs=template_kwargs,
-            call_format=call_format,
+            manager, tokenizer, options, budget, template_kwargs=template_kwargs
         )
         self.sessions: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
@@ -208,15 +204,15 @@ class Gateway:
         call = dialect.read(await self.service.json(body), session.remembered)
         request, ignored = chat_form(call.chat, MODEL)
         self._tell(ignored)
-        completion, turns = await session.answer(request)
+        answering = Answering(session, request)
         headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
         if request.stream:
-            events = each(dialect.events(call, completion, request))
+            events = dialect.events(call, answering)
             response = EventStream(events, is_named=dialect.has_named_events, headers=headers)
         else:
-            text = dialect.whole(call, completion)
+            text = dialect.whole(call, await answering.whole())
             response = Response(text, media_type="application/json", headers=headers)
-        return Delivery(response, session.tree, turns)
+        return Delivery(response, session.tree, answering.turns)
 
     def _tell(self, ignored: Sequence[str]) -> None:
         decided = SAMPLING.intersection(ignored)
@@ -301,11 +297,6 @@ class Delivery:
             for turn in self._turns:
                 self._tree.abandon(turn)
             raise
-
-
-async def each(events: Sequence[Any]) -> AsyncIterator[Any]:
-    for event in events:
-        yield event
 
 
 _gateways: dict[AsyncLLMServerManager, Gateway] = {}

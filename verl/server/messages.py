@@ -6,15 +6,23 @@ Blocks of thinking that come back are dropped; images and documents are refused.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from pydantic_core import from_json
 
 from verl.server.answers import ChatCompletion
-from verl.server.dialects import Call, Dialect, Remembered, checked_list, texts_of
+from verl.server.dialects import (
+    Call,
+    Dialect,
+    Growing,
+    Remembered,
+    checked_list,
+    text_pieces,
+    texts_of,
+)
 from verl.server.errors import ApiError
-from verl.server.schemas import ChatRequest
 
 IGNORED = {
     "metadata",
@@ -123,27 +131,39 @@ def answer(call: Call, completion: ChatCompletion) -> dict[str, Any]:
     }
 
 
-def events(call: Call, completion: ChatCompletion, request: ChatRequest) -> list[dict[str, Any]]:
-    message = answer(call, completion)
-    start = {**message, "content": [], "stop_reason": None}
-    start["usage"] = {**message["usage"], "output_tokens": 0}
-    found: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+async def events(call: Call, growing: Growing) -> AsyncGenerator[dict[str, Any], None]:
+    """Text as it comes in the first block; calls, which come whole, in blocks after it."""
+    has_text = False
+    async with aclosing(text_pieces(growing)) as pieces:
+        async for text in pieces:
+            if not text:
+                start = answer(call, growing.completion())
+                usage = {**start["usage"], "output_tokens": 0}
+                message = {**start, "content": [], "stop_reason": None, "usage": usage}
+                yield {"type": "message_start", "message": message}
+                continue
+            if not has_text:
+                has_text = True
+                yield block_start(0, {"type": "text", "text": ""})
+            yield block_delta(0, {"type": "text_delta", "text": text})
+    message = answer(call, growing.completion())
     for index, block in enumerate(message["content"]):
-        if block["type"] == "text":
-            empty = {"type": "text", "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
-        else:
-            empty = {**block, "input": {}}
-            text = json.dumps(block["input"], ensure_ascii=False)
-            delta = {"type": "input_json_delta", "partial_json": text}
-        found += [
-            {"type": "content_block_start", "index": index, "content_block": empty},
-            {"type": "content_block_delta", "index": index, "delta": delta},
-            {"type": "content_block_stop", "index": index},
-        ]
+        if block["type"] == "tool_use":
+            yield block_start(index, {**block, "input": {}})
+            arguments = json.dumps(block["input"], ensure_ascii=False)
+            yield block_delta(index, {"type": "input_json_delta", "partial_json": arguments})
+        yield {"type": "content_block_stop", "index": index}
     end = {"stop_reason": message["stop_reason"], "stop_sequence": None}
-    found.append({"type": "message_delta", "delta": end, "usage": message["usage"]})
-    return [*found, {"type": "message_stop"}]
+    yield {"type": "message_delta", "delta": end, "usage": message["usage"]}
+    yield {"type": "message_stop"}
+
+
+def block_start(index: int, block: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def block_delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
 
 
 def error_answer(error: ApiError) -> dict[str, Any]:

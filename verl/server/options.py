@@ -21,6 +21,10 @@ class ServerOptions:
     vocabulary: int | None = None
     """Number of token ids that the model knows; None takes those that the tokenizer has."""
 
+    tool_call_parser: str = "hermes"
+    """How the model writes tool calls: a name of `docs/tool_formats.md` or of a registered parser.
+    """
+
     host: str = "127.0.0.1"
     """Address to listen on; the default is reachable from this machine only."""
 

@@ -7,13 +7,21 @@ from an answer of the same session. Items of reasoning that come back are droppe
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from verl.server.answers import ChatCompletion
-from verl.server.dialects import Call, Dialect, Remembered, checked_list, texts_of
+from verl.server.dialects import (
+    Call,
+    Dialect,
+    Growing,
+    Remembered,
+    checked_list,
+    text_pieces,
+    texts_of,
+)
 from verl.server.errors import ApiError
-from verl.server.schemas import ChatRequest
 
 IGNORED = {
     "metadata", "store", "include", "reasoning", "text", "truncation", "user", "service_tier",
@@ -120,7 +128,7 @@ def answer(call: Call, completion: ChatCompletion) -> dict[str, Any]:
         )
     is_cut = choice.finish_reason == "length"
     usage, body = completion.usage, call.body
-    response = {
+    return {
         "id": f"resp_{name}",
         "object": "response",
         "created_at": completion.created,
@@ -145,55 +153,100 @@ def answer(call: Call, completion: ChatCompletion) -> dict[str, Any]:
             "total_tokens": usage.total_tokens,
         },
     }
-    said = {"role": "assistant", "content": message.content}
+
+
+def remembered_answer(call: Call, completion: ChatCompletion) -> dict[str, Any]:
+    """The answer, which `previous_response_id` may name from now on."""
+    response, message = answer(call, completion), completion.choices[0].message
+    said: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.tool_calls:
         said["tool_calls"] = [made.model_dump() for made in message.tool_calls]
-    call.remembered[response["id"]] = [*body["messages"], said]
+    call.remembered[response["id"]] = [*call.body["messages"], said]
     if len(call.remembered) > MAX_REMEMBERED:
         del call.remembered[next(iter(call.remembered))]
     return response
 
 
-def events(call: Call, completion: ChatCompletion, request: ChatRequest) -> list[dict[str, Any]]:
-    response = answer(call, completion)
-    begun = {**response, "output": [], "status": "in_progress", "usage": None}
-    found: list[dict[str, Any]] = [
-        {"type": "response.created", "response": begun},
-        {"type": "response.in_progress", "response": begun},
-    ]
+async def events(call: Call, growing: Growing) -> AsyncGenerator[dict[str, Any], None]:
+    number = 0
+    async with aclosing(unnumbered_events(call, growing)) as found:
+        async for event in found:
+            yield {**event, "sequence_number": number}
+            number += 1
+
+
+async def unnumbered_events(call: Call, growing: Growing) -> AsyncGenerator[dict[str, Any], None]:
+    """Text as it comes in the first item; calls, which come whole, in items after it."""
+    name, num_pieces = "", 0
+    async with aclosing(text_pieces(growing)) as pieces:
+        async for text in pieces:
+            if not text:
+                response = answer(call, growing.completion())
+                begun = {**response, "output": [], "status": "in_progress", "usage": None}
+                name = response["id"].replace("resp_", "msg_")
+                yield {"type": "response.created", "response": begun}
+                yield {"type": "response.in_progress", "response": begun}
+                continue
+            if not num_pieces:
+                for event in message_start(name):
+                    yield event
+            num_pieces += 1
+            where = {"item_id": name, "output_index": 0, "content_index": 0}
+            yield {
+                "type": "response.output_text.delta", "delta": text, "logprobs": [], **where
+            }  # fmt: skip
+    response = remembered_answer(call, growing.completion())
     for index, item in enumerate(response["output"]):
-        where = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "message":
-            part = item["content"][0]
-            where["content_index"] = 0
-            inner = [
-                {"type": "response.content_part.added", "part": {**part, "text": ""}},
-                {"type": "response.output_text.delta", "delta": part["text"], "logprobs": []},
-                {"type": "response.output_text.done", "text": part["text"], "logprobs": []},
-                {"type": "response.content_part.done", "part": part},
-            ]
-            empty = {**item, "content": [], "status": "in_progress"}
-        else:
-            arguments = item["arguments"]
-            inner = [
-                {"type": "response.function_call_arguments.delta", "delta": arguments},
-                {
-                    "type": "response.function_call_arguments.done",
-                    "arguments": arguments,
-                    "name": item["name"],
-                },
-            ]
-            empty = {**item, "arguments": "", "status": "in_progress"}
-        added = {"type": "response.output_item.added", "output_index": index, "item": empty}
-        done = {"type": "response.output_item.done", "output_index": index, "item": item}
-        found += [added, *({**event, **where} for event in inner), done]
-    found.append({"type": f"response.{response['status']}", "response": response})
-    return [{**event, "sequence_number": number} for number, event in enumerate(found)]
+        if item["type"] == "message" and not num_pieces:  # it has no text
+            for event in message_start(name):
+                yield event
+        for event in item_end(item, index):
+            yield event
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+def message_start(name: str) -> list[dict[str, Any]]:
+    item = {"id": name, "type": "message", "role": "assistant", "content": []}
+    part = {"type": "output_text", "text": "", "annotations": []}
+    where = {"item_id": name, "output_index": 0, "content_index": 0}
+    return [
+        item_added(0, {**item, "status": "in_progress"}),
+        {"type": "response.content_part.added", "part": part, **where},
+    ]
+
+
+def item_added(index: int, item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "response.output_item.added", "output_index": index, "item": item}
+
+
+def item_end(item: dict[str, Any], index: int) -> list[dict[str, Any]]:
+    """What ends a message whose text has been sent, or a whole call."""
+    where = {"item_id": item["id"], "output_index": index}
+    done = {"type": "response.output_item.done", "output_index": index, "item": item}
+    if item["type"] == "message":
+        where, part = {**where, "content_index": 0}, item["content"][0]
+        text = {"text": part["text"], "logprobs": []}
+        return [
+            {"type": "response.output_text.done", **text, **where},
+            {"type": "response.content_part.done", "part": part, **where},
+            done,
+        ]
+    begun = {**item, "arguments": "", "status": "in_progress"}
+    arguments, name = item["arguments"], item["name"]
+    kind = "response.function_call_arguments"
+    return [
+        item_added(index, begun),
+        {"type": f"{kind}.delta", "delta": arguments, **where},
+        {"type": f"{kind}.done", "arguments": arguments, "name": name, **where},
+        done,
+    ]
 
 
 RESPONSES = Dialect(
     read=read,
-    whole=lambda call, completion: json.dumps(answer(call, completion), ensure_ascii=False),
+    whole=lambda call, completion: json.dumps(
+        remembered_answer(call, completion), ensure_ascii=False
+    ),
     events=events,
     error=lambda error: error.body(),
 )

@@ -139,13 +139,7 @@ class Run:
     async def _whole(self, prompt: int) -> AsyncGenerator[TokenDelta, None]:
         """One delta per sample, with all of its tokens."""
         for sample, output in enumerate(await self._fleet.generate(self._requests[prompt])):
-            yield TokenDelta(
-                sample=sample,
-                token_ids=tuple(output.token_ids),
-                log_probs=tuple(output.log_probs),
-                policy_versions=tuple(output.policy_versions),
-                stop_reason=output.stop_reason,
-            )
+            yield output.after(0, sample)
 
 
 def api_error(error: Exception, *, has_begun: bool) -> ApiError:

@@ -30,9 +30,12 @@ class Piece:
 class Sample:
     """Turns a sample's deltas into pieces."""
 
-    def __init__(self, encoder: Encoder, stops: tuple[str, ...]) -> None:
+    def __init__(
+        self, encoder: Encoder, stops: tuple[str, ...], decode: "Decode | None" = None
+    ) -> None:
+        """`decode` gives the text of ids; by default, the encoder's, without special tokens."""
         self._encoder = encoder
-        self._detokenizer = Detokenizer(encoder.decode)
+        self._detokenizer = Detokenizer(decode or encoder.decode)
         self._cutter = StopCutter(stops)
         self._measure = Detokenizer(encoder.decode)  # token by token, to find their offsets
         self._offset = 0

@@ -33,6 +33,7 @@ from verl.server.schemas import (
     SamplingRequest,
     parsed,
 )
+from verl.tools.parsers import ToolParser
 from verl.utils.dataset.media import MediaEncoder
 from verl.utils.media import Media
 from verl.workers.rollout.base import (
@@ -82,6 +83,10 @@ class Service:
             max_restarts=options.max_restarts,
             keep_sessions=True,
         )
+        self.call_parser = ToolParser.get_tool_parser(options.tool_call_parser, tokenizer)
+        self.call_stop_ids = tuple(self.call_parser.stop_token_ids)
+        """Tokens with which a turn ends that waits for a tool."""
+
         self.metrics = ServerMetrics(self.fleet)
         self.admission = Admission(options.max_running, options.max_waiting, self.metrics)
         self.created = int(time.time())
@@ -130,7 +135,7 @@ class Service:
             log_probs="raw",
             max_tokens=min(job.max_tokens or max_new_tokens, max_new_tokens),
             stop=request.stops,
-            stop_token_ids=tuple(request.stop_token_ids or ()),
+            stop_token_ids=(*(request.stop_token_ids or ()), *job.stop_token_ids),
             ignore_eos=request.ignore_eos,
             seed=request.seed,
         )
@@ -172,6 +177,9 @@ class Job:
 
     media: tuple[Media, ...] = ()
     """Images of the only prompt."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Further ids that end a sample, beside those of the request."""
 
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))

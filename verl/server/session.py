@@ -12,8 +12,9 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -21,8 +22,7 @@ from pydantic_core import from_json
 
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.server import answers
-from verl.server.chat import ChatAnswer, tool_call
-from verl.server.encoding import template_tool
+from verl.server.chat import ChatAnswer
 from verl.server.errors import ApiError
 from verl.server.forms import check_tool_replies
 from verl.server.options import ServerOptions
@@ -30,7 +30,6 @@ from verl.server.runs import Deltas, api_error
 from verl.server.schemas import MAX_VALUES, SMALL_BODY_BYTES, ChatRequest, check_size
 from verl.server.service import Job, Service
 from verl.server.tree import Budget, ModelTurn, Place, Tree, derived_seed, too_long
-from verl.tools.parsers import ToolParser
 from verl.utils.dataset.continuation import CannotContinue
 from verl.workers.rollout.base import EngineLostError, TokenDelta, TokenOutput
 
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 MODEL = "policy"
 """The name under which the model is served; any other name is taken too."""
 
-HERMES = "hermes"
 CLOSE_SECONDS = 30.0
 """Time for engines to abort the requests of a session that ends."""
 
@@ -113,6 +111,15 @@ class Session:
 
     async def answer(self, request: ChatRequest) -> tuple[answers.ChatCompletion, list[ModelTurn]]:
         """Sample the next turn of a conversation and record it."""
+        answering = Answering(self, request)
+        return await answering.whole(), answering.turns
+
+    @asynccontextmanager
+    async def recording(
+        self, request: ChatRequest, turns: list[ModelTurn]
+    ) -> AsyncIterator[ChatAnswer]:
+        """Place a request in the tree; what was sampled for it in the context is recorded at its
+        end, and added to `turns`."""
         if self.num_calls >= self._max_calls:
             message = f"the session has made {self.num_calls} calls; max_calls allows no more"
             raise ApiError(400, message, code="too_many_calls")
@@ -125,7 +132,10 @@ class Session:
         try:
             job = await self._job(request, places)
             start = time.perf_counter()
-            completion = await ChatAnswer(self._service, request, job).whole()
+            answer = ChatAnswer(
+                self._service, request, job, call_id=lambda n, call: call_id(places[n].path, call)
+            )
+            yield answer
             seconds = time.perf_counter() - start
         except BaseException as error:
             for one in places:
@@ -134,16 +144,12 @@ class Session:
             if isinstance(error, ApiError) and error.status >= 500:
                 self.fault = error.message
             raise
-        turns: list[ModelTurn] = []
-        for one, output, choice in zip(places, job.outputs, completion.choices, strict=True):
-            await self._service.read_calls(request, output, choice)
-            for number, made in enumerate(choice.message.tool_calls or ()):
-                made.id = call_id(one.path, number)
+        choices = answer.completion().choices
+        for one, output, choice in zip(places, job.outputs, choices, strict=True):
             turns.append(self.tree.record(one, output, choice.message, seconds))
         call.turns, call.ended = turns, self.num_calls
         self.num_calls += 1
         self.fault = None
-        return completion, turns
 
     def recorded(self) -> dict[str, Any]:
         """What was asked, as plain data; a message that many calls repeat is in it once."""
@@ -220,23 +226,29 @@ class Session:
             places=places,
         )
 
-    async def sample(self, job: TurnJob, place: Place) -> TokenOutput:
-        """One continuation, with the parameters of the training."""
+    async def sample(self, job: TurnJob, place: Place) -> AsyncGenerator[TokenDelta, None]:
+        """One continuation, with the parameters of the training; in one piece unless the client
+        wants a stream."""
         params = {
             **self._params,
             "max_tokens": job.max_tokens,
             "stop": (*(self._params.get("stop") or ()), *job.request.stops),
             "stop_token_ids": (
                 *(self._params.get("stop_token_ids") or ()),
-                *(self._service.stop_token_ids if job.request.offered_tools else ()),
+                *(self._service.call_stop_ids if job.request.offered_tools else ()),
             ),
         }
         seed = derived_seed(self._seed, place.path)
         if seed is not None:
             params["seed"] = seed
-        return await self._service.manager.generate(
-            self.tree.engine_session(place), prompt_ids=job.prompts[0], sampling_params=params
-        )
+        manager, name = self._service.manager, self.tree.engine_session(place)
+        asked = {"prompt_ids": job.prompts[0], "sampling_params": params}
+        if not job.request.stream:
+            yield (await manager.generate(name, **asked)).after(0)
+            return
+        async with aclosing(manager.stream(name, **asked)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def close(self) -> None:
         """End what still runs."""
@@ -249,35 +261,67 @@ class Session:
             self._service.manager.close_session(name)
 
 
+class Answering:
+    """One call of a program, as its answer is made."""
+
+    def __init__(self, session: Session, request: ChatRequest) -> None:
+        self.turns: list[ModelTurn] = []
+        """What was recorded; empty before."""
+
+        self._session = session
+        self._request = request
+        self._answer: ChatAnswer | None = None
+
+    async def whole(self) -> answers.ChatCompletion:
+        async with self._session.recording(self._request, self.turns) as answer:
+            return await answer.whole()
+
+    async def chunks(self) -> AsyncGenerator[answers.ChatChunk, None]:
+        """What ends a sample comes when all are recorded: only then can a client go on from it."""
+        ends: list[answers.ChatChunk] = []
+        async with (
+            self._session.recording(self._request, self.turns) as self._answer,
+            aclosing(self._answer.events()) as chunks,
+        ):
+            async for chunk in chunks:
+                if any(choice.finish_reason is None for choice in chunk.choices):
+                    yield chunk
+                else:
+                    ends.append(chunk)
+        for chunk in ends:
+            yield chunk
+
+    def completion(self) -> answers.ChatCompletion:
+        """What has come so far; after the first chunk."""
+        assert self._answer is not None
+        return self._answer.completion()
+
+
 class SampledDeltas:
-    """The samples of a turn as the chat route reads them: each a single delta."""
+    """The samples of a turn as the chat code reads them, all at once."""
 
     def __init__(self, job: TurnJob) -> None:
         self._job = job
-        self._left: list[TokenDelta] = []
+        self._arrived: asyncio.Queue[TokenDelta | Exception | None] = asyncio.Queue()
+        self._work: list[asyncio.Task[None]] = []
+        self._num_open = len(job.places)
 
     async def __aenter__(self) -> "SampledDeltas":
         job = self._job
+        job.outputs.extend(TokenOutput() for _ in job.places)
         start = job.session.context.run  # what is sampled belongs to the loop of the session
-        work = [start(asyncio.create_task, job.session.sample(job, place)) for place in job.places]
-        try:
-            job.outputs.extend(await asyncio.gather(*work))
-        except (EngineLostError, ValueError, RuntimeError) as error:
-            raise api_error(error, has_begun=False) from error
-        finally:
-            for task in work:
-                task.cancel()
-        self._left = [
-            TokenDelta(
-                sample=sample,
-                token_ids=tuple(output.token_ids),
-                log_probs=tuple(output.log_probs),
-                policy_versions=tuple(output.policy_versions),
-                stop_reason=output.stop_reason,
-            )
-            for sample, output in enumerate(job.outputs)
-        ][::-1]
+        self._work = [start(asyncio.create_task, self._sample(n)) for n in range(len(job.places))]
         return self
+
+    async def _sample(self, number: int) -> None:
+        job = self._job
+        try:
+            async with aclosing(job.session.sample(job, job.places[number])) as deltas:
+                async for delta in deltas:
+                    self._arrived.put_nowait(replace(delta, sample=number))
+            self._arrived.put_nowait(None)
+        except (EngineLostError, ValueError, RuntimeError) as error:
+            self._arrived.put_nowait(error)
 
     async def __aexit__(
         self,
@@ -285,10 +329,22 @@ class SampledDeltas:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._left.clear()
+        for task in self._work:
+            task.cancel()
+        await asyncio.wait(self._work, timeout=CLOSE_SECONDS)
 
     async def next(self) -> tuple[int, TokenDelta] | None:
-        return (0, self._left.pop()) if self._left else None
+        outputs = self._job.outputs
+        while self._num_open:
+            delta = await self._arrived.get()
+            if isinstance(delta, Exception):
+                has_begun = any(output.token_ids for output in outputs)
+                raise api_error(delta, has_begun=has_begun) from delta
+            if delta is not None:
+                outputs[delta.sample].add(delta)
+                return 0, delta
+            self._num_open -= 1
+        return None
 
 
 class SessionService(Service):
@@ -302,36 +358,12 @@ class SessionService(Service):
         budget: Budget,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
-        call_format: str = HERMES,
     ) -> None:
         super().__init__(
             (), tokenizer, options, fleet=manager.fleet, template_kwargs=template_kwargs
         )
         self.manager = manager
         self.budget = budget
-        self._call_parser: ToolParser | None = None
-        if call_format != HERMES:  # which the chat code reads itself
-            self._call_parser = ToolParser.get_tool_parser(call_format, tokenizer)
-        self.stop_token_ids = (
-            () if self._call_parser is None else tuple(self._call_parser.stop_token_ids)
-        )
-
-    async def read_calls(
-        self, request: ChatRequest, output: TokenOutput, choice: answers.ChatChoice
-    ) -> None:
-        """Find the calls of a turn in the model's own format; a turn with a call that is no call
-        of an offered tool stays text."""
-        if self._call_parser is None or not request.offered_tools:
-            return
-        tools = [template_tool(tool) for tool in request.offered_tools]
-        text, calls = await self._call_parser.extract_tool_calls(output.token_ids, tools)
-        names = {tool.function.name for tool in request.offered_tools}
-        if not calls or not all(call.is_valid and call.name in names for call in calls):
-            return
-        choice.message.content = text.strip() or None
-        choice.message.tool_calls = [tool_call(call) for call in calls]
-        if choice.finish_reason == "stop":
-            choice.finish_reason = "tool_calls"
 
     def run(self, job: Job) -> Deltas:
         assert isinstance(job, TurnJob)

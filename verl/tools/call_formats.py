@@ -267,6 +267,7 @@ class MistralToolParser(TextToolParser):
     of objects, `[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]`."""
 
     marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    openings = ("[TOOL_CALLS]",)
 
     def parse(self, text: str, schemas: Schemas) -> Parsed:
         outside, *parts = text.split("[TOOL_CALLS]", MAX_CALLS)
@@ -350,6 +351,7 @@ class GemmaToolParser(BlockToolParser):
     Python in a fence of `tool_code`: Gemma 3."""
 
     marks = ("<escape>",)
+    openings = ("<start_function_call>", "```")
     stop_tokens = ("<start_function_response>",)
     formats = (
         BlockFormat(

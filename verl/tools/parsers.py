@@ -5,7 +5,7 @@
 A call that cannot be read is a call all the same: its arguments are what the model wrote, so that
 `FunctionCall.parsed_arguments` fails with a sentence for the model. Only the calls after the first
 `MAX_CALLS` stay text. Every format is read in linear time, by searching for its marks. The formats
-themselves are in `verl/tools/call_formats.py`; `hermes`, which the server reads too, is here.
+themselves are in `verl/tools/call_formats.py`; `hermes`, the most common one, is here.
 """
 
 import inspect
@@ -75,6 +75,10 @@ class ToolParser(ABC):
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     """Tokens after which the model waits for the tool; where the tokenizer lacks one, nothing."""
 
+    openings: ClassVar[tuple[str, ...]] = ()
+    """Marks before the first of which a turn is text for certain. Without any, nothing is certain
+    before the turn has ended."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
@@ -92,6 +96,14 @@ class ToolParser(ABC):
 
         `tools` are the schemas that were offered; formats without types read arguments by them.
         """
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of these ids; of special tokens, only those of the format are in it."""
+        text = self.tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -137,10 +149,13 @@ class TextToolParser(ToolParser):
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: Tools | None = None
     ) -> Parsed:
-        ids = [i for i in responses_ids if i not in self._left_out]
+        return self.parse(self.decode(responses_ids), parameters_of(tools))
+
+    def decode(self, token_ids: list[int]) -> str:
+        ids = [i for i in token_ids if i not in self._left_out]
         text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
-        return self.parse(text, parameters_of(tools))
+        return text
 
     @abstractmethod
     def parse(self, text: str, schemas: "Schemas") -> Parsed:
@@ -295,6 +310,15 @@ class BlockToolParser(TextToolParser):
         super().__init_subclass__(**kwargs)
         for one in cls.formats:
             cls.marks = (*cls.marks, one.opening, one.closing, *one.around)
+        if cls.parse is BlockToolParser.parse:
+            marks = [mark for one in cls.formats for mark in (one.opening, *one.around)]
+            cls.openings = tuple(marks)
+
+    @property
+    def block_format(self) -> BlockFormat | None:
+        """The format of blocks that are all there is to read, so that each can be read alone."""
+        is_all = type(self).parse is BlockToolParser.parse and len(self.formats) == 1
+        return self.formats[0] if is_all and not self.formats[0].around else None
 
     def parse(self, text: str, schemas: Schemas) -> Parsed:
         calls: list[FunctionCall] = []

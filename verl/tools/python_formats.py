@@ -179,6 +179,8 @@ def fenced_calls(
 class CodeToolParser(TextToolParser):
     """A fence of Python is a call of the code tool."""
 
+    openings = ("```",)
+
     def parse(self, text: str, schemas: Schemas) -> Parsed:
         tool = code_call("", schemas).name
         return fenced_calls(

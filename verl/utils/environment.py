@@ -15,9 +15,11 @@ and spin briefly elsewhere. How threads wait changes no number. How many there a
 follows from the machine (the CPU quota of a container), never from its load.
 """
 
+import errno
 import logging
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -307,6 +309,51 @@ class BadData(EndsTheRun):
 
 class WentWrong(EndsTheRun):
     exit_code = 70
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+LEAST_ADDRESS_SPACE = 1536 << 20
+"""What the libraries of a run map at least: a two-layer model trains on a CPU in 1.8 GB."""
+
+OUT_OF_MEMORY = (
+    *("Cannot allocate memory", "failed to map segment", "not enough memory", "bad_alloc"),
+    *("can't start new thread", "can't allocate memory", "error return without exception set"),
+)
+"""How libraries say it that could not get memory for a file, a tensor or a stack."""
+
+
+def address_space() -> int | None:
+    """Bytes that this process may map (RLIMIT_AS, `ulimit -v`); None without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_address_space() -> None:
+    """Raise MemoryError where the libraries of a run cannot be loaded: without memory some of them
+    wait for ever, crash, or fail with errors that do not name it."""
+    limit = address_space()
+    if limit is not None and limit < LEAST_ADDRESS_SPACE:
+        raise MemoryError(
+            f"this process may map {limit >> 20} MiB of memory (RLIMIT_AS, `ulimit -v`), and the "
+            f"libraries of a run need {LEAST_ADDRESS_SPACE >> 20} MiB: raise the limit, or limit "
+            "the memory that is used (a control group) instead"
+        )
+
+
+def memory_hint(error: BaseException) -> str | None:
+    """A sentence about memory, if the lack of it has led to an error that may not say so."""
+    cause: BaseException | None = error
+    while cause is not None:
+        is_plain = isinstance(cause, MemoryError) or (
+            isinstance(cause, OSError) and cause.errno == errno.ENOMEM
+        )
+        if is_plain or any(text in str(cause) for text in OUT_OF_MEMORY):
+            limit = address_space()
+            may = "" if limit is None else f"; it may map {limit >> 20} MiB (`ulimit -v`)"
+            return f"this process got no more memory{may}. {type(cause).__name__}: {cause}"
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 # ---- processors ----------------------------------------------------------------------------------

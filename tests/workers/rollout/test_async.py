@@ -12,7 +12,7 @@ import pytest
 
 from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import LIMITS, assert_nothing_is_left, build_engine, request
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.base import SamplingParams, TokenOutput
 
 ROOMY = replace(LIMITS, max_response_tokens=64)
 
@@ -79,6 +79,46 @@ async def test_a_coroutine_never_waits_for_a_step(model):
     assert slow.num_steps == 0
     slow.allow(100)
     assert [len(output.token_ids) for (output,) in await asyncio.gather(*tasks)] == [16] * 3
+
+
+async def test_a_stream_gives_tokens_between_steps_and_all_of_them_in_the_end(model):
+    params = SamplingParams(seed=4, max_tokens=40, ignore_eos=True)
+    wanted = request([5, 6], params, "streamed", num_samples=2)
+    (expected,) = build_engine(model, limits=ROOMY).generate_batch([wanted])
+    engine = build_engine(model, limits=ROOMY)
+    slow = Slow(engine)
+    outputs, num_deltas = [TokenOutput(), TokenOutput()], 0
+    slow.allow(1)
+    async for delta in engine.stream(wanted):
+        outputs[delta.sample].add(delta)
+        num_deltas += 1
+        slow.allow(1)  # no step is made before the tokens of the last one are here
+    assert ids(outputs) == ids(expected)
+    assert [output.log_probs for output in outputs] == [output.log_probs for output in expected]
+    assert [output.policy_versions for output in outputs] == [[0] * 40] * 2
+    assert num_deltas > 2
+    assert_nothing_is_left(engine)
+
+
+async def test_a_stream_that_is_left_ends_its_request(model):
+    engine = build_engine(model, limits=ROOMY)
+    params = SamplingParams(seed=4, max_tokens=60, ignore_eos=True)
+    stream = engine.stream(request([5, 6], params, "left"))
+    await anext(stream)
+    await stream.aclose()
+    await engine.generate(request([5, 6], SamplingParams(seed=4, max_tokens=1), "next"))
+    assert_nothing_is_left(engine)
+
+
+async def test_a_stream_is_told_when_a_step_fails(model):
+    engine = build_engine(model, limits=ROOMY)
+
+    def fail():
+        raise RuntimeError("broken")
+
+    engine.core.step = fail
+    with pytest.raises(RuntimeError, match="was lost"):
+        await anext(engine.stream(request([5], SamplingParams(max_tokens=4), "doomed")))
 
 
 def test_an_event_loop_that_is_blocked_does_not_stop_decoding(model):

@@ -50,18 +50,23 @@ def run_rank(connection: socket.socket) -> None:
     if setup.preparation is not None:
         import_main_module(setup.preparation)
     line.send(first.number, json.dumps(asdict(announce())).encode())
-    Rank(line).serve()
+    Rank(line, first.number).serve()
 
 
 class Rank:
-    """The worker object and the loop around it."""
+    """The worker object and the loop around it. `number` is that of the last frame that came."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, number: int) -> None:
         self.line = line
+        self.number = number
         self.worker: Any = None
 
     def serve(self) -> None:
+        """Run each call once: one that is doubled, left out or late breaks the line."""
         while (call := self.line.receive()) is not None and call.body:
+            self.number += 1
+            if call.number != self.number:
+                raise BrokenLineError(f"call {call.number} came in the place of {self.number}")
             request = Request.of(call.body)
             payloads = [self.payload(call.number) for _ in range(request.num_payloads)]
             with forks_end_here():

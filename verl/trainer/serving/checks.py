@@ -15,6 +15,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 READS = (
     *(f"{ROLLOUT}.{name}" for name in READ_BY_ENGINES),
+    f"{ROLLOUT}.multi_turn.format",
     *(f"actor_rollout_ref.model.{name}" for name in ("path", "use_shm")),
     *(f"actor_rollout_ref.model.{name}" for name in ("external_lib", "trust_remote_code")),
     *(f"data.{name}" for name in ("output_path", "chat_template", "apply_chat_template_kwargs")),

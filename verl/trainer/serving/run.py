@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.config.faults import ConfigError, Fault
 from verl.config.ppo import PPOConfig
 from verl.server import RunningServer, ServerOptions, serve
+from verl.tools.parsers import tool_parsers
 from verl.trainer.generation.engines import start_processes
 from verl.trainer.serving.answers import RowClient, answer_rows, prompt_ids, write
 from verl.utils.dataset.prompts import set_chat_template
@@ -48,6 +49,7 @@ def serve_model(config: PPOConfig, *, is_dtype_chosen: bool) -> None:
         )
         raise ConfigError([Fault(text, ("actor_rollout_ref.model.path",))]) from error
     set_chat_template(tokenizer, config.data.chat_template)
+    check_call_format(config.actor_rollout_ref.rollout.multi_turn.format)
     output = config.data.output_path
     prompts = [] if output is None else prompt_ids(config, tokenizer)  # before anything starts
     asked_to_end = threading.Event()
@@ -62,6 +64,15 @@ def serve_model(config: PPOConfig, *, is_dtype_chosen: bool) -> None:
         else:
             responses = answer_rows(RowClient(server, config, asked_to_end), prompts)
             write(config, Path(output).expanduser(), responses)
+
+
+def check_call_format(name: str) -> None:
+    """Before engines start: parsers may be registered by `model.external_lib`."""
+    try:
+        tool_parsers[name]
+    except ValueError as error:
+        key = "actor_rollout_ref.rollout.multi_turn.format"
+        raise ConfigError([Fault(str(error), (key,))]) from error
 
 
 @contextmanager
@@ -117,6 +128,7 @@ def server_options(config: PPOConfig, engines: list[EngineProcess]) -> ServerOpt
         max_model_len=min(engine.facts.max_model_len for engine in engines),
         host=rollout.server.host,
         port=rollout.server.port,
+        tool_call_parser=rollout.multi_turn.format,
         allowed_local_media_path=rollout.server.allowed_local_media_path,
         max_images=16 if rollout.limit_images is None else rollout.limit_images,
         max_running=rollout.max_num_seqs * len(engines),

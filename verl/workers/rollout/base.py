@@ -130,6 +130,27 @@ class TokenOutput:
     """Times its keys and values were computed again: the weights changed while it ran, or their
     memory was needed by who came before."""
 
+    def add(self, delta: "TokenDelta") -> None:
+        """Take in what has come of it."""
+        self.token_ids += delta.token_ids
+        self.log_probs += delta.log_probs
+        self.policy_versions += delta.policy_versions
+        self.stop_reason = delta.stop_reason
+        self.num_preempted = delta.num_preempted
+        self.routed_experts = delta.routed_experts
+
+    def after(self, num_tokens: int, sample: int = 0) -> "TokenDelta":
+        """All of it but the first tokens, as a delta of that sample."""
+        return TokenDelta(
+            sample=sample,
+            token_ids=tuple(self.token_ids[num_tokens:]),
+            log_probs=tuple(self.log_probs[num_tokens:]),
+            policy_versions=tuple(self.policy_versions[num_tokens:]),
+            stop_reason=self.stop_reason,
+            num_preempted=self.num_preempted,
+            routed_experts=self.routed_experts,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
@@ -167,6 +188,9 @@ class TokenDelta:
     policy_versions: tuple[int, ...]
     stop_reason: str = ""
     """Set in the last delta of the sample, as in `TokenOutput`; empty before."""
+
+    num_preempted: int = 0
+    """So far, as in `TokenOutput`."""
 
     routed_experts: np.ndarray | None = None
     """Those of the whole sample, in its last delta, where the engine records them."""

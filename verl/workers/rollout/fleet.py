@@ -93,6 +93,11 @@ class Fleet:
         """Tokens that each engine may still have to compute."""
         return [slot.outstanding for slot in self.slots]
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether every engine delivers tokens while a request runs."""
+        return all(isinstance(slot.engine, StreamingRollout) for slot in self.slots)
+
     def engine_of(self, session_id: str) -> int | None:
         """Index of the engine that served the session last."""
         return self._engine_of.get(session_id)

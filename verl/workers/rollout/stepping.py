@@ -16,13 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from verl.utils.device import torch_module_of
-from verl.workers.rollout.base import GenerationRequest, OnEnd, TokenOutput
+from verl.workers.rollout.base import GenerationRequest, OnEnd, TokenDelta, TokenOutput
 
 JOIN_SECONDS = 5.0
 
@@ -35,8 +35,16 @@ TurnKey = asyncio.AbstractEventLoop | int
 class Submission:
     """A submitted request; `future` resolves when all its samples have ended."""
 
-    def __init__(self, request: GenerationRequest, on_end: OnEnd | None) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        on_end: OnEnd | None,
+        on_delta: Callable[[TokenDelta], None] | None = None,
+    ) -> None:
         self.request = request
+        self.on_delta = on_delta
+        """Told of the new tokens after each step, where somebody listens."""
+
         self.future: Future[list[TokenOutput]] = Future()
         self._on_end = on_end
         self._outputs: dict[int, TokenOutput] = {}
@@ -65,6 +73,32 @@ class Submission:
     def fail(self, error: BaseException) -> None:
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
+
+
+class DeltaFeed:
+    """Hands deltas from a thread to one coroutine of an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: deque[TokenDelta | None] = deque()
+        self._arrival: asyncio.Future[None] = loop.create_future()
+
+    def put(self, delta: TokenDelta | None) -> None:
+        """Called on the thread; None is the last."""
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._take, delta)
+
+    async def next(self) -> TokenDelta | None:
+        """None when there will be no more."""
+        while not self._arrived:
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        return self._arrived.popleft()
+
+    def _take(self, delta: TokenDelta | None) -> None:
+        self._arrived.append(delta)
+        if not self._arrival.done():
+            self._arrival.set_result(None)
 
 
 class EngineThread(Generic[Owner]):
@@ -137,9 +171,10 @@ class EngineThread(Generic[Owner]):
         on_end: OnEnd | None,
         add: Callable[[Owner, Submission], None],
         cancel: Callable[[Owner, Future[list[TokenOutput]]], None],
+        on_delta: Callable[[TokenDelta], None] | None = None,
     ) -> Future[list[TokenOutput]]:
         """Have `add` called with a request; and `cancel` with its future, if that is cancelled."""
-        submission = Submission(request, on_end)
+        submission = Submission(request, on_end, on_delta)
         if self._is_closed:
             submission.fail(RuntimeError("the engine was closed"))
             return submission.future

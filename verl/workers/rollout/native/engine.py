@@ -12,7 +12,8 @@ Ranks that hold one model together (`tp_group`) must make the same steps, so the
 used: `polling.SteppedPoller` and `generate_batch` step the core on the caller's thread.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
@@ -20,15 +21,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from verl.workers.rollout.base import GenerationRequest, OnEnd, Rollout, TokenOutput
+from verl.workers.rollout.base import (
+    GenerationRequest,
+    OnEnd,
+    StreamingRollout,
+    TokenDelta,
+    TokenOutput,
+)
 from verl.workers.rollout.native.core import EngineCore
-from verl.workers.rollout.native.sequence import EngineLimits, LostRequestError, RunningRequest
-from verl.workers.rollout.stepping import EngineThread, Submission
+from verl.workers.rollout.native.sequence import (
+    EngineLimits,
+    LostRequestError,
+    NewTokens,
+    RunningRequest,
+)
+from verl.workers.rollout.stepping import DeltaFeed, EngineThread, Submission
 
 __all__ = ["EngineLimits", "LostRequestError", "NativeEngine"]
 
 
-class NativeEngine(Rollout):
+class NativeEngine(StreamingRollout):
     """Continues prompts with `module`; the arguments are those of `EngineCore`."""
 
     def __init__(
@@ -63,6 +75,7 @@ class NativeEngine(Rollout):
         )
         self.limits = limits
         self._submissions: dict[RunningRequest, Submission] = {}
+        self._streams: dict[RunningRequest, NewTokens] = {}
         self._thread = EngineThread(
             self, NativeEngine._step, name="native engine", device=self.core.runner.device
         )
@@ -79,12 +92,33 @@ class NativeEngine(Rollout):
     def submit(
         self, request: GenerationRequest, on_end: OnEnd | None = None
     ) -> Future[list[TokenOutput]]:
+        return self._submit(request, on_end, None)
+
+    def _submit(
+        self,
+        request: GenerationRequest,
+        on_end: OnEnd | None,
+        on_delta: Callable[[TokenDelta], None] | None,
+    ) -> Future[list[TokenOutput]]:
         if self.is_sharded:
             raise RuntimeError(
                 "ranks that hold one model together step in lockstep: use generate_batch, or a "
                 "SteppedPoller on every rank"
             )
-        return self._thread.submit(request, on_end, NativeEngine._add, NativeEngine._cancel)
+        return self._thread.submit(
+            request, on_end, NativeEngine._add, NativeEngine._cancel, on_delta
+        )
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        feed = DeltaFeed(asyncio.get_running_loop())
+        future = self._submit(request, None, feed.put)
+        future.add_done_callback(lambda done: feed.put(None))
+        try:
+            while (delta := await feed.next()) is not None:
+                yield delta
+            future.result(timeout=0)  # it is done; an error is raised here
+        finally:
+            future.cancel()
 
     def together(self) -> AbstractContextManager[None]:
         return self._thread.together()
@@ -151,6 +185,8 @@ class NativeEngine(Rollout):
             submission.fail(refusal)
         else:
             self._submissions[running] = submission
+            if submission.on_delta is not None:
+                self._streams[running] = NewTokens(running)
 
     def _cancel(self, future: Future[list[TokenOutput]]) -> None:
         for running, submission in list(self._submissions.items()):
@@ -184,7 +220,13 @@ class NativeEngine(Rollout):
         return self.core.has_unfinished
 
     def _deliver(self) -> None:
-        """Tell of the samples that have ended, and resolve the futures of complete requests."""
+        """Tell of new tokens to who listens and of the samples that have ended, and resolve the
+        futures of complete requests."""
+        for running, new in list(self._streams.items()):
+            on_delta = self._submissions[running].on_delta
+            if on_delta is not None and running.error is None:
+                for delta in new.take():
+                    on_delta(delta)
         complete = []
         for sample in self.core.take_ended():
             running = sample.group.owner
@@ -193,11 +235,13 @@ class NativeEngine(Rollout):
                 submission.end(sample.index, sample.output)
                 if submission.is_complete:
                     complete.append(self._submissions.pop(running))
+                    self._streams.pop(running, None)
         for submission in complete:
             submission.resolve()
 
     def _fail_all(self, error: BaseException) -> None:
         submissions, self._submissions = self._submissions, {}
+        self._streams.clear()
         for running, submission in submissions.items():
             loss = running.loss(error)
             loss.__cause__ = error

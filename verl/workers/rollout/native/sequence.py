@@ -6,7 +6,7 @@ response ends with a stop token, at its longest, or with the token that complete
 only place where the engine looks at text.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from verl.utils.media import Media, identity_ids
 from verl.utils.scramble import GOLDEN, keyed_seed, scramble
-from verl.workers.rollout.base import GenerationRequest, TokenOutput
+from verl.workers.rollout.base import GenerationRequest, TokenDelta, TokenOutput
 
 if TYPE_CHECKING:  # engines in environments of their own read this file without transformers
     from torch import Tensor
@@ -218,6 +218,26 @@ class RunningRequest:
             f"request {self.request.request_id} was lost: a step of the engine failed "
             f"({error!r}); the engine has dropped all requests and can go on"
         )
+
+
+class NewTokens:
+    """What the samples of a request have got since it was last asked for."""
+
+    def __init__(self, running: RunningRequest) -> None:
+        self._running = running
+        self._num_taken = [0] * running.request.num_samples  # -1 once the end has been told
+
+    @property
+    def is_finished(self) -> bool:
+        return all(num_taken < 0 for num_taken in self._num_taken)
+
+    def take(self) -> Iterator[TokenDelta]:
+        for sample, output in enumerate(self._running.outputs):
+            taken = self._num_taken[sample]
+            if taken < 0 or (taken == len(output.token_ids) and not output.stop_reason):
+                continue
+            self._num_taken[sample] = -1 if output.stop_reason else len(output.token_ids)
+            yield output.after(taken, sample)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,10 +34,10 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.process.child import Child
 from verl.workers.rollout.process.hosted import EngineFacts
-from verl.workers.rollout.process.link import DeltaFeed, Link, Timeouts
+from verl.workers.rollout.process.link import Link, Timeouts
 from verl.workers.rollout.process.weights import CUDA_IPC, SHARED_MEMORY, TCP
 from verl.workers.rollout.process.wire import WireError
-from verl.workers.rollout.stepping import Submission
+from verl.workers.rollout.stepping import DeltaFeed, Submission
 from verl.workers.weight_sync import Published, WeightSender, WeightSyncError, send_weights
 from verl.workers.weight_sync.bucket import ChannelError, NoRoomError, WeightsNotReadyError
 from verl.workers.weight_sync.cuda_ipc import CudaIpcSender

@@ -10,13 +10,11 @@ resolves everything that is pending, if only with the loss of the process. A pro
 stays lost; `client` starts another one with a link of its own.
 """
 
-import asyncio
 import itertools
 import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import TimeoutError as StillWaiting  # another class before Python 3.11
@@ -76,11 +74,7 @@ class PendingRequest(PendingCall):
     def add(self, delta: TokenDelta) -> bool:
         """True when this was the last of all."""
         output = self._outputs[delta.sample]
-        output.token_ids += delta.token_ids
-        output.log_probs += delta.log_probs
-        output.policy_versions += delta.policy_versions
-        output.stop_reason = delta.stop_reason
-        output.routed_experts = delta.routed_experts
+        output.add(delta)
         is_finished = all(output.stop_reason for output in self._outputs)
         if self._on_delta is not None:
             self._on_delta(delta)
@@ -101,32 +95,6 @@ class PendingRequest(PendingCall):
     def _tell_end(self) -> None:
         if self._on_delta is not None:
             self._on_delta(None)
-
-
-class DeltaFeed:
-    """Hands deltas from the reading thread to one coroutine of an event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._arrived: deque[TokenDelta | None] = deque()
-        self._arrival: asyncio.Future[None] = loop.create_future()
-
-    def put(self, delta: TokenDelta | None) -> None:
-        """Called on the reading thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._take, delta)
-
-    async def next(self) -> TokenDelta | None:
-        """None when there will be no more."""
-        while not self._arrived:
-            self._arrival = self._loop.create_future()
-            await self._arrival
-        return self._arrived.popleft()
-
-    def _take(self, delta: TokenDelta | None) -> None:
-        self._arrived.append(delta)
-        if not self._arrival.done():
-            self._arrival.set_result(None)
 
 
 LOOK_SECONDS = 0.25

@@ -5,7 +5,7 @@ trainer's process: sampling depends on seeds and weights alone.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,12 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
 from verl.workers.rollout.native.cache import beside_weights
 from verl.workers.rollout.native.core import EngineCore
-from verl.workers.rollout.native.sequence import EngineLimits, RunningRequest, end_tokens
+from verl.workers.rollout.native.sequence import (
+    EngineLimits,
+    NewTokens,
+    RunningRequest,
+    end_tokens,
+)
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
 
 BUILD = "verl.workers.rollout.process.native:build"
@@ -90,20 +95,12 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
     return HostedNativeEngine(engine)
 
 
-@dataclass(kw_only=True)
-class _Running:
-    """A request and the number of tokens sent of each sample; -1 once its end has been sent."""
-
-    request: RunningRequest
-    num_sent: list[int]
-
-
 class HostedNativeEngine(HostedEngine):
     """Tells after each step what the engine's samples have got."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, tuple[RunningRequest, NewTokens]] = {}
 
     def facts(self) -> EngineFacts:
         limits = self.engine.limits
@@ -121,10 +118,10 @@ class HostedNativeEngine(HostedEngine):
     def submit(self, number: int, request: GenerationRequest) -> None:
         # Names of callers may repeat; with the number they do not, so each is aborted alone.
         added = self.engine.add(replace(request, request_id=f"{request.request_id}#{number}"))
-        self._running[number] = _Running(request=added, num_sent=[0] * request.num_samples)
+        self._running[number] = added, NewTokens(added)
 
     def abort(self, number: int) -> None:
-        self.engine.abort_groups(self._running[number].request.groups)
+        self.engine.abort_groups(self._running[number][0].groups)
 
     def has_work(self) -> bool:
         return bool(self._running)
@@ -143,11 +140,13 @@ class HostedNativeEngine(HostedEngine):
 
     def _deltas(self) -> list[tuple[int, TokenDelta]]:
         self.engine.take_ended()  # sent as deltas
-        return [
-            (number, delta)
-            for number, running in list(self._running.items())
-            for delta in self._new_tokens(number, running)
-        ]
+        deltas: list[tuple[int, TokenDelta]] = []
+        for number, (_, new) in list(self._running.items()):
+            # The host knows which version of the weights it has applied; this engine does not.
+            deltas += [(number, replace(delta, policy_versions=())) for delta in new.take()]
+            if new.is_finished:
+                del self._running[number]
+        return deltas
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         missing = {name for name, _ in self.engine.runner.module.named_parameters()}
@@ -179,20 +178,3 @@ class HostedNativeEngine(HostedEngine):
 
     def close(self) -> None:
         self._running.clear()
-
-    def _new_tokens(self, number: int, running: _Running) -> Iterable[TokenDelta]:
-        for sample, output in enumerate(running.request.outputs):
-            sent = running.num_sent[sample]
-            if sent < 0 or (sent == len(output.token_ids) and not output.stop_reason):
-                continue
-            running.num_sent[sample] = -1 if output.stop_reason else len(output.token_ids)
-            yield TokenDelta(
-                sample=sample,
-                token_ids=tuple(output.token_ids[sent:]),
-                log_probs=tuple(output.log_probs[sent:]),
-                policy_versions=(),
-                stop_reason=output.stop_reason,
-                routed_experts=output.routed_experts,
-            )
-        if all(sent < 0 for sent in running.num_sent):
-            del self._running[number]
