@@ -6,7 +6,9 @@ Per parameter, with b bytes in the compute dtype and W ranks that share the weig
     zero1          weights b, master copy and moments 12/W, gradients b
     FSDP           stored weights 4/W (2/W in bf16, then a master copy 4/W), moments 8/W,
                    gradients 4/W, and the gathered weights of two layers and the embedding
-    Megatron       weights b and gradients 4 over tensor x pipeline ranks, the optimizer over all
+    Megatron       weights b, gradients b, master copy and moments 12: dense parts over tensor x
+                   pipeline ranks, experts over expert x expert tensor x pipeline ranks; with the
+                   distributed optimizer the 12 are over all ranks
 
 Which of the two `fsdp_config.sharding=auto` takes is known where the device is; FSDP is shown.
 
@@ -42,6 +44,7 @@ from verl.trainer.plan.activations import (
     pass_bytes,
     prefill_bytes,
 )
+from verl.trainer.plan.megatron import megatron_layout
 from verl.trainer.plan.shape import ModelShape, shape_at
 from verl.trainer.plan.sync import SyncPlan, sync_plan
 
@@ -126,9 +129,10 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
     gathered = 0.0
     stays = role != "critic" and shares_weights(config)
     if not isinstance(engine, FSDPEngineConfig):
-        parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
-        weights, gradients = compute * params / parts, 4 * trained / parts
-        optimizer = 12 * trained / (ranks if engine.use_distributed_optimizer else parts)
+        held = megatron_params(config, role, shape, params)
+        weights, gradients = compute * held, compute * held
+        copies = ranks * held / params if engine.use_distributed_optimizer else 1
+        optimizer = 12 * held / copies
     elif ranks == 1 or engine.sharding == "zero1":
         master = 0 if compute == 4 and ranks == 1 else 4
         weights, gradients = compute * params, compute * trained
@@ -152,6 +156,16 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
         idle_weights=0.0 if engine.param_offload and not stays else weights,
         idle_optimizer=0.0 if engine.optimizer_offload else optimizer,
     )
+
+
+def megatron_params(config: Any, role: str, shape: ModelShape, params: int) -> float:
+    """Weights on one rank."""
+    name = "critic" if role == "critic" else "actor_rollout_ref"
+    layout = megatron_layout(config, name)
+    sparse = shape.layers - shape.dense_layers if shape.experts else 0
+    routed = sparse * shape.expert_params
+    dense = (params - routed) / (layout.tensor * layout.pipeline)
+    return dense + routed / (layout.expert * layout.expert_tensor * layout.pipeline)
 
 
 def trained_params(config: Any, role: str, shape: ModelShape, params: int) -> int:
@@ -185,8 +199,8 @@ def reference_bytes(config: Any, shape: ModelShape) -> float:
         return 0.0
     ranks = role_ranks(config, "actor_rollout_ref")
     if not isinstance(engine, FSDPEngineConfig):
-        parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
-        return compute_bytes(config, engine) * shape.params / parts
+        held = megatron_params(config, "actor_rollout_ref", shape, shape.params)
+        return compute_bytes(config, engine) * held
     whole = compute_bytes(config, engine) * shape.params
     if ranks == 1 or engine.sharding == "zero1":
         return whole

@@ -30,6 +30,7 @@ from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, 
 from verl.agent_loop.sessions import require_working_world
 from verl.algos.kl import get_kl_controller
 from verl.board.live import RunBoard
+from verl.board.prometheus import RunMetrics
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
@@ -84,8 +85,10 @@ from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromB
 from verl.utils.device import collecting_seldom, resolve_device, seed_everything
 from verl.utils.metric import reduce_metrics
 from verl.utils.reward_score import grading_fault
+from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.utils.scramble import keyed_seed
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+from verl.workers.rollout.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +231,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 self.rollouter.close_loops()
                 if self.rollouter.journal is not None:
                     self.rollouter.journal.files.close()
+                RolloutTraceConfig.reset()
         if "console" in trainer.logger:
             self._tell_outcome()
 
@@ -243,17 +247,28 @@ class TrainingRun(RunWorkers, RecipeMembers):
 
     def _run_board(self) -> RunBoard:
         trainer = self.config.trainer
+        settings = to_dict(self.config) if trainer.board else {}  # workers write into theirs
+        name = f"{trainer.project_name}/{trainer.experiment_name}"
+        folder = Path(trainer.default_local_dir).expanduser()
+        scraped = self.config.actor_rollout_ref.rollout.prometheus
+        metrics = RunMetrics(scraped, folder / "prometheus", name, self._fleet)
         return RunBoard(
-            Path(trainer.default_local_dir).expanduser(),
+            folder,
             self.tokenizer,
             is_on=trainer.board,
+            metrics=metrics if scraped.enable else None,
             facts=lambda: {
-                "name": f"{trainer.project_name}/{trainer.experiment_name}",
+                "name": name,
                 "total_steps": self.total_training_steps,
-                "settings": to_dict(self.config),
+                "settings": settings,
             },
             max_bytes=trainer.board_megabytes << 20,
         )
+
+    def _fleet(self) -> Fleet | None:
+        """The rollout engines, unless a manager of the user's has them."""
+        manager = self.async_rollout_manager
+        return manager.rollouter.servers.fleet if runs_own_loops(manager) else None
 
     def steps(self) -> Iterator[StepContext]:
         """The steps to come. Everything random in a step follows from its number."""
