@@ -34,7 +34,7 @@ from verl.config.correction import correction_of
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group
 from verl.trainer.ppo.context import StepBatch, StepContext
-from verl.trainer.ppo.session import as_prompts
+from verl.trainer.ppo.data import as_prompts
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.checkpoint.layout import make_folders
 from verl.utils.scramble import keyed_seed

@@ -14,17 +14,9 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.text import Text
 from torch.utils.data import Dataset, Sampler
 
-from verl.agent_loop.buffer import (
-    Buffer,
-    BufferPolicy,
-    DynamicSampling,
-    OnPolicy,
-    PreferredGroups,
-)
+from verl.agent_loop.buffer import Buffer
 from verl.agent_loop.journal import JOURNAL, JOURNAL_CONFIG, Journal
 from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
@@ -33,28 +25,22 @@ from verl.board.live import RunBoard
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
-from verl.config.trainer import TrainerConfig
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import (
-    RunProgress,
-    RunSummary,
-    StageClock,
-    Termination,
-    tracker_locks,
-)
-from verl.trainer.ppo.checkpointing import RunState
+from verl.trainer.common import RunProgress, RunSummary, StageClock, Termination
+from verl.trainer.ppo.checkpointing import RunState, run_locks
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (
     Collate,
     EndOfData,
     PromptLoader,
+    as_prompts,
+    buffer_policy,
     create_rl_dataset,
     create_rl_sampler,
-    prompts_per_draw,
     run_seed,
     train_loader,
     validation_loader,
@@ -74,7 +60,6 @@ from verl.trainer.ppo.validation import validate
 from verl.trainer.ppo.workers import RunWorkers, controller_of, runs_own_loops
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 from verl.utils.checkpoint.layout import (
-    LOCK,
     CheckpointError,
     CheckpointSaveError,
     CheckpointUploadError,
@@ -90,7 +75,6 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
-MADE_ANEW = ("dummy_tensor", "input_ids", "attention_mask", "position_ids")
 
 
 class TrainingRun(RunWorkers, RecipeMembers):
@@ -173,18 +157,18 @@ class TrainingRun(RunWorkers, RecipeMembers):
     ) -> None:
         """Make the loaders, and what they need where the caller did not pass it."""
         config, data = self.config, self.config.data
-        make = (data, self.tokenizer, self.processor)
         fault = grading_fault if grades_by_source(config) else None
+        make = partial(
+            create_rl_dataset,
+            data_config=data,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            grading_fault=fault,
+        )
         if train_dataset is None:
-            limit = data.train_max_samples
-            train_dataset = create_rl_dataset(
-                data.train_files, *make, max_samples=limit, grading_fault=fault
-            )
+            train_dataset = make(data.train_files, max_samples=data.train_max_samples)
         if val_dataset is None and data.val_files:
-            limit = data.val_max_samples
-            val_dataset = create_rl_dataset(
-                data.val_files, *make, False, max_samples=limit, grading_fault=fault
-            )
+            val_dataset = make(data.val_files, is_train=False, max_samples=data.val_max_samples)
         if train_sampler is None:
             train_sampler = create_rl_sampler(data, train_dataset)
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
@@ -229,17 +213,9 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 if self.rollouter.journal is not None:
                     self.rollouter.journal.files.close()
         if "console" in trainer.logger:
-            self._tell_outcome()
-
-    def _tell_outcome(self) -> None:
-        """The summary of the run, and where its results are."""
-        lines = self.summary.lines()
-        if not lines:
-            return
-        if self.last_saved_step:
-            folder = Path(self.config.trainer.default_local_dir).expanduser()
-            lines.append(f"checkpoint: {folder / f'global_step_{self.last_saved_step}'}")
-        Console().print(Text("\n".join(lines)), soft_wrap=True)
+            folder = Path(trainer.default_local_dir).expanduser()
+            saved = f"global_step_{self.last_saved_step}" if self.last_saved_step else ""
+            self.summary.show(folder / saved if saved else None)
 
     def _run_board(self) -> RunBoard:
         trainer = self.config.trainer
@@ -341,6 +317,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         if self._should_save(is_last):  # what the lines above have counted and learned is saved too
             with report.timed("save_checkpoint"):
                 refusal = self._save_if_possible()
+        report.merge(self.update_replicas())
         place = {"training/global_step": step.step, "training/epoch": self.train_dataloader.epoch}
         found = {} if batch is None else self._batch_metrics(batch, report)
         metrics = {**report.metrics, **validation, **place, **found, **warnings}
@@ -521,41 +498,3 @@ def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:
     if isinstance(config, PPOConfig):
         return config
     return load_config(config, PPOConfig, keeps_unknown=True).checked()
-
-
-def run_locks(trainer: TrainerConfig) -> dict[str, Path]:
-    """What a run locks, so that no other writes its files: a lock per option to change instead."""
-    folders = {
-        "trainer.default_local_dir": trainer.default_local_dir if trainer.save_freq > 0 else None,
-        "trainer.rollout_data_dir": trainer.rollout_data_dir,
-        "trainer.validation_data_dir": trainer.validation_data_dir,
-    }
-    locks = {option: Path(folder) / LOCK for option, folder in folders.items() if folder}
-    return locks | tracker_locks(trainer)
-
-
-def as_prompts(rows: dict[str, Any]) -> DataProto:
-    """A batch of rows, without the tensors that datasets still make and the rollout makes anew."""
-    return DataProto.from_single_dict({k: v for k, v in rows.items() if k not in MADE_ANEW})
-
-
-def buffer_policy(config: PPOConfig) -> BufferPolicy:
-    """Which groups a step trains on."""
-    data, chosen = config.data, config.algorithm.filter_groups
-    if data.filter_accuracy or data.filter_truncate:
-        bounds = (data.accuracy_lower_bound, data.accuracy_upper_bound)
-        return PreferredGroups(
-            data.train_batch_size,
-            prompts_per_draw(config),
-            accuracy_bounds=bounds if data.filter_accuracy else None,
-            max_response_tokens=data.max_response_length if data.filter_truncate else None,
-        )
-    if not chosen.enable:
-        return OnPolicy(data.train_batch_size)
-    assert chosen.metric is not None  # refused by validation
-    return DynamicSampling(
-        data.train_batch_size,
-        data.gen_batch_size,
-        chosen.metric,
-        chosen.max_num_gen_batches,
-    )

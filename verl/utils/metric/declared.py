@@ -267,6 +267,7 @@ SECTIONS = (
         ("rollout/tool_outcomes/<kind>", "count", SUM, "Tool calls that ended so."),
         ("rollout/fork_reasons/<reason>", "count", SUM, "Rows that sessions began anew, and why."),
         ("rollout/truncated_ratio", "ratio", MEAN, "Share of responses cut before they ended."),
+        ("rollout/num_engines", "count", MAX, "Engines in service; they may join and leave."),
         ("rollout/engine_restarts", "count", SUM, "Engines lost and started again."),
         ("rollout/redispatched", "count", SUM, "Samples requested again after an engine was lost."),
         ("rollout/kept_kv/kl", "nats", MEAN, "KL per token of kept keys and values from fresh."),
