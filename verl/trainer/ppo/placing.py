@@ -124,6 +124,10 @@ class Placer:
             self.pools.remove_pool(pool_name)
             raise
 
+    def start_beside(self, pool_name: str, role: str, spec: ClassWithInitArgs) -> Any:
+        """A further group on the devices of a pool, in processes of its own."""
+        return self._launch_together(pool_name, {role: spec})[role]
+
     def stop_further(self, pool_name: str) -> None:
         """End the processes of such a pool and give it back."""
         pool = self.pools.resource_pool_dict[pool_name]

@@ -21,6 +21,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl.agent_loop.manager import AgentLoopManager
 from verl.config.ppo import PPOConfig
@@ -68,7 +69,9 @@ class Replicas:
         self._file = Path(config.trainer.default_local_dir).expanduser() / FILE
         self._replicas: list[Replica] = []
         self._num_at_start = 0 if spec is None else len(self._fleet.engines)
-        self._num_wanted = self._num_at_start
+        self._num_wanted: int | None = None
+        """None until somebody asks."""
+
         self._can_start = True
         """False once a start has failed, until the number is written again."""
 
@@ -90,6 +93,8 @@ class Replicas:
 
     def want(self, num_engines: int) -> None:
         """Ask for so many engines, those of the start included; the file does the same."""
+        if self._spec is None:
+            raise ValueError("no engine has ranks of its own (actor_rollout_ref.hybrid_engine)")
         if num_engines < self._num_at_start:
             raise ValueError(
                 f"{num_engines} engines are asked for, but the {self._num_at_start} that the run "
@@ -98,9 +103,9 @@ class Replicas:
         self._num_wanted, self._can_start = num_engines, True
 
     def update(self) -> dict[str, float]:
-        """Let replicas join and leave, as many as are wanted; how many engines serve then."""
+        """Let replicas join and leave, once a number was asked for; how many engines serve then."""
         self._read_file()
-        if self._spec is None:
+        if self._num_wanted is None:
             return {}
         for replica in list(self._replicas):
             if not replica.is_serving and replica.started.done():
@@ -111,7 +116,7 @@ class Replicas:
         num_missing = self._num_wanted - self._num_at_start - len(staying)
         for _ in range(num_missing if self._can_start else 0):
             self._start()
-        for replica in reversed(staying[len(staying) + min(num_missing, 0) :]):
+        for replica in staying[len(staying) + min(num_missing, 0) :]:
             replica.is_leaving = True
         for replica in list(self._replicas):
             if replica.is_leaving:
@@ -134,8 +139,6 @@ class Replicas:
             return
         self._read, text = read, read[0]
         try:
-            if self._spec is None:
-                raise ValueError("no engine has ranks of its own (actor_rollout_ref.hybrid_engine)")
             self.want(int(text))
         except ValueError as error:
             logger.warning("%s says %r, which changes nothing: %s", self._file, text, error)
@@ -159,20 +162,16 @@ class Replicas:
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def _started(self, pool_name: str) -> RemoteRollout:
-        rollout, role = self._config.actor_rollout_ref.rollout, str(Role.Rollout)
+        role, size = str(Role.Rollout), ranks_per_engine(self._config.actor_rollout_ref.rollout)
         assert self._spec is not None
-        size = ranks_per_engine(rollout)
         group = self._placer.start_further(pool_name, [size], {role: self._spec})[role]
         try:
-            group.seed_rank(keyed_seed(self._seed, "ranks"))
-            group.init_model()
+            (engine,) = expendable_engines(group, self._config, self._seed)
             if self._is_closed:
                 raise RuntimeError("the run has ended")
         except BaseException:
             self._placer.stop_further(pool_name)
             raise
-        leads = has_own_process(rollout.name)
-        (engine,) = remote_rollouts(group, size, first_rank_leads=leads, is_expendable=True)
         return engine
 
     def _join(self, replica: Replica) -> None:
@@ -218,3 +217,13 @@ class Replicas:
             logger.warning("a rollout replica is lost and will be replaced: %s", error)
             return True
         return False
+
+
+def expendable_engines(group: Any, config: PPOConfig, seed: int) -> list[RemoteRollout]:
+    """Load the model on the ranks of a group; its engines, without which a run can go on."""
+    group.seed_rank(keyed_seed(seed, "ranks"))
+    group.init_model()
+    rollout = config.actor_rollout_ref.rollout
+    leads = has_own_process(rollout.name)
+    size = ranks_per_engine(rollout)
+    return remote_rollouts(group, size, first_rank_leads=leads, is_expendable=True)

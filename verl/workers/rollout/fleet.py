@@ -6,12 +6,10 @@
                  |                       at a time; the request is retried on any other engine
                  +-- no engine left ---> the request is held until one is back, or none can be
 
-Engines may join (`add`) and leave (`retire`) while others serve.
-
 Agent loops, the server and batch generation share this class. It may be called from any thread and
 any event loop: a lock guards the bookkeeping and is never held while an engine is called. A retried
 sample has the seed it had before; one that was reported through `on_end` is reported once. What was
-aborted is never retried.
+aborted is never retried. Engines may join (`add`) and leave (`retire`) meanwhile.
 """
 
 import asyncio
@@ -261,6 +259,8 @@ class Fleet:
             slot.is_leaving = True
             if not slot.num_running:
                 self.slots = [other for other in self.slots if other is not slot]
+                for name in [n for n, holder in self._slot_of.items() if holder is slot]:
+                    del self._slot_of[name]
             return not slot.num_running
 
     def close(self) -> None:

@@ -118,6 +118,11 @@ class SentWeights(Publisher):
             if self._check is not None:
                 self._check.add(compared)
 
+    def send_published(self, group: Any) -> None:
+        """Bring a group that gets no updates to the published weights, for a while."""
+        with self._one_transfer:
+            self._send_once([group], None, False, False, self._keeps)
+
     def leave(self, engine: RemoteRollout) -> None:
         """Send it no further update; after this its processes may end."""
         with self._one_transfer:
