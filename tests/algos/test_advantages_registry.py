@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.registries import restored
 from verl.algos.registry import (
     ADV_ESTIMATOR_REGISTRY,
     POLICY_LOSS_REGISTRY,
@@ -17,12 +18,8 @@ from verl.algos.registry import (
 @pytest.fixture
 def own_names():
     """Names under which a test may register; they are free again afterwards."""
-    tables = (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY)
-    before = [dict(table.items()) for table in tables]
-    yield
-    for table, entries in zip(tables, before, strict=True):
-        table.clear()
-        table.update(entries)
+    with restored(ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY):
+        yield
 
 
 def test_every_member_of_the_enum_is_registered_under_its_value():

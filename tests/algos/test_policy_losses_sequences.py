@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.registries import restored
 from verl.algos.policy_losses.sequences import (
     COUPLED,
     SEQUENCE_LOSSES,
@@ -243,8 +244,7 @@ def test_a_missing_reference_is_named():
 
 
 def test_a_users_loss_of_the_same_name_is_not_prepared():
-    before = dict(POLICY_LOSS_REGISTRY._entries), set(POLICY_LOSS_REGISTRY._built_in)
     assert [name for name in SEQUENCE_LOSSES if couples_prompts(actor(name))] == list(COUPLED)
-    register_policy_loss("dpo")(lambda **columns: (torch.tensor(0.0), {}))
-    assert not is_on_sequences(actor("dpo"))
-    POLICY_LOSS_REGISTRY._entries, POLICY_LOSS_REGISTRY._built_in = before
+    with restored(POLICY_LOSS_REGISTRY):
+        register_policy_loss("dpo")(lambda **columns: (torch.tensor(0.0), {}))
+        assert not is_on_sequences(actor("dpo"))

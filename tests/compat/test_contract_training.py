@@ -8,6 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.registries import restored
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -33,8 +34,7 @@ def second(): ...
 @pytest.mark.parametrize("name", ["ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"])
 def test_a_registry_behaves_as_a_dict(name):
     registry = vars(core_algos).get(name) or getattr(core_algos, name)
-    before = dict(registry.items())
-    try:
+    with restored(registry):
         registry.clear()
         assert len(registry) == 0
         registry.update({"a": first})
@@ -42,9 +42,6 @@ def test_a_registry_behaves_as_a_dict(name):
         assert "a" in registry
         assert len(registry) == 2
         assert registry["b"] is second
-    finally:
-        registry.clear()
-        registry.update(before)
 
 
 def test_the_estimators_are_those_of_the_registry_at_the_time_of_the_call(monkeypatch):

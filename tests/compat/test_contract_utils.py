@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.registries import restored
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.experimental.reward_loop.reward_manager import (
     NaiveRewardManager,
@@ -75,8 +76,7 @@ def test_the_sandbox_is_asked_once_per_case_through_its_name(monkeypatch):
 
 
 def test_the_registry_of_reward_managers_is_a_dict():
-    before = dict(REWARD_MANAGER_REGISTRY._entries), set(REWARD_MANAGER_REGISTRY._built_in)
-    try:
+    with restored(REWARD_MANAGER_REGISTRY):
         REWARD_MANAGER_REGISTRY.clear()
         REWARD_MANAGER_REGISTRY.update({"a": "plain text"})
         assert "a" in REWARD_MANAGER_REGISTRY
@@ -88,11 +88,6 @@ def test_the_registry_of_reward_managers_is_a_dict():
         assert get_reward_manager_cls("mine") is first
         with pytest.raises(ValueError, match="Unknown reward manager: nope"):
             get_reward_manager_cls("nope")
-    finally:
-        REWARD_MANAGER_REGISTRY._entries.update(before[0])
-        REWARD_MANAGER_REGISTRY._entries.pop("mine")
-        REWARD_MANAGER_REGISTRY._entries.pop("a")
-        REWARD_MANAGER_REGISTRY._built_in.update(before[1])
 
 
 def scores(data_source, solution_str, ground_truth, extra_info=None, **kwargs):

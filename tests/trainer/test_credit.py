@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.registries import restored
 from verl.algos.kl import AdaptiveKLController, FixedKLController
 from verl.algos.registry import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator, register_adv_est
 from verl.config.algorithm import AlgoConfig, PFPPOConfig
@@ -24,10 +25,8 @@ def make_batch(**columns):
 @pytest.fixture
 def own_estimators():
     """Names under which a test may register; they are free again afterwards."""
-    entries = dict(ADV_ESTIMATOR_REGISTRY.items())
-    yield
-    ADV_ESTIMATOR_REGISTRY.clear()
-    ADV_ESTIMATOR_REGISTRY.update(entries)
+    with restored(ADV_ESTIMATOR_REGISTRY):
+        yield
 
 
 # ---- compute_advantage

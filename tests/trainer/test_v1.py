@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.registries import restored
 from tests.toy import ROLLOUT, toy_run
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
@@ -56,10 +57,10 @@ def test_hooks_are_called_at_their_moments(base, options, toy, tmp_path):
 
 
 @pytest.fixture
-def registry(monkeypatch):
+def registry():
     """What a test registers is gone afterwards."""
-    monkeypatch.setattr(trainers.trainers, "_entries", dict(trainers.trainers._entries))
-    monkeypatch.setattr(trainers.trainers, "_built_in", set(trainers.trainers._built_in))
+    with restored(trainers.trainers):
+        yield
 
 
 def chosen(**values):
