@@ -30,6 +30,7 @@ from verl.single_controller.base.failures import WorkerDied
 from verl.trainer.ppo.placing import JOINED_POOL, Placer
 from verl.trainer.ppo.utils import Role
 from verl.utils.scramble import keyed_seed
+from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.factory import has_own_process, ranks_per_engine
 from verl.workers.rollout.fleet import Fleet
 from verl.workers.rollout.publish import Publisher, SentWeights
@@ -211,9 +212,10 @@ class Replicas:
 
     def _is_lost(self, replica: Replica) -> bool:
         """Whether its ranks have ended; an engine alone is restarted by its rank."""
+        engine = replica.started.result(timeout=0)
         try:
-            replica.started.result(timeout=0).group.rollout_is_alive()
-        except WorkerDied as error:
+            engine.is_alive()
+        except EngineLostError as error:
             logger.warning("a rollout replica is lost and will be replaced: %s", error)
             return True
         return False

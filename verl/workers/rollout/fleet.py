@@ -248,7 +248,7 @@ class Fleet:
     def add(self, engine: Rollout) -> None:
         """An engine with the weights of the others joins them."""
         with self._lock:
-            index = 1 + max(slot.index for slot in self.slots)
+            index = 1 + max((slot.index for slot in self.slots), default=-1)
             self.slots = [*self.slots, Slot(index, engine)]
         self._dispatch_held()
 
@@ -486,7 +486,7 @@ class Fleet:
         """The error of those who would wait for ever."""
         staying = [slot for slot in self.slots if not slot.is_leaving]
         failures = [slot.failure for slot in staying if slot.failure is not None]
-        if len(failures) < len(staying):
+        if len(failures) < max(1, len(staying)):
             return None
         error = EngineLostError(
             f"all {len(staying)} rollout engines are lost, and none could be restarted: "
