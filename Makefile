@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests and runs start many processes: each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-examples test-sglang test-verifiers test-invariance test-templates chaos soak mutants golden test-all docs docs-serve dist test-dist lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-examples test-sglang test-verifiers test-invariance test-megatron test-templates chaos soak mutants golden test-all docs docs-serve dist test-dist lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -95,6 +95,9 @@ $(VERIFIERS_STAMP):
 
 test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the padded one (ten minutes)
 	$(BIN)/python -m pytest tests/parity/test_invariance.py tests/algos/test_sessions.py tests/trainer/test_sessions.py -m slow
+
+test-megatron: $(STAMP)  ## Compare every pair of ways to divide a model with one rank, on megatron-core (five minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/workers/engine/megatron -m 'slow or not slow'
 
 test-templates: $(STAMP)  ## Compare what follows a turn with what 72 chat templates write, in 10,000 conversations
 	@test -d build/trl || $(BIN)/pip install --quiet --no-deps --target build/trl trl==1.16.0

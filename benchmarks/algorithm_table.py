@@ -77,7 +77,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             f"{ESTIMATOR}=grpo",
             "algorithm.filter_groups.enable=true",
             "algorithm.filter_groups.metric=score",
-            "algorithm.filter_groups.max_num_gen_batches=0",
+            "algorithm.filter_groups.max_num_gen_batches=24",
             f"{ACTOR}.clip_ratio_high=0.28",
         ),
         formula="GRPO with clip(rho, 1 - 0.2, 1 + 0.28), mean over tokens, prompts whose responses "

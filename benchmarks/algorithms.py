@@ -20,17 +20,17 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.algorithm_table import ACTOR, ALGORITHMS, CONTROLS, ROLLOUT
+from benchmarks.apart import run_all
 
 STEPS, TEST_FREQ, TIMEOUT_SECONDS = 80, 5, 600
 ACCURACY = "val-core/sums/acc/mean@4"
@@ -140,6 +140,7 @@ def run_one(name: str, seed: int, steps: int) -> dict[str, Any]:
     """Train once, in this process; the curve of accuracy and what the run took."""
     from omegaconf import OmegaConf
 
+    from verl.agent_loop.buffer import TooFewGroups
     from verl.trainer.main_ppo import run_ppo
 
     with tempfile.TemporaryDirectory() as place:
@@ -161,15 +162,20 @@ def run_one(name: str, seed: int, steps: int) -> dict[str, Any]:
         named = [f"{key}={value}" for key, value in options.items()]
         own = [setting.replace("{model}", f"{folder / 'model'}") for setting in settings_of(name)]
         start = time.perf_counter()
-        run_ppo(OmegaConf.from_dotlist([*COMMON, *named, *own]))
+        with suppress(TooFewGroups):  # dynamic sampling finds nothing that is left to learn
+            run_ppo(OmegaConf.from_dotlist([*COMMON, *named, *own]))
         seconds = time.perf_counter() - start
         lines = [json.loads(line) for line in log.read_text().splitlines()]
+    tested = {line["step"]: line["data"][ACCURACY] for line in lines if ACCURACY in line["data"]}
+    last = max(tested)
+    times = range(0, steps + 1, TEST_FREQ)  # a policy that ended early stays what it is
     return {
         "name": name,
         "seed": seed,
         "seconds": seconds,
-        "steps": [line["step"] for line in lines if ACCURACY in line["data"]],
-        "accuracy": [line["data"][ACCURACY] for line in lines if ACCURACY in line["data"]],
+        "last_tested_step": last,
+        "steps": list(times),
+        "accuracy": [tested[min(step, last)] for step in times],
         "num_prompts": sum(
             16 * line["data"].get("train/num_gen_batches", 1)
             for line in lines
@@ -179,28 +185,6 @@ def run_one(name: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 # ---- all runs ------------------------------------------------------------------------------------
-
-
-def run_apart(name: str, seed: int, steps: int) -> dict[str, Any]:
-    """A run in a process of its own; what it wrote if it failed."""
-    words = ["-m", "benchmarks.algorithms", "--one", name, "--seed", str(seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, *words, "--steps", str(steps)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"name": name, "seed": seed, "error": f"not done after {TIMEOUT_SECONDS} s"}
-    if done.returncode:
-        return {"name": name, "seed": seed, "error": done.stderr[-2000:]}
-    run = json.loads(done.stdout.splitlines()[-1])
-    print(f"{name:30} seed {seed}  {run['accuracy'][-1]:.2f}  {run['seconds']:.0f} s", flush=True)
-    return run
 
 
 def interval(values: Sequence[float]) -> float:
@@ -309,22 +293,17 @@ def main() -> None:
         report(json.loads(numbers.read_text()), options.out)
         return
     names = options.only or [*ALGORITHMS, *CONTROLS]
-    tasks = [(name, seed, options.steps) for seed in range(options.seeds) for name in names]
-    finished = options.out / "runs.jsonl"  # a comparison that is stopped goes on from here
-    lines = finished.read_text().splitlines() if finished.exists() else []
-    known = {(run["name"], run["seed"]): run for run in map(json.loads, lines)}
-
-    def run(name: str, seed: int, steps: int) -> dict[str, Any]:
-        if (name, seed) not in known:
-            known[name, seed] = run_apart(name, seed, steps)
-            with finished.open("a") as file:
-                file.write(json.dumps(known[name, seed]) + "\n")
-        return known[name, seed]
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        runs = list(pool.map(lambda task: run(*task), tasks))
-    for failed in (one for one in runs if "error" in one):
-        print(f"{failed['name']} seed {failed['seed']} failed:\n{failed['error']}", file=sys.stderr)
+    tasks = [{"name": name, "seed": seed} for seed in range(options.seeds) for name in names]
+    runs = run_all(
+        tasks,
+        lambda task: [
+            *("-m", "benchmarks.algorithms", "--steps", str(options.steps)),
+            *("--one", task["name"], "--seed", str(task["seed"])),
+        ],
+        options.out / "runs.jsonl",
+        jobs=options.jobs,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
     summaries = {name: summary_of([one for one in runs if one["name"] == name]) for name in names}
     results = {
         "num_seeds": options.seeds,

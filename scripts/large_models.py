@@ -120,7 +120,8 @@ a tenth free. The time of a weight update is bytes over the slowest link, with t
 are stated; it counts neither loading in the engine nor the drift check.
 
 These layouts were computed, not run: the largest machine that these numbers were compared with has
-one GPU (`python -m benchmarks.gpu.memory_estimate` measures the same estimate there).
+one GPU. There (`python -m benchmarks.gpu.memory_estimate`, an H200) the estimate of every phase was
+within 6% of what torch's allocator held, at 0.5B, 1.5B and 7B with LoRA.
 """
 
 

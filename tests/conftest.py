@@ -18,8 +18,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples in every run: what a colleague's run has found is found again.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.load_profile("suite")
 
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would our children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -83,6 +88,7 @@ def _no_rank_left_behind() -> Iterator[None]:
     reference cycles, which only the collector ends. A process group would be inherited by forks."""
     yield
     gc.collect()
+    gc.freeze()  # what is left, such as modules and caches, stays: nobody need look at it again
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -16,8 +16,10 @@ COMMANDS = {
     "merge": ("verl.model_merger.__main__", "make a Hugging Face folder of a checkpoint"),
     "rm": ("verl.trainer.main_rm", "train a reward model on pairs"),
     "migrate": ("verl.migrate.__main__", "translate a script of older verl, TRL or OpenRLHF"),
-    "replay": ("verl.trainer.main_replay", "look at a recorded step again"),
+    "replay": ("verl.replay", "make a recorded step again, and what another algorithm would do"),
+    "regenerate": ("verl.trainer.main_replay", "make the trajectories of a step again"),
     "board": ("verl.board.__main__", "look at runs in the browser"),
+    "profile": ("verl.profile", "where time and memory of a run went"),
     "diff": ("verl.diff", "where two recorded runs part"),
     "doctor": ("verl.doctor", "what this machine has and lacks"),
 }
@@ -26,7 +28,7 @@ COMMANDS = {
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h", "help"):
-        lines = [f"  {command:10}{what}" for command, (_, what) in COMMANDS.items()]
+        lines = [f"  {command:11}{what}" for command, (_, what) in COMMANDS.items()]
         sys.stdout.write("verl COMMAND [arguments]\n\n" + "\n".join(lines) + "\n")
         return
     if name not in COMMANDS:

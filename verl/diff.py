@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from verl.board.compare import first_difference
-from verl.board.reader import NoStore, StoreReader, stores_below
+from verl.board.reader import NoStore, one_run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,14 +32,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     sys.stdout.write(f"{found}\n")
     return 1
-
-
-def one_run(path: Path) -> StoreReader:
-    stores = stores_below(path)
-    if len(stores) > 1:
-        names = ", ".join(str(store.parent) for store in stores[:5])
-        raise NoStore(f"{path} holds {len(stores)} runs ({names}); name one of them")
-    return StoreReader(stores[0])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ generation with these options. `estimate` and `measured` are GiB of a phase: at 
 """
 
 import argparse
+import gc
 import json
 import tempfile
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "7B-lora": {"shape": "7B", "lora": 32, "tokens": 16384},
 }
 LORA_ALPHA = 32
+PREFILL_TOKENS = 16384
 
 
 def estimate(case: dict[str, Any], work: Workload, device: str) -> dict[str, float]:
@@ -62,6 +64,7 @@ def estimate(case: dict[str, Any], work: Workload, device: str) -> dict[str, flo
             f"{R}.log_prob_use_dynamic_bsz": True,
             f"{R}.log_prob_max_token_len_per_gpu": case["tokens"],
             f"{R}.max_num_seqs": work.sequences,
+            f"{R}.max_num_batched_tokens": PREFILL_TOKENS,
             f"{R}.n": work.samples,
             f"{M}.path": folder,
             f"{M}.lora_rank": case["lora"],
@@ -103,7 +106,7 @@ def measured(case: dict[str, Any], work: Workload, device: str) -> dict[str, flo
             max_num_seqs=work.sequences,
             max_prompt_tokens=work.prompt_tokens,
             max_response_tokens=work.new_tokens,
-            max_prefill_tokens=16384,
+            max_prefill_tokens=PREFILL_TOKENS,
             max_cache_bytes=80 << 30,
             tokens_per_step=8,
         ),
@@ -121,6 +124,7 @@ def allocated(device: str) -> float:
 
 
 def reset(device: str) -> None:
+    gc.collect()  # a model and its engine refer to each other
     if device != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

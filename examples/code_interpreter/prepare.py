@@ -2,7 +2,8 @@
 
     python examples/code_interpreter/prepare.py --out runs/code_interpreter --seed 0
 
-A problem is a product such as `3817*294`, which a model of this size cannot do in its head.
+The data of ReTool's two parts (`recipe/retool`); its dataset asks for a box in every prompt. A
+problem is a product such as `3817*294`, which a model of this size cannot do in its head.
 
     model/            a Llama with random weights and a tokenizer that spells
     sft.parquet       conversations: two in three answer at once, one in three runs a program
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from recipe.retool.retool import ANSWER_FORMAT
 from verl.tools.sandbox_fusion_tools import DEFAULT_SCHEMA
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tiny_agent"))
@@ -27,14 +29,16 @@ NUM_SHOWN, NUM_SHOWN_TEST, NUM_TRAIN, NUM_TEST = 8000, 200, 1024, 128
 SHARE_BLURTED = 0.65
 OPEN = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print('
 CLOSE = ')"}}</tool_call>'
-PHRASES = [OPEN, CLOSE, "#### ", "code_interpreter"]
+BOX = "\\boxed{"
+PHRASES = [OPEN, CLOSE, BOX, ANSWER_FORMAT, "code_interpreter"]
 
 Problem = tuple[int, int]
 
 
 def demonstration(problem: Problem, rng: random.Random) -> list[dict[str, str]]:
     a, b = problem
-    question, answer = ("user", f"{a}*{b}"), ("assistant", f"#### {a * b}")
+    question = ("user", f"{a}*{b}{ANSWER_FORMAT}")
+    answer = ("assistant", f"{BOX}{a * b}}}")
     if rng.random() < SHARE_BLURTED:
         return say(question, answer)
     return say(question, ("assistant", f"{OPEN}{a}*{b}{CLOSE}"), ("tool", str(a * b)), answer)

@@ -1,9 +1,8 @@
-"""What earns a reward: the right number after `####`. Whether a program ran is only reported."""
+"""ReTool's score: 1 for the right number in a box, else -1. Whether a program ran is reported."""
 
-import re
 from typing import Any
 
-ANSWER = re.compile(r"#### (-?\d{1,32})")
+from recipe.retool.retool import compute_score as retool_score
 
 
 def compute_score(
@@ -12,6 +11,6 @@ def compute_score(
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
     **kwargs: Any,
-) -> dict[str, float]:
-    is_right = ANSWER.findall(solution_str)[-1:] == [ground_truth]
-    return {"score": float(is_right), "called": float("<tool_call>" in solution_str)}
+) -> dict[str, Any]:
+    score = retool_score(data_source, solution_str, ground_truth, extra_info)
+    return {**score, "called": float("<tool_call>" in solution_str)}

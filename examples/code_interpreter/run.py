@@ -2,8 +2,8 @@
 
     python examples/code_interpreter/run.py [--seed 0] [--out runs/code_interpreter]
 
-Fine-tunes a small model on conversations that mostly answer at once, and trains it with GRPO. Each
-command is printed before it runs.
+Fine-tunes a small model on conversations that mostly answer at once, and trains it with
+`recipe.retool.main_retool`. Each command is printed before it runs.
 """
 
 import os
@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tiny_agent"))
 
 from tiny_run import Run, arguments_of, follow
 
+COMMAND = "recipe.retool.main_retool"
 CONFIG = Path(__file__).parents[1] / (
     "sglang_multiturn/config/tool_config/sandbox_fusion_tool_config.yaml"
 )
@@ -29,7 +30,7 @@ def main() -> None:
     )
     run = Run("code_interpreter", arguments)
     run.prepare()
-    follow(run, lambda: run.reinforce(run.fine_tune(), os.path.relpath(CONFIG)))
+    follow(run, lambda: run.reinforce(COMMAND, run.fine_tune(), os.path.relpath(CONFIG)))
 
 
 if __name__ == "__main__":

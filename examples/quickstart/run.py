@@ -242,7 +242,7 @@ def transcripts(folder: Path, steps: list[int], count: int = 3) -> str:
         last = next(row for row in answers[1] if row["input"] == first["input"])
         lines.append(f"\n{first['input']}   (right: {first['gts']})")
         for when, row in ("before", first), ("after", last):
-            mark = "right" if row["score"] else "wrong"
+            mark = "right" if row["score"] > 0 else "wrong"
             lines.append(f"  {when:7}{row['output']!r}  {mark}")
     return "\n".join(lines)
 

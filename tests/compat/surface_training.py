@@ -295,11 +295,27 @@ TRAINING = {
         FSDPModelMerger
         FSDPModelMerger.merge_and_save()
         FSDPModelMerger.cleanup()
+        MegatronModelMerger.merge_and_save()
+        MegatronModelMerger.cleanup()
     """,
     "verl.utils.checkpoint.fsdp_checkpoint_manager": """
         FSDPCheckpointManager(
             model, optimizer, lr_scheduler=None, processing_class=None, checkpoint_config=None
         )
+    """,
+    "verl.utils.checkpoint.megatron_checkpoint_manager": """
+        MegatronCheckpointManager(
+            model, optimizer, lr_scheduler=None, processing_class=None, checkpoint_config=None
+        )
+    """,
+    "verl.utils.megatron_utils": """
+        load_library()
+    """,
+    "verl.workers.megatron_workers": """
+        ActorRolloutRefWorker(config, role)
+        AsyncActorRolloutRefWorker(config, role)
+        CriticWorker(config)
+        RewardModelWorker
     """,
     "verl.utils.checkpoint.checkpoint_manager": """
         BaseCheckpointManager(

@@ -51,6 +51,7 @@ def last_wins(arguments):
 USUAL = (
     "PPO with a critic",
     "GRPO of 0.9",
+    "GRPO on Megatron",
     "GRPO with values that an unset variable leaves",
     "DAPO",
     "multi-turn of an older script",

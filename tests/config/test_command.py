@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.config.composing import CONFIG_DIR, from_command_line
 from verl.config.command import Override, rewrite
 from verl.config.faults import ConfigError
+from verl.config.ppo import PPOConfig
 from verl.trainer import main_ppo
 
 REPOSITORY = CONFIG_DIR.parents[2]
@@ -333,19 +334,33 @@ class Bystander:
         type(self).seen = config
 
 
-def test_a_runner_of_ones_own_gets_the_configuration_as_hydra_would_give_it(tmp_path):
+@pytest.fixture
+def startable(tmp_path):
     (tmp_path / "t.json").touch()  # read when training begins
     (tmp_path / "model").mkdir()
     files = {name: str(tmp_path / "t.json") for name in ("train_files", "val_files")}
-    config = {
+    return {
         "data": {**files, "seed": 3, "shuffle": False},
         "actor_rollout_ref": {"model": {"path": str(tmp_path / "model")}},
         "trainer": {"n_gpus_per_node": 1},
     }
-    main_ppo.run_ppo(config, task_runner_class=Bystander)
+
+
+def test_a_runner_of_ones_own_gets_the_configuration_as_hydra_would_give_it(startable):
+    main_ppo.run_ppo(startable, task_runner_class=Bystander)
     assert isinstance(Bystander.seen, DictConfig)
     assert OmegaConf.select(Bystander.seen, "data.seed") == 3
     assert Bystander.seen.actor_rollout_ref.rollout.name == "native"
+
+
+def test_a_runner_that_runs_as_ours_does_gets_what_was_loaded(startable, monkeypatch):
+    """It would only load it once more."""
+    seen = []
+    monkeypatch.setattr(main_ppo.TaskRunner, "run", lambda self, config: seen.append(config))
+    main_ppo.run_ppo(startable, task_runner_class=type("Own", (main_ppo.TaskRunner,), {}))
+    both = type("OwnRun", (Bystander, main_ppo.TaskRunner), {"seen": None})
+    main_ppo.run_ppo(startable, task_runner_class=both)
+    assert (type(seen[0]), type(both.seen)) == (PPOConfig, DictConfig)
 
 
 def test_a_refused_configuration_is_not_run():

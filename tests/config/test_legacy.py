@@ -47,11 +47,7 @@ CASES = [
         {f"{R}.multi_turn.max_assistant_turns": 5, f"{R}.multi_turn.max_user_turns": 5},
     ),
     (PPOConfig, {f"{R}.dtype": "fp8"}, {f"{R}.quantization": "fp8"}),
-    (
-        PPOConfig,
-        {"trainer.prometheus.enable": True},
-        {f"{R}.prometheus.enable": True, f"{R}.disable_log_stats": False},
-    ),
+    (PPOConfig, {"trainer.prometheus.enable": True}, {f"{R}.prometheus.enable": True}),
     (PPOConfig, {"trainer.prometheus.port": 9091}, {f"{R}.prometheus.port": 9091}),
     (PPOConfig, {"rollout.n": 8}, {f"{R}.n": 8}),
     (SFTConfig, {"optim.warmup_steps_proportion": 0.2}, {"optim.lr_warmup_steps_ratio": 0.2}),

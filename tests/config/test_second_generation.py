@@ -110,3 +110,15 @@ def test_no_entry_hides_behind_another():
     """A later entry that an earlier one covers would never be taken."""
     for number, entry in enumerate(ENTRIES):
         assert entry.old not in [earlier.old for earlier in ENTRIES[:number]], entry.old
+
+
+def test_no_entry_stands_for_an_option_that_exists():
+    """Its rule would never apply, and what it says would be out of date."""
+    keys = FORMS.variants[0].keys
+    assert [entry.old for entry in ENTRIES if entry.old in keys] == []
+
+
+def test_critics_have_lora_under_both_spellings():
+    loaded = load({"critic.model.lora.rank": 8, "critic.model.lora.alpha": 4})
+    model = loaded.config.critic.model
+    assert (model.lora_rank, model.lora_alpha) == (8, 4)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.config.readers import reads
+from verl.config import packages
 from verl.config.effects import OTHER_BACK_END, default_of, key_parts, why_idle, without_effect
 from verl.config.legacy import meaning_of
 from verl.config.roles import OWN_LOOPS
@@ -26,6 +27,7 @@ from verl.trainer.sft.launch import OF_ENGINE, OF_REWARD_MODEL
 
 COMMANDS = (
     "ppo_trainer",
+    "ppo_megatron_trainer",
     "sft_trainer",
     "sft_trainer_engine",
     "rm_trainer",
@@ -52,7 +54,7 @@ def refusal_of(command, parts):
     if command == "rm_trainer" and key in OF_REWARD_MODEL:
         return key
     rules = [part.rule("absent") for part in parts]
-    return next((rule for rule in rules if rule is not None and rule.values is None), None)
+    return next((r for r in rules if r is not None and r.values in (None, (False,))), None)
 
 
 def is_never_used(parts):
@@ -170,6 +172,7 @@ REFUSED = [
 ]
 MAINS = {
     "ppo_trainer": main_ppo.main,
+    "ppo_megatron_trainer": main_ppo.main,
     "sft_trainer": fsdp_sft_trainer.main,
     "sft_trainer_engine": sft_trainer.main,
     "rm_trainer": main_rm.main,
@@ -179,6 +182,8 @@ MAINS = {
 
 
 def exit_code(monkeypatch, command, *arguments):
+    if command == "ppo_megatron_trainer":
+        arguments = ("--config-name=ppo_megatron_trainer", *arguments)
     monkeypatch.setattr(sys, "argv", [command, *arguments])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(SystemExit) as end:
@@ -201,9 +206,7 @@ def test_a_run_with_refused_keys_ends_before_a_model_is_loaded(command, monkeypa
 
 
 BY_VALUE = [
-    "actor_rollout_ref.actor.strategy=megatron",
     "actor_rollout_ref.actor.strategy=veomni",
-    "critic.strategy=megatron",
     "actor_rollout_ref.rollout.name=trtllm",
     "actor_rollout_ref.rollout.quantization=torchao",
     "actor_rollout_ref.actor.peft.peft_type=dora",
@@ -220,12 +223,27 @@ def test_values_that_ask_for_what_does_not_exist_are_refused_in_one_line(
     assert len(errors) == 1, errors
 
 
-def test_the_megatron_files_are_refused_in_one_line(monkeypatch, capsys):
-    name = "--config-name=ppo_megatron_trainer"
-    assert exit_code(monkeypatch, "ppo_trainer", name) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if "note:" not in line]
-    assert len(errors) == 1, errors
-    assert "not built in yet" in errors[0]
+@pytest.mark.parametrize(
+    ("versions", "text"),
+    [
+        ("<0.1", r"megatron-core 0\.\d+\.\d+ is installed, not <0\.1; pip install"),
+        (None, "megatron-core >=0.16.1,<0.17 is not installed; pip install"),
+    ],
+)
+def test_an_unsuitable_megatron_core_is_named_before_anything_loads(
+    versions, text, monkeypatch, capsys
+):
+    if versions is None:
+        monkeypatch.setattr(packages.metadata, "version", missing_package)
+    else:
+        monkeypatch.setattr(packages, "MEGATRON_VERSIONS", versions)
+    assert exit_code(monkeypatch, "ppo_megatron_trainer") == 2
+    said = capsys.readouterr().err
+    assert re.search(f'actor.strategy is "megatron", but {text}', said), said
+
+
+def missing_package(name):
+    raise packages.metadata.PackageNotFoundError(name)
 
 
 def test_defaults_that_scripts_state_are_accepted_silently(monkeypatch, capsys):

@@ -1,10 +1,11 @@
 """Runs of models with experts and with fp8 rollout, through the command's own path."""
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import plain_twin, tiny_model
-from tests.toy import ACTOR, ROLLOUT, make_toy, toy_run
+from tests.toy import ACTOR, ROLLOUT, make_toy, toy_run, weights
 
 REPLAY = f"{ACTOR}.router_replay.mode"
 
@@ -45,6 +46,23 @@ def test_the_old_policys_routes_are_replayed_in_later_mini_batches(toy, tmp_path
     )
     assert all(0 <= step["actor/router_mismatch"] < 1 for step in steps)
     assert all(1 < step["actor/router_aux_loss"] < 8 for step in steps)
+
+
+def test_adapters_on_experts_train_exactly_and_continue_bit_for_bit(toy, tmp_path):
+    changes = [
+        f"{ROLLOUT}.exact=True",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.target_modules=[all-linear,experts]",
+        "trainer.save_freq=1",
+    ]
+    straight, whole = toy_run(toy, tmp_path / "a", *changes)
+    assert all(step["actor/old_log_prob_error"] == 0 for step in straight)
+    toy_run(toy, tmp_path / "b", *changes, "trainer.total_training_steps=1")
+    (rest,), resumed = toy_run(toy, tmp_path / "b", *changes)
+    assert rest["critic/score/mean"] == straight[1]["critic/score/mean"]
+    found, expected = weights(resumed), weights(whole)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert any(".experts" in name and ".lora_B" in name and w.any() for name, w in found.items())
 
 
 def test_a_task_is_learned_from_an_fp8_rollout_with_correction(tmp_path):

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from benchmarks.recipe_curves import run_one
+from recipe.retool.retool import CustomRLHFDataset
 from tests.agent_loop.scripted import ScriptedRollout, run_loop, turns_config
 from tests.templates import template_tokenizer
 from verl.tools.leases import ToolSet
@@ -89,6 +91,18 @@ def test_code_interpreter_shows_what_the_loop_makes_of_it(example, tmp_path):
         assert output.response_mask == mask
 
 
+def test_the_prompts_of_retool_are_those_of_its_fine_tuning(example, tmp_path):
+    example("code_interpreter", NUM_SHOWN=8, NUM_TRAIN=4)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    config = {"max_prompt_length": 32, "filter_overlong_prompts": True}
+    rows = CustomRLHFDataset([str(tmp_path / "train.parquet")], tokenizer, config)
+    asked = rows[0]["raw_prompt"][-1]["content"]
+    shown = parquet.read_table(tmp_path / "sft.parquet").to_pylist()[0]["messages"][0]["content"]
+    assert len(rows) == 4
+    assert asked.partition("\n")[2] == shown.partition("\n")[2] != ""
+    assert len(tokenizer(asked)["input_ids"]) < 12, "the sentence is one token"
+
+
 def test_sql_shows_what_the_loop_makes_of_it(example, tmp_path):
     module = example("sql", NUM_SHOWN=10)
     tokenizer = template_tokenizer("sql", module.CHAT_TEMPLATE)
@@ -103,14 +117,30 @@ def test_sql_shows_what_the_loop_makes_of_it(example, tmp_path):
     ("name", "right", "wrong"),
     [
         ("search", "<answer>417</answer>", "<answer>418</answer>"),
-        ("code_interpreter", "#### 417", "#### 4170"),
+        ("code_interpreter", "\\boxed{417}", "\\boxed{4170}"),
         ("sql", "417\nAnswer: 417", "417"),
     ],
 )
 def test_the_reward_is_for_the_answer_and_not_for_the_tool(name, right, wrong):
     score = load_module(str(EXAMPLES / name / "reward.py")).compute_score
-    assert score(name, right, "417") == {"score": 1.0, "called": 0.0}
-    assert score(name, f"<tool_call>{{}}</tool_call>417{wrong}", "417")["score"] == 0.0
+    found = score(name, right, "417")
+    assert (found["score"], found["called"]) == (1.0, 0.0)
+    assert score(name, f"<tool_call>{{}}</tool_call>417{wrong}", "417")["score"] <= 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recipe", ["retool", "search_r1"])
+def test_fine_tuning_and_reinforcement_teach_to_use_the_tool(recipe):
+    """Minutes: both parts by their commands; without a learning rate the second changes nothing."""
+    _, (_, learnt) = ends(run_one(recipe, "trained", 0, None))
+    (_, before), (_, stayed) = ends(run_one(recipe, "learning rate 0", 0, None))
+    assert learnt > before + 0.3
+    assert abs(stayed - before) < 0.15
+
+
+def ends(run):
+    return run["points"][0], run["points"][-1]
 
 
 # ---- the SQL tool --------------------------------------------------------------------------------

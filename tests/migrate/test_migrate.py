@@ -49,7 +49,8 @@ ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --pretrain m --train_bat
 def migrated(tmp_path, name, text, num_gpus=2):
     path = tmp_path / name
     path.write_text(text)
-    return migrate(read(path), num_gpus)
+    (found,) = read(path).values()
+    return migrate(found, num_gpus)
 
 
 def test_trl_counts_completions_and_we_count_prompts(tmp_path, monkeypatch):
@@ -142,3 +143,40 @@ def test_the_command_is_printed_and_what_is_unreadable_is_said(tmp_path, capsys)
 
 def test_the_page_is_current():
     assert (DOCS / "migration.md").read_text() == page()
+
+
+PAGE_OF_SOMEBODY = """
+See https://verl.readthedocs.io for "more.
+```bash
+python -m verl.trainer.<command> <config.path>=<value> ...
+```
+```yaml
+model: {path: m}
+optim: {lr: 1e-5}
+```
+```bash
+python -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    ...
+```
+```python
+print("hello")
+```
+"""
+
+
+def test_each_block_of_a_page_that_holds_a_run_is_migrated(tmp_path, capsys):
+    path = tmp_path / "guide.txt"
+    path.write_text(PAGE_OF_SOMEBODY)
+    assert main([str(path)]) == 0
+    first, second = capsys.readouterr().out.split("\n\n# ---- ")
+    assert first.startswith(f"# ---- {path}:6\n")
+    assert "python -m verl.trainer.fsdp_sft_trainer" in first
+    assert "optim.lr=1e-5" in first
+    assert second == (
+        f"{path}:10\n# From verl (verl.trainer.main_ppo):\n"
+        "python -m verl.trainer.main_ppo \\\n    algorithm.adv_estimator=grpo\n"
+    )
+    path.write_text("```python\nprint(1)\n```\n")
+    with pytest.raises(Unreadable, match="none of its blocks"):
+        read(path)

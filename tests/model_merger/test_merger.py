@@ -18,6 +18,7 @@ from tests.utils.two_ranks import run_on_ranks, run_on_two_ranks
 from verl.config.trainer import CheckpointConfig
 from verl.model_merger import FSDPModelMerger, ModelMergerConfig
 from verl.model_merger.__main__ import main
+from verl.models.loading import prepare
 from verl.models.lora import LoraOptions, add_lora, merged_copy, save_adapter
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.checkpoint.hf_model import own_weights, save_hf_description, save_hf_model
@@ -98,8 +99,9 @@ def test_of_copies_among_four_ranks_one_is_taken(tmp_path):
     assert_is_bf16_of(tmp_path / "merged", dict(tiny_model("llama").named_parameters()))
 
 
-def test_a_checkpoint_of_one_rank_is_merged_too(tmp_path):
-    engine = engine_of("one", "qwen3_moe")
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_checkpoint_of_one_rank_is_merged_too(tmp_path, model):
+    engine = engine_of("one", model)
     manager_of(engine).save_checkpoint(str(tmp_path / "actor"))
     merge(tmp_path / "actor", tmp_path / "merged")
     assert_is_bf16_of(tmp_path / "merged", dict(engine.module.named_parameters()))
@@ -126,9 +128,9 @@ def test_a_value_model_keeps_its_head(tmp_path):
 # ---- adapters ------------------------------------------------------------------------------------
 
 
-def adapted_model(base):
+def adapted_model(base, targets=("q_proj", "down_proj")):
     model = AutoModelForCausalLM.from_pretrained(base)
-    add_lora(model, LoraOptions(rank=2, alpha=4, target_modules=["q_proj", "down_proj"]))
+    add_lora(prepare(model), LoraOptions(rank=2, alpha=4, target_modules=list(targets)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -136,9 +138,19 @@ def adapted_model(base):
     return model
 
 
-def test_an_adapter_is_merged_into_the_base_that_it_names(tmp_path):
-    save_hf_model(tiny_model("llama"), None, tmp_path / "base")
-    model = adapted_model(tmp_path / "base")
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [
+        ("llama", ["q_proj", "down_proj"]),
+        ("mixtral", ["experts"]),
+        ("qwen3_moe", ["q_proj", "experts"]),
+        ("deepseek_v3", ["experts"]),
+        ("gpt_oss", ["experts"]),
+    ],
+)
+def test_an_adapter_is_merged_into_the_base_that_it_names(model_type, targets, tmp_path):
+    save_hf_model(tiny_model(model_type), None, tmp_path / "base")
+    model = adapted_model(tmp_path / "base", targets)
     save_adapter(model, tmp_path / "actor" / "lora_adapter")
     save_hf_description(model, None, tmp_path / "actor" / "huggingface")
     merge(tmp_path / "actor", tmp_path / "merged")
@@ -194,7 +206,6 @@ def test_comparing_says_which_tensors_differ(actor, tmp_path, capsys):
     ("change", "problem"),
     [
         (["--local_dir", "/nowhere"], "is not a folder"),
-        (["--backend", "megatron"], "megatron"),
         (["--test_hf_dir", "/nowhere"], "holds no safetensors"),
     ],
 )
@@ -202,6 +213,17 @@ def test_a_mistake_is_an_exit_code_and_a_sentence(actor, capsys, change, problem
     command = ["test", "--backend", "fsdp", "--local_dir", str(actor), "--test_hf_dir", str(actor)]
     assert main([*command, *change]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_checkpoints_of_megatron_are_the_same_files(actor, tmp_path, capsys):
+    """But for Megatron's own format, whose index would have to be unpickled."""
+    target = tmp_path / "merged"
+    options = ["--backend", "megatron", "--local_dir", str(actor)]
+    assert main(["merge", *options, "--target_dir", str(target)]) == 0
+    assert main(["test", *options, "--test_hf_dir", str(target)]) == 0
+    (actor / "dist_ckpt").mkdir()
+    assert main(["merge", *options, "--target_dir", str(target)]) == 2
+    assert "is a pickle and could run code" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,7 +6,14 @@ import torch.nn.functional as F
 
 from tests.tiny_models import tiny_model
 from tests.workers.rollout.helpers import LIMITS, request, training_log_probs
-from verl.models.fp8 import E4M3, Fp8Linears, fp8_product, reference_quantize_rows
+from verl.models.experts import expert_modules
+from verl.models.fp8 import (
+    E4M3,
+    Fp8Linears,
+    fp8_grouped_product,
+    fp8_product,
+    reference_quantize_rows,
+)
 from verl.models.routing import generation_pass
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native.cache import as_stored
@@ -85,10 +92,74 @@ def test_the_audit_lists_every_matrix_with_its_format():
     assert lines["model.layers.0.self_attn.q_proj"].format == "fp8"
     assert 0 < lines["model.layers.0.self_attn.q_proj"].error < 0.08
     assert lines["model.embed_tokens.weight"].format == "float32"
-    assert lines["model.layers.1.mlp.experts.down_proj"].reason == "experts"
+    assert lines["model.layers.1.mlp.experts.down_proj"].format == "fp8"
+    assert 0 < lines["model.layers.1.mlp.experts.down_proj"].error < 0.08
     assert lines["model.layers.0.mlp.gate.weight"].format == "float32", "a router is not quantized"
     total = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     assert sum(line.num_weights for line in lines.values()) == total
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])  # the latter is transposed
+def test_experts_compute_with_rounded_weights_and_rows(model_type):
+    """A twin whose experts are rounded by hand gives the same numbers."""
+    model, twin = tiny_model(model_type, scale=0.1), tiny_model(model_type, scale=0.1)
+    output = generate(fp8_engine(model))
+    for name, module in twin.named_modules():
+        if type(module) is torch.nn.Linear and "lm_head" not in name:
+            w8, ws = reference_quantize_rows(module.weight.detach().to(torch.bfloat16))
+            module.forward = lambda x, w8=w8, ws=ws, m=module: fp8_product(x, w8, ws, m.bias)
+    for experts in expert_modules(twin).values():
+        vars(experts)["low_precision"] = {
+            leaf: RoundedByHand(getattr(experts, leaf), experts.is_transposed)
+            for leaf in ("gate_up_proj", "down_proj")
+        }
+    expected = training_log_probs(twin, [5, 6, 7], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-4)
+    trained = training_log_probs(model, [5, 6, 7], output.token_ids)
+    assert (torch.tensor(output.log_probs) - trained).abs().mean() > 1e-4
+
+
+class RoundedByHand:
+    """A tensor of experts whose weights and rows are rounded, one row at a time."""
+
+    is_used = True
+
+    def __init__(self, weight, is_transposed):
+        weight = weight.detach().to(torch.bfloat16).float()
+        self.weight = weight.transpose(1, 2) if is_transposed else weight
+
+    def __call__(self, rows, ends):
+        outputs, expert = [], 0
+        for number, row in enumerate(rows):
+            while number >= ends[expert]:
+                expert += 1
+            (x8, xs), (w8, ws) = map(reference_quantize_rows, (row[None], self.weight[expert]))
+            outputs.append((x8.float() * xs) @ (w8.float() * ws).t())
+        return torch.cat(outputs)
+
+
+@pytest.mark.gpu
+def test_grouped_fp8_products_on_a_gpu_are_those_of_plain_torch():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(70, 64, generator=generator).bfloat16()
+    weight = torch.randn(4, 48, 64, generator=generator).bfloat16()
+    ends = torch.tensor([17, 17, 40, 64], dtype=torch.int32)
+    w8, scale = reference_quantize_rows(weight.flatten(0, 1))
+    arguments = rows, w8.view(4, 48, 64), scale.view(4, 48, 1), ends
+    expected = fp8_grouped_product(*arguments)[:64]
+    found = fp8_grouped_product(*(x.cuda() for x in arguments))[:64].cpu()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_an_engine_generates_with_experts_in_fp8_on_a_gpu():
+    model = tiny_model("qwen3_moe", scale=0.1).to("cuda", torch.bfloat16)
+    engine = fp8_engine(model)
+    output = generate(engine)
+    lines = {line.name: line for line in engine.core.quantized.audit()}
+    assert lines["model.layers.1.mlp.experts.down_proj"].format == "fp8"
+    trained = training_log_probs(model, [5, 6, 7], output.token_ids).cpu()
+    assert (torch.tensor(output.log_probs) - trained).abs().mean() < 0.3
 
 
 def test_a_layer_above_the_budget_stays_as_it_is(caplog):
@@ -97,7 +168,7 @@ def test_a_layer_above_the_budget_stays_as_it_is(caplog):
     with generation_pass():
         quantized.refresh(
             lambda ids: [
-                m(torch.randn(3, 32)) for m in quantized.matrices if m._weight().shape[1] == 32
+                m(torch.randn(3, 32)) for m in quantized.matrices if m.source().shape[1] == 32
             ]
         )
     assert not any(matrix.is_on for matrix in quantized.matrices)

@@ -1,11 +1,14 @@
 """What loading a model promises about its weights."""
 
 import pytest
+import torch
 from safetensors import safe_open
 
-from tests.tiny_models import tiny_model
+from tests.models.test_packed import packed_logits, random_ids
+from tests.tiny_models import plain_twin, tiny_model
 from tests.tiny_tokenizer import save_tiny_model
 from verl.config.faults import ConfigError
+from verl.models.attention import ATTENTION
 from verl.models.loading import CACHE_LINE, load_causal_lm, load_value_model, read_config
 
 
@@ -38,6 +41,35 @@ def test_rope_scaling_is_added_to_what_the_model_has(tmp_path):
     assert not frequencies[0].equal(frequencies[1])
     theta = read_config(str(tmp_path), {"rope_theta": 5e5}, False).rope_parameters
     assert theta == {**plain, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        {
+            "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        },
+    ],
+)  # fmt: skip
+def test_scaled_positions_give_the_logits_of_an_unmodified_model(tmp_path, scaling):
+    tiny_model("llama").save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), override_config={"rope_scaling": scaling})
+    ids = random_ids([20])
+    expected = plain_twin(model)(ids[None]).logits[0]
+    torch.testing.assert_close(packed_logits(model, ids, [20]), expected, rtol=1e-4, atol=2e-5)
+    usual = packed_logits(load_causal_lm(str(tmp_path)), ids, [20])
+    assert not torch.allclose(expected, usual, atol=1e-3)
+
+
+def test_attention_is_ours_whatever_the_override_says(tmp_path):
+    """Packed rows need it; the command says that the key has no effect."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    for name in ("eager", "sdpa", "flash_attention_2"):
+        model = load_causal_lm(str(tmp_path), override_config={"attn_implementation": name})
+        assert model.config._attn_implementation == ATTENTION
 
 
 def test_a_value_that_the_model_does_not_have_is_refused(tmp_path):

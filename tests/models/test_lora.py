@@ -132,9 +132,8 @@ def test_layers_that_cannot_have_an_adapter_are_refused(target, complaint):
         with_lora(target_modules=[target])
 
 
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
-def test_experts_get_no_adapter_and_attention_beside_them_does(caplog):
-    with pytest.raises(ValueError, match=r"only linear layers .* name them in target_modules"):
+def test_experts_get_no_adapter_unless_they_are_named_and_attention_beside_them_does(caplog):
+    with pytest.raises(ValueError, match=r"names 'gate_proj', but experts .* name 'experts'"):
         with_lora("qwen3_moe", target_modules=["gate_proj", "up_proj", "down_proj"])
     for targets in ({}, {"target_modules": ["q_proj"]}):
         model = with_lora("qwen3_moe", **targets, scale=0.1)

@@ -66,7 +66,7 @@ def every_combination(num_ranks: int) -> list[Combination]:
         )
         for ranks_per_sequence, sharding, prefix_sharing, architecture, role, adapters in setups
         for cut, aggregation, rows in updates
-        if sharding != "experts" or (architecture in WITH_EXPERTS and not adapters)
+        if sharding != "experts" or architecture in WITH_EXPERTS
     ]
 
 

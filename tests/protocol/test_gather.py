@@ -1,36 +1,25 @@
 """Rows gathered from real processes over gloo."""
 
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.protocol.batches import numbered, numbers, rows_of
 from tests.utils.threads import thread_names
+from tests.utils.two_ranks import run_on_two_ranks
 from verl.protocol import DataProto, all_gather_data_proto
+from verl.utils.distributed import destroy_global_process_group
 
-DEADLINE_SECONDS = 90
 
-
-def gather_everything(rank: int, world_size: int, rendezvous: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=DEADLINE_SECONDS),
-    )
-    try:
-        unequal_parts_are_joined_in_rank_order(rank)
-        batches_without_tensors_are_joined(rank)
-        jagged_columns_are_joined(rank)
-        a_rank_that_cannot_send_stops_all_ranks(rank)
-    finally:
-        dist.destroy_process_group()
+def gather_everything(rank: int) -> None:
+    unequal_parts_are_joined_in_rank_order(rank)
+    batches_without_tensors_are_joined(rank)
+    jagged_columns_are_joined(rank)
+    a_rank_that_cannot_send_stops_all_ranks(rank)
+    dist.barrier()
+    destroy_global_process_group()
     assert "pt_gloo_runloop" not in thread_names(), "something still holds the process group"
 
 
@@ -65,12 +54,4 @@ def a_rank_that_cannot_send_stops_all_ranks(rank: int) -> None:
 
 
 def test_every_rank_has_the_rows_of_all_ranks(tmp_path: Path):
-    arguments = (2, str(tmp_path / "rendezvous"))
-    context = mp.spawn(gather_everything, arguments, nprocs=2, join=False)
-    try:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not context.join(timeout=1):  # returns whenever one of them has ended
-            assert time.monotonic() < deadline, "the processes are still running"
-    finally:
-        for process in context.processes:
-            process.kill()
+    run_on_two_ranks(gather_everything, tmp_path)

@@ -20,7 +20,7 @@ from verl.protocol import (
 )
 from verl.protocol.storage import Fields, dump_fields, parse_fields
 
-fast = settings(max_examples=40, deadline=None, database=None)
+fast = settings(max_examples=20, deadline=None, database=None)
 
 scalars = st.one_of(
     st.none(),

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,16 +14,20 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_tokenizer import save_tiny_model
 from tests.toy import ACTOR, toy_run, weights
+from verl.config.distillation import TeacherConfig
 from verl.config.faults import ConfigError
 from verl.trainer.distillation.endpoint import read_answer
-from verl.trainer.distillation.serve import TeacherService
+from verl.trainer.distillation.replicas import Replicas
+from verl.trainer.distillation.serve import TeacherService, Waiting
 from verl.trainer.distillation.teaching import TooFewAnswers
 from verl.utils.dataset.tables import DataError
+from verl.utils.http_json import post_json
 from verl.utils.json_server import JsonServer, Refusal
 
 LOSS = "distillation.distillation_loss"
 TEACHER = "distillation.teacher_models.teacher_model"
 SCORE = "critic/score/mean"
+ASKED = {"model": "t", "prompt": [4, 5, 6], "max_tokens": 1, "prompt_logprobs": 2}
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +110,83 @@ def test_an_endpoint_answers_as_a_teacher_in_process_does(toy, tmp_path):
     for name in ("teacher_log_probs", "teacher_topk_log_probs"):
         found, expected = (run.batch.batch[name][mask] for run in (served, local))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_replicas_that_the_run_starts_answer_as_a_teacher_in_process_does(toy, tmp_path):
+    """Two processes share the rows; they have ended when the run has."""
+    options = {"mode": "forward_kl_topk", "path": toy / "model"}
+    once = (f"{ACTOR}.optim.lr=0", "trainer.total_training_steps=1")
+    replicas = (f"{TEACHER}.num_replicas=2", f"{TEACHER}.inference.max_num_seqs=3")
+    steps, served = distilled(toy, tmp_path / "a", *replicas, *once, **options)
+    assert steps[0]["distillation/num_missing_answers"] == 0
+    (started,) = served.teaching._replicas
+    assert [replica.is_alive for replica in started._replicas] == [False, False]
+    _, local = distilled(toy, tmp_path / "b", *once, **options)
+    mask = local.batch.batch["response_mask"].bool()
+    for name in ("teacher_log_probs", "teacher_topk_log_probs"):
+        found, expected = (run.batch.batch[name][mask] for run in (served, local))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_is_started_again_and_one_that_cannot_start_is_named(toy):
+    teacher = TeacherConfig(model_path=str(toy / "model"), num_replicas=1)
+    replicas = Replicas("t", teacher, "cpu", ())
+    try:
+        (first,) = replicas._replicas
+        url = replicas.urls()
+        os.kill(first._process.pid, signal.SIGKILL)
+        first._process.wait(timeout=30)
+        assert replicas.urls() != url
+        assert post_json(f"{replicas.urls()[0]}/completions", ASKED, timeout_seconds=60)["choices"]
+    finally:
+        replicas.close()
+    with pytest.raises(RuntimeError, match=r"replica t\.0 of a teacher did not start"):
+        Replicas("t", replace(teacher, model_path="/nowhere"), "cpu", ())
+
+
+def test_requests_that_wait_are_computed_together_and_answered_as_alone(toy):
+    service = TeacherService(str(toy / "model"), "cpu", max_num_seqs=3, max_num_batched_tokens=12)
+    prompts = [[4, 5, 6], [7, 8, 9, 10, 11], [5, 4], [6, 6, 6, 6], [9] * 12]
+    alone = [service._computed([Waiting(ids, 2, Future())])[0] for ids in prompts]
+    rows = [
+        Waiting(ids, top_k, Future()) for ids, top_k in zip(prompts, (2, 3, 2, 2, 2), strict=True)
+    ]
+    service._waiting.extend(rows)
+    with service._changed:
+        service._changed.notify()
+    for row, expected in zip(rows, alone, strict=True):
+        found = row.answer.result(timeout=60)
+        assert found[0] is None
+        for position, other in zip(found[1:], expected[1:], strict=True):
+            assert other.keys() <= position.keys()
+            for token, entry in other.items():
+                assert position[token]["logprob"] == pytest.approx(entry["logprob"], abs=1e-5)
+
+
+def test_passes_take_what_fits(toy):
+    service = TeacherService(str(toy / "model"), "cpu", max_num_seqs=3, max_num_batched_tokens=12)
+    with service._changed:  # its thread waits
+        service._waiting.extend(Waiting([5] * length, 1, Future()) for length in (6, 6, 1, 20, 1))
+        sizes = []
+        while service._waiting:
+            sizes.append([len(row.ids) for row in service._admitted()])
+    assert sizes == [[6, 6], [1], [20], [1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ((f"{TEACHER}.inference.name=vllm",), "Start the server of vllm yourself"),
+        ((f"{TEACHER}.endpoint=http://127.0.0.1:1/v1",), "leave endpoint and weights out"),
+        (("distillation.nnodes=2",), "replicas are processes on this machine"),
+        ((f"{LOSS}.loss_mode=jsd",), "is behind a server"),
+        (("actor_rollout_ref.rollout.temperature=0.5",), "at temperature 1, so set it to 1"),
+    ],
+)
+def test_what_replicas_cannot_do_is_refused_by_name(changes, told, toy, tmp_path):
+    with pytest.raises(ConfigError, match=told):
+        distilled(toy, tmp_path, f"{TEACHER}.num_replicas=1", *changes, path=toy / "model")
 
 
 def test_rows_without_an_answer_leave_the_step_and_too_many_end_the_run(toy, tmp_path):

@@ -173,10 +173,14 @@ def test_memory_on_one_device(model_folder):
     assert update["gradients"] == 2 * PARAMS
     assert "engine weights" not in plan["rollout"].parts
     kv_bytes_per_token = 2 * 2 * 28 * 4 * 128  # keys and values, bf16, layers, heads, head size
-    assert plan["rollout"].parts["KV cache"] == 64 * 1024 * kv_bytes_per_token
+    assert plan["rollout"].parts["KV cache"] == 64 * 1024 * kv_bytes_per_token + (1 << 30)
     layer = 2 * (5 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944)
-    kept = 28 * 2 * 3584 + layer
-    assert update["activations"] == 1024 * kept + 8 * 152064 * 1024
+    # Logits of the response, the output layer's gradient in fp32 and hidden states are more than
+    # a layer computed again.
+    head = 2 * 152064 * 512 + 4 * 152064 * 3584 + 2 * 3584 * (1024 + 2 * 512)
+    assert head > 1024 * layer
+    assert update["activations"] == 28 * 2 * 3584 * 1024 + head
+    assert plan["rollout"].parts["prefill"] == 8192 * layer + 2 * 152064 * 64
 
 
 def test_memory_is_divided_over_the_ranks(model_folder):
@@ -308,7 +312,9 @@ def test_fp8_weights_lie_beside_those_that_are_trained(tmp_path):
     layer = 2 * hidden * heads + 2 * hidden * kv + heads + 2 * kv + 3 * hidden * inner
     assert low["rollout"]["fp8 weights"] == 28 * layer
     assert "engine weights" not in low["rollout"], "the engine shares the trained ones"
-    assert low["rollout"]["KV cache"] == plain["rollout"]["KV cache"] / 2
+    sessions = 1 << 30
+    caches = [plan["rollout"]["KV cache"] - sessions for plan in (low, plain)]
+    assert caches[0] == caches[1] / 2
 
 
 EXPERTS = {
@@ -325,6 +331,36 @@ EXPERTS = {
     "vocab_size": 1000,
     "tie_word_embeddings": True,
 }
+
+
+def test_a_frozen_tower_has_weights_and_no_optimizer(tmp_path):
+    sees = {
+        "model_type": "qwen2_5_vl",
+        "text_config": {**QWEN_7B, "model_type": "qwen2_5_vl_text"},
+        "vision_config": {
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584,
+        },
+    }  # fmt: skip
+    one = {"trainer.n_gpus_per_node": 1}
+    trained, plan = phases_of(one, tmp_path, sees)
+    frozen, _ = phases_of({**one, f"{A}.freeze_vision_tower": True}, tmp_path, sees)
+    tower = plan.shape.tower_params
+    assert 0.6e9 < tower < 0.7e9, "Qwen2.5-VL-7B has 8.29 billion parameters"
+    assert trained["load"]["weights"] == frozen["load"]["weights"] == 2 * (PARAMS + tower)
+    assert trained["load"]["optimizer"] - frozen["load"]["optimizer"] == 12 * tower
+
+
+def test_fp8_and_adapters_count_experts(tmp_path):
+    one = {"trainer.n_gpus_per_node": 1}
+    low, _ = phases_of({**one, f"{R}.quantization": "fp8"}, tmp_path, EXPERTS)
+    attention = 512 * (2 * 8 * 64 + 2 * 2 * 64) + 2 * 64
+    assert low["rollout"]["fp8 weights"] == 10 * (attention + 64 * 3 * 512 * 256)
+    lora = {**one, "actor_rollout_ref.model.lora_rank": 4}
+    plain, _ = phases_of(lora, tmp_path, EXPERTS)
+    named = {"actor_rollout_ref.model.target_modules": ["all-linear", "experts"]}
+    experts, _ = phases_of({**lora, **named}, tmp_path, EXPERTS)
+    more = experts["load"]["optimizer"] - plain["load"]["optimizer"]
+    assert more == 12 * 4 * 10 * 64 * (512 + 2 * 256 + 256 + 512)
 
 
 def test_experts_that_stay_on_their_ranks_are_not_gathered(tmp_path):

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests import tiny_vision
 from verl.trainer.plan.shape import FAMILIES, model_shape, read_model_shape
 
 SMALL = {
@@ -28,6 +29,7 @@ TRAITS = {
     "gemma2": {"head_dim": 32},
     "gemma3_text": {"head_dim": 32},
     "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**EXPERTS, "head_dim": 32, "mlp_only_layers": [1]},
     "olmoe": {"num_experts": 8},
@@ -92,9 +94,20 @@ def test_an_unknown_family_is_counted_like_llama_and_says_so():
     assert not model_shape(unknown).is_family_known
 
 
-def test_of_a_multimodal_model_the_language_part_is_counted():
+@pytest.mark.parametrize("family", tiny_vision.FAMILIES)
+def test_of_a_model_that_sees_the_tower_is_counted_too(family):
+    config = tiny_vision.tiny_config(family)
+    shape = model_shape(config.to_dict())
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    assert shape.params == sum(p.numel() for p in model.parameters())
+    assert shape.is_family_known
+    assert 0 < shape.tower_params < shape.params / 2
+
+
+def test_of_a_model_whose_images_are_not_known_here_the_language_part_is_counted():
     text = {**SMALL, "model_type": "qwen2"}
-    whole = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": {}}
+    whole = {"model_type": "llava_onevision", "text_config": text, "vision_config": {"depth": 2}}
     assert model_shape(whole).params == model_shape(text).params
 
 

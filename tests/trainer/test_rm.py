@@ -2,11 +2,15 @@
 
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from tests.tiny_tokenizer import CHARACTERS
 from tests.toy import toy_run
@@ -47,12 +51,8 @@ def pairs(tmp_path_factory):
     return folder
 
 
-def train(toy, pairs, output, *changes):
-    """The metrics of each step, and the folder of the last one's weights."""
-    output.mkdir(exist_ok=True)
-    log = output / "metrics.jsonl"
-    log.unlink(missing_ok=True)
-    options = [
+def settings(toy, pairs, output, *changes):
+    return [
         f"data.train_files={pairs / 'train.jsonl'}",
         f"data.val_files={pairs / 'test.jsonl'}",
         "data.max_length=16",
@@ -70,8 +70,15 @@ def train(toy, pairs, output, *changes):
         f"trainer.default_local_dir={output / 'checkpoints'}",
         *changes,
     ]
+
+
+def train(toy, pairs, output, *changes):
+    """The metrics of each step, and the folder of the last one's weights."""
+    output.mkdir(exist_ok=True)
+    log = output / "metrics.jsonl"
+    log.unlink(missing_ok=True)
     with temp_env_var("VERL_FILE_LOGGER_PATH", str(log)):
-        run_rm(OmegaConf.from_dotlist(options))
+        run_rm(OmegaConf.from_dotlist(settings(toy, pairs, output, *changes)))
     lines = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
     metrics = [line["data"] for line in lines]
     steps = (output / "checkpoints").glob("global_step_*")
@@ -164,6 +171,45 @@ class CountsSevens(PPOTrainer):
         mask = batch.batch["response_mask"].bool()
         self.shares.append((batch.batch["responses"][mask] == seven).float().mean().item())
         return super().update(batch, step)
+
+
+def test_without_a_learning_rate_nothing_is_preferred(toy, pairs, tmp_path):
+    metrics, _ = train(toy, pairs, tmp_path, "optim.lr=0", "trainer.total_training_steps=8")
+    assert metrics[-1]["val/accuracy"] == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("objective", [(), IMPLICIT])
+def test_two_ranks_under_torchrun_train_as_one_process_does(toy, pairs, tmp_path, objective):
+    gentle = (*objective, "optim.lr=1e-4", "trainer.total_training_steps=4")
+    expected, folder = train(toy, pairs, tmp_path / "one", *gentle)
+    two = tmp_path / "two"
+    two.mkdir()
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = settings(toy, pairs, two, *gentle, "trainer.n_gpus_per_node=2")
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, "-m", "verl.trainer.main_rm", *words],
+        cwd=two,
+        env={**os.environ, "VERL_FILE_LOGGER_PATH": str(two / "metrics.jsonl")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (two / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line)["data"] for line in lines]
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/margin", "val/accuracy"):
+            if name in other:
+                assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+    saved = next((two / "checkpoints").glob("global_step_4")) / "huggingface/model.safetensors"
+    theirs, ours = load_file(saved), load_file(folder / "model.safetensors")
+    assert theirs.keys() == ours.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(theirs[name], value, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
 """Runs with images through `main_ppo`, the fine-tuning command and the generation command."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 
 import pyarrow as pa
@@ -110,6 +113,39 @@ def test_ranks_give_the_gradient_of_one_also_where_some_rows_have_no_image(tmp_p
         norms.append([line["actor/grad_norm"] for line in lines])
     assert norms[0][0] > 0
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_images_goes_on_as_if_it_had_not_been(toy, tmp_path):
+    changes = [
+        "data.max_prompt_length=100",
+        "trainer.total_training_steps=3",
+        f"custom_reward_function.path={toy / 'parity.py'}",
+    ]
+    straight, whole = toy_run(toy, tmp_path / "a", *changes)
+    output = tmp_path / "b"
+    output.mkdir()
+    saves = [*changes, "trainer.save_freq=1"]
+    script = (
+        "import sys, pathlib\n"
+        "from tests.toy import toy_run\n"
+        "toy, output, *changes = sys.argv[1:]\n"
+        "toy_run(pathlib.Path(toy), pathlib.Path(output), *changes)\n"
+    )
+    command = [sys.executable, "-c", script, str(toy), str(output), *saves]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "COMMITTED step=2" in line:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+        assert process.wait(60) == -signal.SIGKILL
+    (last,), resumed = toy_run(toy, output, *saves)
+    assert last["step"] == 3
+    assert last["critic/score/mean"] == straight[2]["critic/score/mean"]
+    found = weights(resumed)
+    for name, value in weights(whole).items():
+        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@ import json
 import logging
 import os
 import stat
+import sys
 import threading
 import uuid
 from pathlib import Path
@@ -216,6 +217,21 @@ def test_modelscope_is_asked_for_by_name_when_it_is_missing():
         pytest.raises(ImportError, match="pip install modelscope"),
     ):
         copy_to_local("org/name")
+
+
+def test_a_model_name_is_looked_up_on_modelscope_and_a_folder_is_not(tmp_path, monkeypatch):
+    """With a package of that name whose function has the signature of the real one."""
+    (tmp_path / "modelscope.py").write_text(
+        "def snapshot_download(model_id):\n    return f'/hub/{model_id}'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with temp_env_var("VERL_USE_MODELSCOPE", "1"):
+            assert copy_to_local("org/name") == "/hub/org/name"
+            assert copy_to_local(str(tmp_path)) == str(tmp_path)
+        assert copy_to_local("org/name") == "org/name"
+    finally:
+        sys.modules.pop("modelscope", None)
 
 
 def test_directories_are_made_once_or_twice(tmp_path):

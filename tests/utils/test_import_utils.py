@@ -164,8 +164,19 @@ def test_availability_is_found_without_importing():
     ]  # fmt: skip
     before = set(sys.modules)
     assert {type(check()) for check in checks} == {bool}
-    new = set(sys.modules) - before
-    assert [name for name in new if vars(sys.modules[name]).get("__file__")] == []
+    assert set(sys.modules) == before
+
+
+def test_parts_of_packages_are_found_without_importing_these(tmp_path, monkeypatch):
+    for folder in ("spread/core", "whole_one/core"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "whole_one" / "__init__.py").write_text("raise RuntimeError")
+    (tmp_path / "single_file.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("spread.core", "whole_one.core", "whole_one.sys", "single_file.sys")
+    assert [is_available(name) for name in names] == [True, True, False, False]
+    assert not {"spread", "whole_one", "single_file"} & set(sys.modules)
 
 
 def test_a_missing_package_names_its_extra():

@@ -163,6 +163,8 @@ def test_tools_for_cuda_say_that_there_is_none(tmp_path, tool):
     config = ProfilerConfig(tool=tool, enable=True, all_ranks=True, save_path=str(tmp_path))
     with pytest.raises(ValueError, match=f"profiler.tool={tool} needs a CUDA device"):
         DistProfiler(0, config).start()
+    with pytest.raises(ValueError, match="dump_memory_snapshot needs a CUDA device"):
+        DistProfilerExtension(DistProfiler(0, ProfilerConfig())).dump_memory_snapshot("now")
     elsewhere = ProfilerConfig(tool=tool, enable=True, ranks=[1], save_path=str(tmp_path))
     DistProfiler(0, elsewhere, NsightToolConfig())  # this rank takes no part
 
@@ -184,6 +186,9 @@ def test_memory_history_is_written_as_a_snapshot(tmp_path):
     torch.ones(1024, device="cuda")
     profiler.stop()
     assert (tmp_path / "e2e_step1_rank0.pickle").stat().st_size > 0
+    now = DistProfilerExtension(profiler).dump_memory_snapshot("now", sub_dir="b")
+    assert now == str(tmp_path / "b" / "now_rank0.pickle")
+    assert (tmp_path / "b" / "now_rank0.pickle").stat().st_size > 0
 
 
 @pytest.mark.gpu

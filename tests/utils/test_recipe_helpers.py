@@ -12,9 +12,11 @@ from torch import nn
 from tests.tiny_models import tiny_config
 from tests.utils.one_rank import group_of_one
 from tests.utils.two_ranks import run_on_two_ranks
+from verl.models.transformers.qwen2_vl import get_rope_index
 from verl.utils import ulysses
 from verl.utils.activation_offload import enable_activation_offloading
 from verl.utils.attention_utils import pad_input, rearrange, unpad_input
+from verl.utils.dataset.vision_utils import process_image, process_video
 from verl.utils.fsdp_utils import (
     apply_fsdp2,
     fsdp2_clip_grad_norm_,
@@ -31,6 +33,7 @@ from verl.utils.net_utils import get_free_port, is_valid_ipv6_address
 from verl.utils.profiler.performance import reduce_timing, topk_reduce_ratio_min_max
 from verl.utils.recipe_helpers import create_device_mesh, get_sharding_strategy
 from verl.utils.transferqueue_utils import tqbridge
+from verl.utils.vllm.patch import patch_vllm_moe_model_weight_loader
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 MASK = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
@@ -157,3 +160,66 @@ def test_ports_addresses_and_queues():
     assert is_valid_ipv6_address("::1")
     assert not is_valid_ipv6_address("127.0.0.1")
     assert tqbridge(put_data=False)(max)(1, 2) == 2  # nothing is stored: it is the function
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+class Qwen:
+    """What `get_rope_index` asks a processor for."""
+
+    class image_processor:
+        merge_size = 2
+
+    class tokenizer:
+        convert_tokens_to_ids = {"<|image_pad|>": 9}.__getitem__
+
+
+def test_positions_of_text_go_on_behind_the_larger_side_of_an_image():
+    ids, grids = torch.tensor([0, 0, 5, 9, 9, 9, 9, 9, 9, 6, 7]), torch.tensor([[1, 4, 6]])
+    mask = (torch.arange(11) > 1).long()
+    found = get_rope_index(Qwen, ids, grids, attention_mask=mask)
+    assert found.tolist() == [
+        [1, 1, 0, 1, 1, 1, 1, 1, 1, 4, 5],
+        [1, 1, 0, 1, 1, 1, 2, 2, 2, 4, 5],
+        [1, 1, 0, 1, 2, 3, 1, 2, 3, 4, 5],
+    ]
+    assert get_rope_index(Qwen, torch.tensor([5, 6])).tolist() == [[0, 1]] * 3
+    with pytest.raises(ValueError, match="has 6 image tokens and image_grid_thw stands for 0"):
+        get_rope_index(Qwen, ids)
+    with pytest.raises(ValueError, match="the frames of a video as images"):
+        get_rope_index(Qwen, ids, grids, video_grid_thw=grids)
+
+
+def test_images_and_frames_are_read_from_what_rows_have():
+    Image = pytest.importorskip("PIL.Image")
+    frames = [Image.new("L", (4, 6), shade) for shade in (0, 10, 20, 30)]
+    assert process_image({"image": frames[1]}).getpixel((0, 0)) == (10, 10, 10)
+    video = process_video(frames, nframes=2)
+    assert video.shape == (2, 3, 6, 4)
+    assert video[:, 0, 0, 0].tolist() == [0, 20]
+    with pytest.raises(ValueError, match=r"fps is 2\.0; frames have no times here"):
+        process_video(frames, fps=2.0)
+    with pytest.raises(ValueError, match="it must be a list of frames"):
+        process_video({"video": "film.mp4"})
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+def test_expert_weights_that_lost_their_loader_get_that_of_their_layer():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w13_weight, self.w2_weight = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+            self.w2_weight.weight_loader = print
+
+        def weight_loader(self, weight, loaded):
+            weight.data.copy_(loaded)
+
+    model = nn.Sequential(nn.Linear(2, 2), Experts())
+    patch_vllm_moe_model_weight_loader(model)
+    model[1].w13_weight.weight_loader(model[1].w13_weight, torch.tensor([1.0, 2.0]))
+    assert model[1].w13_weight.tolist() == [1.0, 2.0]
+    assert model[1].w2_weight.weight_loader is print
+    assert "weight_loader" not in vars(model[0].weight)

@@ -136,3 +136,15 @@ def test_an_async_manager_is_wrapped_as_such(tmp_path):
     for _ in range(2):
         asyncio.run(manager.generate_sequences(prompts()))
     assert manager.num_calls == 1
+
+
+def test_only_the_steps_that_are_named_are_dumped(tmp_path):
+    named = config(tmp_path)
+    named.actor_rollout_ref.rollout.skip_steps = [2]
+    manager = Manager()
+    RolloutSkip(named, manager).wrap_generate_sequences()
+    for step in (1, 1, 2, 2, 3):
+        manager.generate_sequences(prompts(step=step))
+    assert manager.num_calls == 4
+    (folder,) = tmp_path.iterdir()
+    assert [path.name for path in folder.iterdir()] == ["step_2"]

@@ -1,9 +1,11 @@
 import asyncio
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
+from verl.agent_loop.journal import journalled
 from verl.utils.rollout_trace import (
     RolloutTraceConfig,
     TraceBackend,
@@ -11,6 +13,7 @@ from verl.utils.rollout_trace import (
     rollout_trace_op,
     trace_backends,
 )
+from verl.utils.trace_backends import OpenTelemetryBackend
 
 
 class MemoryBackend(TraceBackend):
@@ -244,3 +247,79 @@ def test_weave_calls_are_finished_with_the_output_or_the_error(stand_in):
         ("create", "Agent.score", {"text": ""}),
         ("finish", "call", None, raised.value),
     ]
+
+
+def test_trackio_gets_one_trace_per_trajectory_with_its_spans(tmp_path, monkeypatch):
+    import sys
+    from types import ModuleType
+
+    logged, trackio = [], ModuleType("trackio")
+    trackio.init = lambda **names: logged.append(names)
+    trackio.Trace = lambda **parts: parts
+    trackio.log = logged.append
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setattr("verl.utils.trace_backends.require", lambda name, extra: trackio)
+    RolloutTraceConfig.init("project", "run", "trackio")
+    with rollout_trace_attr(step=2):
+        Agent().score("abc")
+    assert logged[0] == {"project": "project", "name": "run"}
+    (trace,) = [entry["trace"] for entry in logged[1:]]
+    assert trace["metadata"]["step"] == 2
+    assert [(one["name"], one["status"]) for one in trace["spans"]] == [
+        ("Agent.score", "success"),
+        ("rollout_trace", "success"),
+    ]
+
+
+def test_a_file_opens_in_perfetto_and_nests_spans_in_the_lane_of_their_trajectory(tmp_path):
+    RolloutTraceConfig.init("project", "run", "file", folder=tmp_path)
+
+    async def sample(number):
+        with rollout_trace_attr(sample_index=number, step=7):
+            await Agent().generate("hi")
+            await journalled("tool", {"name": "search"}, reply)
+
+    async def reply():
+        return {"text": "found"}
+
+    async def both():
+        await asyncio.gather(sample(0), sample(1))
+
+    asyncio.run(both())
+    with pytest.raises(ValueError, match="nothing"):
+        Agent().score("")
+    text = (tmp_path / "trace.json").read_text()
+    events = json.loads(text.rstrip().rstrip(",") + "]")  # as viewers read a cut file
+    lanes = {}
+    for event in events:
+        lanes.setdefault(event["tid"], []).append(event)
+    of_trajectories = [lane for tid, lane in lanes.items() if tid < 1_000_000]
+    assert len(of_trajectories) == 2
+    for generate, tool, whole in of_trajectories:
+        names = [generate["name"], tool["name"], whole["name"]]
+        assert names == ["Agent.generate", "tool", "rollout_trace"]
+        assert tool["args"] == {"name": "search", "output": {"text": "found"}}
+        assert whole["ts"] <= generate["ts"] <= tool["ts"]
+        assert tool["ts"] + tool["dur"] <= whole["ts"] + whole["dur"] + 1
+    (failed,) = [event for event in events if event["name"] == "Agent.score"]
+    assert failed["args"]["error"] == "ValueError: nothing to score"
+
+
+def test_opentelemetry_gets_nested_spans():
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    RolloutTraceConfig.get_instance().tracer = OpenTelemetryBackend("p", "run", provider)
+    with rollout_trace_attr(step=2):
+        Agent().score("abc")
+        with pytest.raises(ValueError, match="nothing"):
+            Agent().score("")
+    good, bad, whole = exporter.get_finished_spans()
+    assert dict(good.attributes) == {"text": "abc", "output": "3"}
+    assert not bad.status.is_ok
+    assert good.parent.span_id == bad.parent.span_id == whole.context.span_id
+    assert whole.attributes["step"] == 2

@@ -31,6 +31,7 @@ import numpy as np
 
 from verl.agent_loop.journal_files import JournalFiles, Recorded, RecordedStep
 from verl.protocol.trajectory import InfraFault
+from verl.utils.rollout_trace import rollout_trace_span
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,14 @@ async def journalled(kind: str, request: JSON, call: Call) -> JSON:
     (tuples are lists), also where nothing is journalled.
     """
     journal = current_journal.get(None)
-    if journal is None:
-        return json.loads(_encode(kind, await call()))
-    return await journal.reply(kind, request, call)
+    with rollout_trace_span(kind, request) as record:
+        if journal is None:
+            reply = json.loads(_encode(kind, await call()))
+        else:
+            reply = await journal.reply(kind, request, call)
+        if record is not None:
+            record(reply)
+    return reply
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class AgentLoopManager:
                 trace.backend,
                 trace.token2text,
                 trace.max_samples_per_step_per_worker,
+                Path(config.trainer.default_local_dir).expanduser(),
             )
         self.rollouter = Rollouter(
             config,

@@ -1,4 +1,4 @@
-"""`RunBoard`: the recording of a run that goes on, and its page beside it."""
+"""`RunBoard`: the recording of a run that goes on, its page and its `/metrics` beside it."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from verl.board.prometheus import RunMetrics
 from verl.board.recorder import Recorder
 from verl.board.serving import Board, board_server, page_address
 from verl.board.store import Sample
@@ -15,7 +16,7 @@ from verl.utils.json_server import JsonServer
 
 class RunBoard:
     """Opens with the first step that is recorded: what a store holds of later ones is of an attempt
-    that was lost. Without `is_on` it does nothing."""
+    that was lost. Without `is_on` nothing is recorded; `metrics` are for Prometheus."""
 
     def __init__(
         self,
@@ -25,7 +26,9 @@ class RunBoard:
         is_on: bool,
         facts: Callable[[], Mapping[str, Any]],
         max_bytes: int,
+        metrics: RunMetrics | None = None,
     ) -> None:
+        self._metrics = metrics
         self._folder, self._tokenizer = folder, tokenizer
         self._facts, self._max_bytes = facts, max_bytes
         self.is_on = is_on
@@ -33,6 +36,9 @@ class RunBoard:
         self._server: JsonServer | None = None
 
     def __enter__(self) -> "RunBoard":
+        if self._metrics is not None:
+            path = self._metrics.start()
+            say(f"metrics for Prometheus: {self._metrics.server.url}/metrics, scraped by {path}")
         return self
 
     def __exit__(
@@ -41,9 +47,12 @@ class RunBoard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._metrics is not None:
+            self._metrics.stop()
         if self._recorder is not None:
             self._recorder.close()
         if self._server is not None:
+            self._board.close()
             self._server.stop()
             say(f"the run page is still to be had: python -m verl.board {self._folder}")
 
@@ -57,6 +66,8 @@ class RunBoard:
         groups: Sequence[Group] = (),
         warnings: Mapping[str, Any] | None = None,
     ) -> None:
+        if self._metrics is not None:
+            self._metrics.add_step(number, metrics, seconds)
         if self.is_on:
             recorder = self._recorder_from(number)
             recorder.add_step(
@@ -76,7 +87,8 @@ class RunBoard:
                 max_bytes=self._max_bytes,
                 first_step=step - 1,
             )
-            self._server = board_server(Board([self._recorder.writer.path])).start()
+            self._board = Board([self._recorder.writer.path])
+            self._server = board_server(self._board).start()
             say(f"run page: {page_address(self._server)}")
         return self._recorder
 

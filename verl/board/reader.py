@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.board.store import BUSY_SECONDS, FILE_NAME, VERSION
+from verl.board.store import BUSY_SECONDS, FILE_NAME, VERSION, Sample
 from verl.utils.metric.declared import SECTIONS
 
 MAX_LISTED = 200
@@ -100,6 +100,38 @@ class StoreReader:
             for n, t, m, s in rows
         ]
 
+    def recorded_batch(self, step: int) -> tuple[dict[str, Any], list[Sample]]:
+        """What `recorder.batch_facts` kept of a step, and its trained samples, bit for bit."""
+        facts = self._rows("SELECT batch FROM steps WHERE step = ?", step)
+        rows = self._rows(
+            "SELECT id, uid, truth, source, score, turns, extras, prompt_ids, response_ids"
+            " FROM samples WHERE step = ? AND phase = 'train' ORDER BY id",
+            step,
+        )
+        columns: dict[int, dict[str, np.ndarray]] = {}
+        for sample, name, data in self._rows(
+            "SELECT sample, name, data FROM columns WHERE sample IN"
+            " (SELECT id FROM samples WHERE step = ? AND phase = 'train')",
+            step,
+        ):
+            columns.setdefault(sample, {})[name] = np.frombuffer(data, "<f4")
+        return json.loads(facts[0][0]) if facts else {}, [
+            Sample(
+                uid=uid,
+                prompt="",
+                response="",
+                truth=truth,
+                source=source,
+                score=score,
+                turns=turns,
+                extras=json.loads(extras),
+                prompt_ids=np.frombuffer(prompt, "<i4").tolist(),
+                response_ids=np.frombuffer(response, "<i4").tolist(),
+                columns=columns.get(number, {}),
+            )
+            for number, uid, truth, source, score, turns, extras, prompt, response in rows
+        ]
+
     def events(self) -> list[dict[str, Any]]:
         rows = self._rows("SELECT step, time, kind, text FROM events ORDER BY id")
         return [dict(zip(("step", "time", "kind", "text"), row, strict=True)) for row in rows]
@@ -182,6 +214,15 @@ class StoreReader:
             "SELECT id FROM samples WHERE step = ? AND phase = 'train' ORDER BY id", step
         )
         return (self.sample(number) for (number,) in rows)
+
+
+def one_run(path: Path) -> StoreReader:
+    """The only run below a path."""
+    stores = stores_below(path)
+    if len(stores) > 1:
+        names = ", ".join(str(store.parent) for store in stores[:5])
+        raise NoStore(f"{path} holds {len(stores)} runs ({names}); name one of them")
+    return StoreReader(stores[0])
 
 
 def declared_metrics() -> list[Mapping[str, str]]:

@@ -14,7 +14,9 @@ import numpy as np
 
 from verl.board.store import Sample, Step, StoreWriter
 from verl.protocol import DataProto
+from verl.protocol.padded import SESSION_UID
 from verl.protocol.trajectory import Group, InfraError
+from verl.utils.media import MEDIA
 
 COLUMNS = {
     "rollout_log_probs": "log_prob",
@@ -22,12 +24,19 @@ COLUMNS = {
     "ref_log_prob": "ref_log_prob",
     "entropys": "entropy",
     "advantages": "advantage",
+    "token_level_scores": "score",
     "token_level_rewards": "reward",
     "values": "value",
     "policy_versions": "version",
     "rollout_is_weights": "is_weight",
 }
 """Columns of the batch, and what the page calls them."""
+
+MADE_AGAIN = {
+    *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"),
+    *("rm_scores", "returns", "sum_pi_squared", "positive_weights", "reward_baselines"),
+}
+"""Columns that are recorded in another form, or follow from those that are."""
 
 MAX_EXTRA_CHARACTERS = 2000
 MAX_FAULTS = 20
@@ -81,6 +90,7 @@ class Recorder:
                 number=number,
                 metrics=metrics,
                 seconds=seconds,
+                batch=batch_facts(batch) if isinstance(batch, DataProto) else {},
                 samples=lambda: [*rows(), *validation],
                 events=[*events, *fault_events(groups)],
             )
@@ -100,6 +110,28 @@ def fault_events(groups: Sequence[Group]) -> Iterator[tuple[str, str]]:
         yield "fault", text[:MAX_EXTRA_CHARACTERS]
     if len(faults) > MAX_FAULTS:
         yield "fault", f"and {len(faults) - MAX_FAULTS} more"
+
+
+def batch_facts(batch: DataProto) -> dict[str, Any]:
+    """What `verl.replay` needs of a batch beside its samples.
+
+    `missing` names columns that the store has no place for: such a step cannot be made again.
+    """
+    tensors, objects = batch.batch, batch.non_tensor_batch
+    missing = set(tensors.keys()) - {*COLUMNS, *MADE_AGAIN}
+    if MEDIA in objects or tensors["position_ids"].dim() > 2:
+        missing.add(MEDIA)
+    facts: dict[str, Any] = {
+        "missing": sorted(missing),
+        "reward_extra_keys": list(batch.meta_info.get("reward_extra_keys", [])),
+    }
+    if "policy_version" in batch.meta_info:
+        facts["policy_version"] = int(batch.meta_info["policy_version"])
+    if SESSION_UID in objects:
+        facts[SESSION_UID] = [str(uid) for uid in objects[SESSION_UID]]
+    if "reward_baselines" in tensors.keys():  # noqa: SIM118 (a TensorDict)
+        facts["reward_baselines"] = tensors["reward_baselines"].tolist()
+    return facts
 
 
 def batch_samples(batch: DataProto, tokenizer: Any) -> Iterator[Sample]:

@@ -1,13 +1,15 @@
 """The run page: over HTTP while a run goes on or afterwards, or as one file with its data inside.
 
     page.html  --POST /api/<question> {...}-->  Board  -->  StoreReader of the run it is about
+               <--server-sent events of /api/changes--  when a step has been committed
 
 The server listens on loopback and asks for a token, which stands in the fragment of the address
 that is printed: the page reads it there, and no log ever holds it.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from itertools import combinations
@@ -16,9 +18,12 @@ from typing import Any
 
 from verl.board.compare import first_difference
 from verl.board.reader import NoStore, StoreReader, declared_metrics, stores_below
-from verl.utils.json_server import JsonServer, Refusal
+from verl.utils.json_server import Events, JsonServer, Refusal
 
 DATA_MARK = "<!-- data -->"
+STREAM_SECONDS = 3600
+"""How long a stream of changes lasts; the page then asks for the next one."""
+
 MAX_COMPARED = 5
 """Runs of which an exported page has every pair compared."""
 
@@ -30,6 +35,7 @@ class Board:
         """`paths` are stores, folders of runs, or folders with several of them."""
         self._paths = list(paths)
         self._readers: dict[Path, StoreReader] = {}
+        self._is_closed = threading.Event()
         self._find()
 
     def _find(self) -> list[StoreReader]:
@@ -75,6 +81,24 @@ class Board:
         found = first_difference(self._run(question, "first"), self._run(question, "second"))
         return None if found is None else {**asdict(found), "text": str(found)}
 
+    def changes(self, question: Mapping[str, Any]) -> Events:
+        """The runs' newest steps, now and whenever there is a newer one."""
+
+        def newest() -> Iterator[Any]:
+            told: Any = None
+            for _ in range(STREAM_SECONDS):
+                now = [reader.summary()["last"] for reader in self._find()]
+                yield {"last": now} if now != told else None
+                told = now
+                if self._is_closed.wait(timeout=1.0):
+                    return
+
+        return Events(newest())
+
+    def close(self) -> None:
+        """End the streams of changes."""
+        self._is_closed.set()
+
     @property
     def questions(self) -> dict[str, Callable[[Mapping[str, Any]], Any]]:
         return {
@@ -85,6 +109,7 @@ class Board:
             "samples": self.samples,
             "sample": self.sample,
             "compare": self.compare,
+            "changes": self.changes,
         }
 
     # ---- one file --------------------------------------------------------------------------------

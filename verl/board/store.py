@@ -29,7 +29,7 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "board.sqlite"
-VERSION = 1
+VERSION = 2
 MAX_WAITING = 4
 CLOSE_SECONDS = 30.0
 BUSY_SECONDS = 10.0
@@ -39,7 +39,9 @@ KEPT_SHARE = 0.8
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, time REAL, metrics TEXT, seconds TEXT);
+CREATE TABLE IF NOT EXISTS steps (
+    step INTEGER PRIMARY KEY, time REAL, metrics TEXT, seconds TEXT, batch TEXT
+);
 CREATE TABLE IF NOT EXISTS samples (
     id INTEGER PRIMARY KEY, step INTEGER, phase TEXT, uid TEXT, prompt TEXT, response TEXT,
     truth TEXT, source TEXT, score REAL, turns INTEGER, tokens INTEGER, advantage REAL,
@@ -83,6 +85,9 @@ class Step:
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
     """Where its time went; the entries add up to its wall time."""
+
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    """What its rows have in common, or beside their tokens: see `recorder.batch_facts`."""
 
     samples: Callable[[], Iterable[Sample]] = tuple
     events: Sequence[tuple[str, str]] = ()
@@ -191,8 +196,8 @@ class StoreWriter:
             metrics = json.dumps(plain_numbers(step.metrics))
             seconds = json.dumps(plain_numbers(step.seconds))
             connection.execute(
-                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)",
-                (step.number, step.time, metrics, seconds),
+                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
+                (step.number, step.time, metrics, seconds, json.dumps(step.batch)),
             )
             connection.executemany(
                 "INSERT INTO events (step, time, kind, text) VALUES (?, ?, ?, ?)",

@@ -18,7 +18,15 @@ from verl.config.base import BaseConfig, When, never, option, runtime_value, whi
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.roles import BACK_END, CHUNKED, FUSED, ON_GPU, PACKED, shares_weights
+from verl.config.roles import (
+    BACK_END,
+    CHUNKED,
+    FUSED,
+    ON_GPU,
+    PACKED,
+    RANDOM_WEIGHTS,
+    shares_weights,
+)
 from verl.config.trainer import CheckpointConfig
 
 DEFAULT_MICRO_BATCH = 8
@@ -437,7 +445,7 @@ class McoreActorConfig(ActorConfig):
     strategy: str = option("megatron", choices=("megatron",))
     """Training back-end."""
 
-    load_weight: bool = True
+    load_weight: bool = option(True, absent=RANDOM_WEIGHTS)
     """Load the Hugging Face weights at the start."""
 
     optim: McoreOptimizerConfig = option(default_factory=lambda: McoreOptimizerConfig(lr=1e-6))

@@ -160,7 +160,9 @@ class BaseConfig(Mapping[str, Any]):
     def __getattr__(self, name: str) -> Any:  # only for what is neither field nor method
         extras = vars(self).get("extras", {})
         if name not in extras:
-            close = get_close_matches(name, type(self).__dataclass_fields__, n=1)
+            is_asked_by_python = name.startswith("__")  # as copying does, of every section
+            known = () if is_asked_by_python else type(self).__dataclass_fields__
+            close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise AttributeError(f"{type(self).__name__} has no option {name!r}{hint}")
         return extras[name]

@@ -7,6 +7,7 @@ it follows the actor.
 # Sections are frozen, so a variant may narrow the type of a section it inherits.
 # pyright: reportIncompatibleVariableOverride=false
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,16 +15,25 @@ from verl.config.actor import LOSS_AGG_MODES
 from verl.config.base import BaseConfig, When, never, option, runtime_value, while_on
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.model import (
+    ADAPTERS,
     DEFAULT_MODEL,
     BaseModelConfig,
     HFModelConfig,
     McoreLoraConfig,
     TiledMlpConfig,
     mcore_override_config,
+    of_model_config,
+    router_faults,
 )
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.roles import BACK_END, ON_GPU, PACKED_CRITIC, RECORDED_WITH_ACTOR
+from verl.config.roles import (
+    BACK_END,
+    ON_GPU,
+    PACKED_CRITIC,
+    RANDOM_WEIGHTS,
+    RECORDED_WITH_ACTOR,
+)
 from verl.config.trainer import CheckpointConfig
 
 
@@ -273,8 +283,15 @@ class McoreCriticModelConfig(CriticModelConfig):
     """`model_config` replaces values of the model's `config.json`;
     `moe_config.freeze_moe_router` keeps expert routing as it is."""
 
-    lora: McoreLoraConfig = option(default_factory=McoreLoraConfig)
+    lora: McoreLoraConfig = option(default_factory=McoreLoraConfig, used_if=ADAPTERS)
     """LoRA with Megatron."""
+
+    def hf_overrides(self) -> dict[str, Any]:
+        return of_model_config(self.override_config)
+
+    def faults(self, path: str = "") -> Iterator[str]:
+        yield from super().faults(path)
+        yield from router_faults(self.override_config, path)
 
 
 @dataclass(kw_only=True)
@@ -288,10 +305,12 @@ class McoreCriticConfig(CriticConfig):
 
     model: McoreCriticModelConfig = option(default_factory=McoreCriticModelConfig)
 
-    nccl_timeout: int = option(600, minimum=1)
+    nccl_timeout: int = option(
+        600, minimum=1, used_if=never("actor_rollout_ref.nccl_timeout counts")
+    )
     """Seconds after which a collective operation counts as hung."""
 
-    load_weight: bool = True
+    load_weight: bool = option(True, absent=RANDOM_WEIGHTS)
     """Load the Hugging Face weights at the start."""
 
     optim: McoreOptimizerConfig = option(default_factory=lambda: McoreOptimizerConfig(lr=1e-5))

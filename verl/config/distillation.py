@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from verl.config.base import BaseConfig, When, never, option, while_on
+from verl.config.base import BaseConfig, When, option, while_on
 from verl.config.faults import Fault
 
 PATH = "distillation"
@@ -21,9 +21,10 @@ WEIGHTS = ("path", "start", "current")
 
 TOP_K = When(lambda here, run: here.loss_mode in TOP_K_MODES, "only the modes *_topk use it")
 AS_REWARD = while_on("use_policy_gradient")
-SERVED = never(
-    "a teacher runs as the reference does (actor_rollout_ref.ref.*), or behind an endpoint, whose "
-    "server has its own settings"
+IS_STARTED = When(
+    lambda here, run: here.num_replicas > 0,
+    "num_replicas is 0: a teacher runs as the reference does (actor_rollout_ref.ref.*), or behind "
+    "an endpoint, whose server has its own settings",
 )
 
 
@@ -186,19 +187,28 @@ class TeacherConfig(BaseConfig):
     timeout_seconds: float = option(
         120.0,
         above=0,
-        used_if=When(lambda here, run: here.endpoint is not None, "the teacher has no endpoint"),
+        used_if=When(
+            lambda here, run: here.is_served, "the teacher has no endpoint and no replicas"
+        ),
     )
-    """How long one request to `endpoint` may take."""
+    """How long one request to a server of the teacher may take."""
 
-    num_replicas: int = option(
-        0, minimum=0, used_if=never("a teacher has one copy for each rank that it runs on")
-    )
-    """Copies of the teacher."""
+    num_replicas: int = option(0, minimum=0)
+    """Engine processes with the teacher that this run starts on its own machine, which share the
+    rows of a step. 0: the teacher computes on ranks, or is behind `endpoint`."""
 
     inference: TeacherInferenceConfig = option(
-        default_factory=TeacherInferenceConfig, used_if=SERVED
+        default_factory=TeacherInferenceConfig,
+        used_if=IS_STARTED,
+        reads=("name", "dtype", "max_num_batched_tokens", "max_model_len", "max_num_seqs"),
+        unread="a replica is one process on one device that computes log-probabilities only",
     )
-    """Settings of a serving engine for the teacher."""
+    """Settings of the engine processes of the teacher."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the driver asks for its answers over HTTP."""
+        return self.endpoint is not None or self.num_replicas > 0
 
 
 @dataclass(kw_only=True)
@@ -249,17 +259,24 @@ def teachers_of(config: DistillationConfig) -> dict[str, TeacherConfig]:
 
 def teacher_config(name: str, values: Any) -> TeacherConfig:
     """A teacher that was added with `+`."""
-    known = {item.name for item in fields(TeacherConfig)} - {"inference", "_target_"}
+    known = {item.name for item in fields(TeacherConfig)} - {"_target_"}
     if not isinstance(values, BaseConfig):
         raise ValueError(f"{PATH}.teacher_models.{name} is {values!r}; it must have a model_path")
     values = vars(values)["extras"]
-    unknown = sorted(set(values) - known - {"inference"})
+    unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(
             f"{PATH}.teacher_models.{name} has {unknown[0]!r}; a teacher has: "
             f"{', '.join(sorted(known))}"
         )
-    return TeacherConfig(**{key: value for key, value in values.items() if key in known})
+    inference = values.get("inference")
+    if isinstance(inference, BaseConfig):
+        settings = vars(inference)["extras"]
+        wrong = sorted(set(settings) - {item.name for item in fields(TeacherInferenceConfig)})
+        if wrong:
+            raise ValueError(f"{PATH}.teacher_models.{name}.inference has no option {wrong[0]!r}")
+        values = {**values, "inference": TeacherInferenceConfig(**settings)}
+    return TeacherConfig(**values)
 
 
 def distillation_faults(config: Any) -> Iterator[Fault]:
@@ -284,12 +301,21 @@ def distillation_faults(config: Any) -> Iterator[Fault]:
         )
         yield Fault(text, (f"{PATH}.teacher_models",))
     temperature = config.actor_rollout_ref.rollout.temperature
-    if temperature != 1 and any(teacher.endpoint for teacher in teachers.values()):
+    is_served = [teacher.is_served for teacher in teachers.values()]
+    if temperature != 1 and any(is_served):
         text = (
-            f"actor_rollout_ref.rollout.temperature is {temperature}; an endpoint gives the "
+            f"actor_rollout_ref.rollout.temperature is {temperature}; a server gives the "
             "log-probabilities of a prompt at temperature 1, so set it to 1"
         )
         yield Fault(text, ("actor_rollout_ref.rollout.temperature",))
+    has_replicas = any(teacher.num_replicas for teacher in teachers.values())
+    if has_replicas and (section.nnodes > 1 or (section.nnodes and not all(is_served))):
+        text = (
+            f"{PATH}.nnodes is {section.nnodes} and a teacher has num_replicas: replicas are "
+            "processes on this machine, with devices behind the policy's if nnodes is 1. Take "
+            "nnodes=1 with num_replicas for every teacher, or nnodes=0, or an endpoint"
+        )
+        yield Fault(text, (f"{PATH}.nnodes",))
     if config.transfer_queue.enable:
         text = (
             f"{PATH}.enabled is True and transfer_queue.enable is True; teachers read the batch in "
@@ -358,12 +384,25 @@ def teacher_faults(
             "is served, whose tokenizer must be the policy's"
         )
         yield Fault(text, (f"{path}.model_path",))
-    if is_full and (teacher.endpoint or section.nnodes):
-        where = "behind an endpoint" if teacher.endpoint else "on other ranks"
+    if teacher.num_replicas and (teacher.endpoint or teacher.weights != "path"):
+        text = (
+            f"{path}.num_replicas is {teacher.num_replicas}; the processes have the weights at "
+            "model_path, so leave endpoint and weights out"
+        )
+        yield Fault(text, (f"{path}.num_replicas",))
+    if teacher.num_replicas and teacher.inference.name != "native":
+        text = (
+            f"{path}.inference.name is {teacher.inference.name!r}; replicas that this run starts "
+            f"are verl's own (native). Start the server of {teacher.inference.name} yourself and "
+            f"name it in {path}.endpoint"
+        )
+        yield Fault(text, (f"{path}.inference.name",))
+    if is_full and (teacher.is_served or section.nnodes):
+        where = "behind a server" if teacher.is_served else "on other ranks"
         text = (
             f"{PATH}.distillation_loss.loss_mode is {section.distillation_loss.loss_mode!r}, but "
             f"{path} is {where}: the whole vocabulary would be hundreds of kilobytes a token. Let "
-            "the teacher compute in the policy's ranks (nnodes=0, no endpoint), or use "
-            "forward_kl_topk"
+            "the teacher compute in the policy's ranks (nnodes=0, no endpoint, no replicas), or "
+            "use forward_kl_topk"
         )
         yield Fault(text, (f"{PATH}.distillation_loss.loss_mode",))

@@ -15,6 +15,9 @@ from verl.config.profiler import ProfilerConfig
 from verl.config.roles import CHUNKED, ON_GPU, SEVERAL_RANKS, SHARDED
 from verl.config.trainer import CheckpointConfig
 
+TRAINED = When(
+    lambda here, run: not here.forward_only, "there is no optimizer: this model is not trained"
+)
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")
 
 
@@ -38,13 +41,7 @@ class EngineConfig(BaseConfig):
     """Keep the weights in CPU memory while the role is idle. Weights that the built-in rollout
     engine shares stay on the device."""
 
-    optimizer_offload: bool = option(
-        False,
-        used_if=When(
-            lambda here, run: not here.forward_only,
-            "there is no optimizer: this model is not trained",
-        ),
-    )
+    optimizer_offload: bool = option(False, used_if=TRAINED)
     """Keep the optimizer's state in CPU memory while the role is idle."""
 
     seed: int = option(42, minimum=0)
@@ -197,6 +194,16 @@ def transformer_overrides() -> dict[str, Any]:
     }
 
 
+OWN_TABLE = never("our own table converts weights between Hugging Face's names and Megatron's")
+DIST_CHECKPOINT = Absent(
+    "Megatron's distributed checkpoints are not read: convert the folder to Hugging Face weights "
+    "and set model.path"
+)
+OWN_ATTENTION = {
+    "attention_backend": "packed attention is our own, on every device",
+}
+
+
 @dataclass(kw_only=True)
 class McoreEngineConfig(EngineConfig):
     """Megatron: tensor, pipeline, context and expert parallelism."""
@@ -207,7 +214,19 @@ class McoreEngineConfig(EngineConfig):
 
     strategy: str = option("megatron", choices=("megatron",))
 
-    grad_offload: bool = False
+    seed: int = option(
+        42,
+        minimum=0,
+        used_if=never("nothing random is drawn: dropout is off and weights are loaded"),
+    )
+
+    use_torch_compile: bool = option(
+        True, used_if=never("layers are megatron-core's, which are not compiled")
+    )
+
+    grad_offload: bool = option(
+        False, used_if=never("gradients are freed after every step, so none wait on the device")
+    )
     """Keep gradient buffers in CPU memory while the role is idle."""
 
     tensor_model_parallel_size: int = option(1, minimum=1)
@@ -231,35 +250,45 @@ class McoreEngineConfig(EngineConfig):
     sequence_parallel: bool = option(True, yaml=True)
     """Split norms and dropout over the tensor-parallel devices; off when there is only one."""
 
-    use_distributed_optimizer: bool = True
+    use_distributed_optimizer: bool = option(True, used_if=TRAINED)
     """Shard the optimizer's state over the data-parallel ranks."""
 
-    use_dist_checkpointing: bool = False
+    use_dist_checkpointing: bool = option(False, absent=DIST_CHECKPOINT)
     """Start from a Megatron distributed checkpoint instead of Hugging Face weights."""
 
-    dist_checkpointing_path: str | None = None
+    dist_checkpointing_path: str | None = option(None, absent=DIST_CHECKPOINT)
     """Folder of that checkpoint."""
 
-    dist_checkpointing_prefix: str = ""
+    dist_checkpointing_prefix: str = option("", absent=DIST_CHECKPOINT)
     """What to put before each key of that checkpoint."""
 
-    override_ddp_config: dict[str, Any] = option(default_factory=dict)
+    override_ddp_config: dict[str, Any] = option(
+        default_factory=dict,
+        used_if=never("gradients are summed over ranks once a step, by our own optimizer"),
+    )
     """Any field of Megatron's data-parallel configuration."""
 
-    override_transformer_config: dict[str, Any] = option(default_factory=transformer_overrides)
+    override_transformer_config: dict[str, Any] = option(
+        default_factory=transformer_overrides, ignores=OWN_ATTENTION
+    )
     """Any field of Megatron's transformer configuration. `recompute_granularity` is `full` or
     `selective` (then `recompute_modules` says what), `recompute_method` is `uniform` or `block`."""
 
-    override_mcore_model_config: dict[str, Any] = option(default_factory=dict)
+    override_mcore_model_config: dict[str, Any] = option(
+        default_factory=dict,
+        absent=Absent("the model's own config.json decides; see override_transformer_config"),
+    )
     """Any field of Megatron's model configuration."""
 
-    use_mbridge: bool = True
+    use_mbridge: bool = option(True, used_if=OWN_TABLE)
     """Build the model and convert its weights through a bridge to Hugging Face formats."""
 
-    vanilla_mbridge: bool = True
+    vanilla_mbridge: bool = option(True, used_if=OWN_TABLE)
     """Which bridge: `mbridge`, or Megatron-Bridge when off."""
 
-    use_remove_padding: bool = True
+    use_remove_padding: bool = option(
+        True, used_if=never("sequences are always packed; the numbers are those of padded ones")
+    )
     """Pack sequences without padding."""
 
     def __post_init__(self) -> None:

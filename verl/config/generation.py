@@ -107,6 +107,8 @@ class GenerationModelConfig(BaseConfig):
 class GenerationPrometheusConfig(PrometheusConfig):
     """Metrics of the servers for Prometheus."""
 
+    enable: bool = option(False, used_if=never("the model server always answers GET /metrics"))
+
     served_model_name: str | None = option(
         "~/models/Qwen2-7B-Instruct", yaml="${oc.select:model.path,null}"
     )

@@ -12,6 +12,7 @@ which one is meant cannot be known.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from verl.config.faults import Fault, shown
@@ -145,8 +146,8 @@ def meaning_of(
     A rule that leads to a key of this variant is preferred to one that leads to a sibling's.
     """
     for scope in scopes:
-        for rule in RULES:
-            translated = translate(rule, path, value, settings, scopes[0])
+        for rule, way in rules_for(path):
+            translated = translate(rule, way, path, value, settings, scopes[0])
             if translated is None:
                 continue
             meant, why = {}, rule.why
@@ -163,13 +164,18 @@ def meaning_of(
     return None
 
 
+@cache
+def rules_for(path: str) -> list[tuple[Rule, str]]:
+    """The rules that fit a key, in order, each with what its `*` stands for."""
+    ways = [(rule, rule.way_to(path)) for rule in RULES]
+    return [(rule, way) for rule, way in ways if way is not None]
+
+
 def translate(
-    rule: Rule, path: str, value: Any, settings: Values, keys: Keys
+    rule: Rule, way: str, path: str, value: Any, settings: Values, keys: Keys
 ) -> dict[str, Any] | None:
-    """One step of one rule; None when the rule is not about this key and value."""
-    way = rule.way_to(path)
-    is_known = path in keys
-    if way is None or (is_known and (value is None or not rule.is_about_value)):
+    """One step of one rule; None when the rule is not about this value."""
+    if (value is None or not rule.is_about_value) and path in keys:
         return None
     if rule.new is None:
         return {}
@@ -182,11 +188,8 @@ def renamed(path: str, keys: Keys) -> str | None:
     """Today's key for an old one that is merely a rename; None when there is more to it."""
     if path in keys:
         return None
-    for rule in RULES:
-        way = rule.way_to(path)
-        if way is not None:
-            if not isinstance(rule.new, str):
-                return None
+    for rule, way in rules_for(path)[:1]:
+        if isinstance(rule.new, str):
             new = rule.target(way, path)
             return new if new in keys else renamed(new, keys)
     return None
@@ -194,7 +197,7 @@ def renamed(path: str, keys: Keys) -> str | None:
 
 def is_old(path: str, keys: Keys) -> bool:
     """Whether some rule knows this key, so that it may be written on a command line."""
-    return path not in keys and any(rule.way_to(path) is not None for rule in RULES)
+    return path not in keys and bool(rules_for(path))
 
 
 def notice(old: str, value: Any, meaning: Meaning) -> str:
@@ -235,12 +238,6 @@ def max_turns(way: str, value: Any, values: Values) -> Today:
 
 def fp8_rollout(way: str, value: Any, values: Values) -> Today | None:
     return {f"{ROLLOUT}.quantization": "fp8"} if str(value).lower() == "fp8" else None
-
-
-def prometheus_switch(way: str, value: Any, values: Values) -> Today:
-    """The engine must keep statistics for Prometheus to have something to read."""
-    today = {f"{ROLLOUT}.prometheus.enable": value}
-    return today | {f"{ROLLOUT}.disable_log_stats": False} if value is True else today
 
 
 def sanity_check_mode(way: str, value: Any, values: Values) -> Today:
@@ -353,7 +350,6 @@ RULES: list[Rule] = [
     Rule(f"{ACTOR}.peft", "actor_rollout_ref.model"),
     Rule(f"{ROLLOUT}.multi_turn.max_turns", max_turns),
     Rule(f"{ROLLOUT}.dtype", fp8_rollout, is_about_value=True),
-    Rule("trainer.prometheus.enable", prometheus_switch),
     Rule("trainer.prometheus", f"{ROLLOUT}.prometheus"),
     Rule("*.optim.warmup_steps_proportion", "*.optim.lr_warmup_steps_ratio"),
     Rule("*.optim.warmup_steps_ratio", "*.optim.lr_warmup_steps_ratio"),

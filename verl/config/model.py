@@ -66,6 +66,10 @@ class BaseModelConfig(BaseConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for authors you trust."""
 
+    def hf_overrides(self) -> dict[str, Any]:
+        """Values that replace those of the model's `config.json`, wherever they are stated."""
+        return dict(self.override_config)
+
 
 @dataclass(kw_only=True)
 class FusedKernelOptions(BaseConfig):
@@ -155,9 +159,19 @@ class LoraConfig(BaseConfig):
     is faster, takes the memory of a second model, and rounds differently from training."""
 
 
+NO_ADAPTERS = Absent("Megatron trains all weights here: for adapters use strategy=fsdp")
+ADAPTERS = never("Megatron trains all weights here")
+MEGATRON_ACTIVATIONS = Absent(
+    "Megatron keeps activations on the device; compute them again instead: "
+    "enable_gradient_checkpointing=True"
+)
+
+
 @dataclass(kw_only=True)
 class McoreLoraConfig(LoraConfig):
     """LoRA with Megatron."""
+
+    rank: int = option(0, minimum=0, absent=NO_ADAPTERS)
 
     type: str = option("lora", choices=("lora", "vlm_lora", "canonical_lora", "dora"))
     """Kind of adapter."""
@@ -259,7 +273,8 @@ class HFModelConfig(BaseConfig):
     """Scale adapters by `lora_alpha / sqrt(lora_rank)` instead (arXiv:2312.03732)."""
 
     target_modules: str | list[str] = option("all-linear", used_if=NEW_ADAPTERS)
-    """Layers that get an adapter: names, a regular expression, or `all-linear`."""
+    """Layers that get an adapter: names, a regular expression, or `all-linear`. In a model with
+    experts `all-linear` are those of attention, and the name `experts` adds every expert."""
 
     exclude_modules: str | list[str] | None = option(None, used_if=NEW_ADAPTERS)
     """Layers that get none, even if targeted."""
@@ -289,6 +304,24 @@ class HFModelConfig(BaseConfig):
     mtp: MtpConfig = option(default_factory=MtpConfig)
     """Heads that predict several tokens ahead."""
 
+    def hf_overrides(self) -> dict[str, Any]:
+        """Values that replace those of the model's `config.json`, wherever they are stated."""
+        return dict(self.override_config)
+
+
+def of_model_config(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron's overrides replace in the model's `config.json`."""
+    apart = {key: value for key, value in overrides.items() if key not in mcore_override_config()}
+    return {**apart, **(overrides.get("model_config") or {})}
+
+
+def router_faults(overrides: Mapping[str, Any], path: str) -> Iterator[str]:
+    if (overrides.get("moe_config") or {}).get("freeze_moe_router"):
+        yield (
+            f"{path}override_config.moe_config.freeze_moe_router is True, but the router is "
+            "trained with the rest; actor_rollout_ref.actor.router_replay keeps its choices"
+        )
+
 
 def mcore_override_config() -> dict[str, Any]:
     """Megatron keeps overrides of the model and of its experts apart."""
@@ -305,7 +338,20 @@ class McoreModelConfig(HFModelConfig):
     """`model_config` replaces values of the model's `config.json`;
     `moe_config.freeze_moe_router` keeps expert routing as it is."""
 
-    use_remove_padding: bool = False
+    use_remove_padding: bool = option(False, used_if=never(PACKED.reason))
 
-    lora: McoreLoraConfig = option(default_factory=McoreLoraConfig)
+    lora_rank: int = option(0, minimum=0, absent=NO_ADAPTERS)
+
+    lora_adapter_path: str | None = option(None, absent=NO_ADAPTERS)
+
+    enable_activation_offload: bool = option(False, absent=MEGATRON_ACTIVATIONS)
+
+    lora: McoreLoraConfig = option(default_factory=McoreLoraConfig, used_if=ADAPTERS)
     """LoRA with Megatron."""
+
+    def hf_overrides(self) -> dict[str, Any]:
+        return of_model_config(self.override_config)
+
+    def faults(self, path: str = "") -> Iterator[str]:
+        yield from super().faults(path)
+        yield from router_faults(self.override_config, path)

@@ -14,6 +14,14 @@ DECAYING = When(
     lambda here, run: here.get("lr_scheduler", here.lr_scheduler_type) != "constant",
     "the learning rate does not decay",
 )
+CHANGING = When(
+    lambda here, run: (
+        here.lr_scheduler_type != "constant"
+        or here.lr_warmup_steps > 0
+        or (here.lr_warmup_steps < 0 and here.lr_warmup_steps_ratio > 0)
+    ),
+    "the learning rate never changes: it is constant, without a warm-up",
+)
 
 
 @dataclass(kw_only=True)
@@ -76,6 +84,10 @@ class FSDPOptimizerConfig(OptimizerConfig):
     lr_scheduler_type: str = option("constant", choices=SCHEDULES)
     """Shape of the learning rate after warm-up."""
 
+    zero_indexed_step: bool = option(True, used_if=CHANGING)
+    """The first training step is step 0 of the schedule, where a warm-up has rate 0; false makes it
+    step 1."""
+
     warmup_style: str | None = option(None, choices=SCHEDULES)
     """Old name of `lr_scheduler_type`."""
 
@@ -88,19 +100,25 @@ class FSDPOptimizerConfig(OptimizerConfig):
             object.__setattr__(self, "lr_scheduler_type", self.warmup_style)
 
 
+MEGATRON_DECAYS = When(
+    lambda here, run: here.lr_decay_style != "constant", "the learning rate does not decay"
+)
+WSD = When(lambda here, run: here.lr_decay_style == "WSD", "lr_decay_style is not WSD")
+
+
 @dataclass(kw_only=True)
 class McoreOptimizerConfig(OptimizerConfig):
     """Megatron's optimizer and its own schedules."""
 
     _target_: str = "verl.workers.config.McoreOptimizerConfig"
 
-    optimizer: str = "adam"
-    """Megatron's name of the optimizer."""
+    optimizer: str = option("adam", choices=("adam", "sgd"))
+    """Megatron's name of the optimizer: `adam`, whose weight decay is decoupled, or `sgd`."""
 
     lr_warmup_init: float = option(0.0, minimum=0)
     """Learning rate at the first warm-up step."""
 
-    lr_decay_steps: int | None = option(None, minimum=0)
+    lr_decay_steps: int | None = option(None, minimum=0, used_if=MEGATRON_DECAYS)
     """Training steps until the learning rate reaches `min_lr`; null takes the whole run."""
 
     lr_decay_style: str = option(
@@ -108,24 +126,34 @@ class McoreOptimizerConfig(OptimizerConfig):
     )
     """Shape of the learning rate after warm-up."""
 
-    min_lr: float = option(0.0, minimum=0)
+    min_lr: float = option(0.0, minimum=0, used_if=MEGATRON_DECAYS)
     """The learning rate never falls below this."""
 
-    weight_decay_incr_style: str = option("constant", choices=("constant", "linear", "cosine"))
+    weight_decay_incr_style: str = option(
+        "constant",
+        choices=("constant", "linear", "cosine"),
+        used_if=never("weight decay begins and ends at weight_decay"),
+    )
     """How weight decay changes over the run."""
 
     lr_wsd_decay_style: str = option(
-        "exponential", choices=("constant", "exponential", "linear", "cosine")
+        "exponential", choices=("constant", "exponential", "linear", "cosine"), used_if=WSD
     )
     """Shape of the last phase when `lr_decay_style` is WSD (warm-up, stable, decay)."""
 
-    lr_wsd_decay_steps: int | None = option(None, minimum=0)
+    lr_wsd_decay_steps: int | None = option(None, minimum=0, used_if=WSD)
     """Training steps of that last phase."""
 
     use_checkpoint_opt_param_scheduler: bool = False
     """Continue the schedule stored in a checkpoint instead of the one configured here."""
 
-    override_optimizer_config: dict[str, Any] = option(default_factory=dict)
+    override_optimizer_config: dict[str, Any] = option(
+        default_factory=dict,
+        used_if=never(
+            "the optimizer is our own, with masters in fp32; megatron.optimizer_offload keeps its "
+            "state in CPU memory"
+        ),
+    )
     """Any field of Megatron's own optimizer configuration, for example `optimizer_cpu_offload`."""
 
 

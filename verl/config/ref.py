@@ -12,7 +12,14 @@ from verl.config.actor_parts import RouterReplayConfig
 from verl.config.base import BaseConfig, When, never, option
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, transformer_overrides
 from verl.config.profiler import ProfilerConfig
-from verl.config.roles import BACK_END, CHUNKED, ON_GPU, RECORDED_WITH_ACTOR, is_own_reference
+from verl.config.roles import (
+    BACK_END,
+    CHUNKED,
+    ON_GPU,
+    RANDOM_WEIGHTS,
+    RECORDED_WITH_ACTOR,
+    is_own_reference,
+)
 
 
 @dataclass(kw_only=True)
@@ -208,7 +215,7 @@ class McoreRefConfig(RefConfig):
     strategy: str = option("megatron", choices=("megatron",))
     """Back-end."""
 
-    load_weight: bool = True
+    load_weight: bool = option(True, absent=RANDOM_WEIGHTS)
     """Load the Hugging Face weights at the start."""
 
     megatron: McoreEngineConfig = option(default_factory=McoreRefEngineConfig)

@@ -29,6 +29,8 @@ from verl.config.roles import (
 )
 from verl.config.serving import ServingConfig
 
+SERVED_WHOLE = never("the reward model runs on the built-in engine")
+
 
 @dataclass(kw_only=True)
 class ModuleConfig(BaseConfig):
@@ -481,11 +483,13 @@ class McoreRewardModelConfig(RewardModelConfig):
 
     strategy: str = option("megatron", choices=("megatron",))
 
-    nccl_timeout: int = option(600, minimum=1)
+    nccl_timeout: int = option(600, minimum=1, used_if=SERVED_WHOLE)
     """Seconds after which a collective operation counts as hung."""
 
-    load_weight: bool = True
+    load_weight: bool = option(True, used_if=SERVED_WHOLE)
     """Load the Hugging Face weights at the start."""
 
-    megatron: McoreEngineConfig = option(default_factory=McoreRewardEngineConfig)
+    megatron: McoreEngineConfig = option(
+        default_factory=McoreRewardEngineConfig, used_if=SERVED_WHOLE
+    )
     """How the model is spread over devices."""

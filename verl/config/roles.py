@@ -432,7 +432,11 @@ FULLY_ASYNC = When(
     "the run is not fully asynchronous: start it with "
     "verl.experimental.fully_async_policy.fully_async_main, or set async_training.mode=fully_async",
 )
+RANDOM_WEIGHTS = Absent(
+    "training starts from weights: scripts/init_random_model.py writes random ones to a folder",
+    values=(False,),
+)
 ROUTE_FILES = Absent("routes travel with the batch, not in files: leave it out")
 BACK_END = Absent(
-    "this training back-end is not built in yet: use fsdp", values=("megatron", "veomni")
+    "this training back-end is not built in yet: use fsdp or megatron", values=("veomni",)
 )

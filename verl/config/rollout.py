@@ -156,8 +156,11 @@ class TraceConfig(BaseConfig):
 
     _target_: str = "verl.workers.config.TraceConfig"
 
-    backend: str | None = option(None, choices=("weave", "mlflow"))
-    """Where traces go; null records none."""
+    backend: str | None = option(
+        None, choices=("file", "opentelemetry", "mlflow", "weave", "trackio")
+    )
+    """Where spans of turns, tool calls, grades and weight updates go: `file` is `trace.json` beside
+    the checkpoints, for Perfetto; null records none."""
 
     token2text: bool = option(
         False, used_if=When(lambda here, run: here.backend is not None, "trace.backend is null")
@@ -421,6 +424,9 @@ class RolloutConfig(ServingConfig):
     )
     """Folder of those dumps."""
 
+    skip_steps: list[int] = option(default_factory=list, used_if=while_on("skip_rollout"))
+    """Steps that are dumped and read, counted from 1; empty means every step."""
+
     partial_rollout: bool = option(
         False,
         used_if=When(
@@ -481,5 +487,8 @@ class McoreRolloutConfig(RolloutConfig):
 
     _target_: str = "verl.workers.config.McoreRolloutConfig"
 
-    layer_name_map: LayerNameMapConfig = option(default_factory=LayerNameMapConfig)
+    layer_name_map: LayerNameMapConfig = option(
+        default_factory=LayerNameMapConfig,
+        used_if=never("weights reach engines under Hugging Face names"),
+    )
     """Names of fused layers in Megatron checkpoints."""

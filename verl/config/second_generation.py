@@ -14,6 +14,8 @@ PACKED = "sequences are packed without padding"
 HOOKS = "results stay where the profiler writes them: start what should follow after the run"
 STEPS = "global_profiler.steps lists the steps to profile"
 QAT = "quantization-aware training is not built in"
+CHUNKS = "a chunk has as many tokens as fit a workspace of fixed size"
+ONE_BATCH = "dynamic sampling generates one batch after the other"
 ROLES = "the actor's model decides: tokenizer and templates are the actor's"
 
 
@@ -55,14 +57,17 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ENTRIES: tuple[Entry, ...] = (
     # Moved.
     moved("critic.fsdp", "critic.model.fsdp_config"),
+    moved("critic.model.lora.rank", "critic.model.lora_rank"),
+    moved("critic.model.lora.alpha", "critic.model.lora_alpha"),
+    moved("actor_rollout_ref.model.lora.alpha", "actor_rollout_ref.model.lora_alpha"),
     moved("sandbox_fusion", "reward_model.sandbox_fusion"),
     moved("skip.rollout.enable", f"{ROLLOUT}.skip_rollout"),
     moved("skip.rollout.dump_dir", f"{ROLLOUT}.skip_dump_dir"),
+    moved("skip.rollout.steps", f"{ROLLOUT}.skip_steps"),
     moved(f"{ACTOR}.megatron.router_replay", f"{ACTOR}.router_replay"),
     moved("actor_rollout_ref.ref.megatron.router_replay", "actor_rollout_ref.ref.router_replay"),
     moved("reward_model.model_path", "reward_model.model.path"),
     # Rollout.
-    refused("skip.rollout.steps", "every step is read from the dump that has it", []),
     refused("skip.rollout.action", "a dump serves the step that it was made in", "cache"),
     *behind("enable", "skip.rollout_tq", "use skip.rollout, which reads whole steps"),
     *behind("enable", "skip.async_rollout", "asynchronous runs do not read dumps"),
@@ -97,13 +102,11 @@ ENTRIES: tuple[Entry, ...] = (
     # Training.
     *behind("enable", "*.qat", QAT),
     Entry("*.turbo_config", None, "it belongs to an engine that is not built in", is_quiet=True),
-    idle("*.entropy_from_logits_chunk_size", "chunks are as large as memory allows", 2048, None),
+    idle("*.entropy_from_logits_chunk_size", CHUNKS, 2048, None),
     idle("*.pad_to_length", PACKED, *OFF),
     idle("*.pad_to_length_bucket", PACKED, 1024, 512, None),
-    idle("*.optim.zero_indexed_step", "the first step has a learning rate", True, None),
     idle("*.checkpoint.strict", "a checkpoint is always read as a whole", True, None),
     idle("*.checkpoint.mbridge_config", MEGATRON, {}, None),
-    refused(f"{ACTOR}.policy_loss.dro_beta", "there is no policy loss dro"),
     refused("critic.loss_scale_factor", "the critic's loss divides by the padded response length"),
     idle("critic.model.hf_config_path", ROLES, None),
     idle("critic.model.custom_chat_template", ROLES, None),
@@ -113,10 +116,9 @@ ENTRIES: tuple[Entry, ...] = (
     refused("critic.model.exclude_modules", "adapters of the critic are in target_modules"),
     refused("critic.model.lora_adapter_path", "the critic's adapters start anew"),
     *behind("enable", "critic.model.mtp", "a critic predicts no tokens"),
-    idle("algorithm.filter_groups.max_inflight_gen_batches", "one batch is generated at a time", 1),
+    idle("algorithm.filter_groups.max_inflight_gen_batches", ONE_BATCH, 1),
     # Data.
     idle("data.audio_key", "there are no audio models", "audios", None),
-    refused("data.mm_processor_kwargs", "vision-language models are not trained yet", {}),
     # Profilers.
     *(
         refused(f"{way}.{name}", HOOKS, [])

@@ -70,9 +70,16 @@ class ServingConfig(BaseConfig):
     )
     """Copies of the weights inside one engine."""
 
-    expert_parallel_size: int = option(1, minimum=1, used_if=FOREIGN_ENGINE)
+    expert_parallel_size: int = option(
+        1,
+        minimum=1,
+        used_if=When(
+            lambda here, run: rollout_traits(here.name).is_divisible,
+            "this engine is not divided among devices",
+        ),
+    )
     """Devices over which experts are spread: 1, or `tensor_model_parallel_size` times
-    `data_parallel_size`."""
+    `data_parallel_size`. With 1 every device has a part of each expert."""
 
     max_num_batched_tokens: int = option(8192, minimum=1)
     """Most tokens in one step of the engine."""
@@ -94,7 +101,7 @@ class ServingConfig(BaseConfig):
     trainer to send them."""
 
     disable_log_stats: bool = option(True, used_if=FOREIGN_ENGINE)
-    """Do not report the engine's statistics. Must be off for Prometheus."""
+    """Do not have the engine log its statistics; what Prometheus gets does not depend on it."""
 
     skip_tokenizer_init: bool = option(True, used_if=never("engines always take token ids"))
     """Give the engine token ids only, so that it needs no tokenizer."""
@@ -186,33 +193,29 @@ class ServerConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class PrometheusConfig(BaseConfig):
-    """Metrics of the rollout servers for Prometheus."""
+    """Metrics of the run and its rollout engines for Prometheus."""
 
     _target_: str = "verl.workers.config.PrometheusConfig"
 
-    enable: bool = option(
-        False, absent=Absent("rollout engines report no metrics to Prometheus yet: leave it out")
-    )
-    """Have Prometheus collect metrics from the rollout servers. Needs `disable_log_stats=False`."""
+    enable: bool = False
+    """Serve `/metrics` of the trainer and of the rollout engines on this machine, and write
+    `prometheus/prometheus.yml` and a token for Prometheus beside the checkpoints."""
 
-    port: int = option(
-        9090,
-        minimum=1,
-        maximum=65535,
-        used_if=never("prometheus.enable is refused"),
-    )
-    """Port of the Prometheus server."""
+    port: int = option(9090, minimum=1, maximum=65535, used_if=while_on("enable"))
+    """Port of the Prometheus server on this machine, which is told to read `file` again."""
 
     file: str = option(
-        "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
-        used_if=never("prometheus.enable is refused"),
+        "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml", used_if=while_on("enable")
     )
-    """Prometheus configuration file that the servers are written to."""
+    """Configuration of that server. If the file exists and is yours, the run adds itself to it."""
+
+    metrics_port: int = option(0, minimum=0, maximum=65535, used_if=while_on("enable"))
+    """Port of `/metrics`; 0 takes a free one."""
 
     served_model_name: str | None = option(
         "~/models/deepseek-llm-7b-chat",
         yaml="${oc.select:actor_rollout_ref.model.path,null}",
-        used_if=never("prometheus.enable is refused"),
+        used_if=while_on("enable"),
     )
     """Name of the model in the metrics; follows `model.path`."""
 

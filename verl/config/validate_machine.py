@@ -15,7 +15,11 @@ import yaml
 
 from verl.config.faults import Fault, nearest_path, shown
 from verl.config.model import DEFAULT_MODEL, ROPE_OVERRIDES, rope_faults
-from verl.config.packages import engine_argument_faults, engine_package_faults
+from verl.config.packages import (
+    engine_argument_faults,
+    engine_package_faults,
+    megatron_package_faults,
+)
 from verl.config.ppo import PPOConfig
 from verl.config.roles import (
     ON_RAY,
@@ -48,6 +52,7 @@ def machine_faults(config: Any) -> Iterator[Fault]:
         yield from tool_faults(config)
         yield from trace_faults(config)
         yield from engine_package_faults(config)
+        yield from megatron_package_faults(config)
         yield from engine_argument_faults(config)
         yield from controller_faults(config)
 
@@ -179,7 +184,7 @@ def controller_faults(config: PPOConfig) -> Iterator[Fault]:
 
 def trace_faults(config: PPOConfig) -> Iterator[Fault]:
     backend = config.actor_rollout_ref.rollout.trace.backend
-    if backend is not None and find_spec(backend) is None:
+    if backend not in (None, "file") and find_spec(backend) is None:
         key = f"{ROLLOUT}.trace.backend"
         text = (
             f"{key} is {shown(backend)}, but that package is not installed; pip install {backend}"

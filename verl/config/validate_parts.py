@@ -40,7 +40,7 @@ REJECTION_CRITERIA = (
     "seq_max_k3",
 )
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
-RETURNS_ROUTES = ("native",)
+RETURNS_ROUTES = ("native", "native_process", "vllm")
 """Engines whose outputs say which experts each token used."""
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -378,12 +378,6 @@ def engine_faults(config: Any) -> Iterator[Fault]:
             f"tensor_model_parallel_size times data_parallel_size ({tensor * data})"
         )
         yield Fault(text, (f"{ROLLOUT}.expert_parallel_size",))
-    if rollout.prometheus.enable and rollout.disable_log_stats:
-        text = (
-            f"{ROLLOUT}.disable_log_stats is True; {ROLLOUT}.prometheus.enable needs the engine's "
-            "statistics, so set it to False"
-        )
-        yield Fault(text, (f"{ROLLOUT}.disable_log_stats",))
 
 
 def engine_size_faults(config: Any) -> Iterator[Fault]:

@@ -1,4 +1,4 @@
-"""`python -m verl.migrate SCRIPT_OR_YAML [--gpus N]`; `--page` prints docs/migration.md."""
+"""`python -m verl.migrate SCRIPT_OR_YAML_OR_PAGE [--gpus N]`; `--page` prints docs/migration.md."""
 
 import argparse
 import shlex
@@ -32,11 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {options.file} is no file; name a script or a YAML\n")
         return MISTAKE
     try:
-        migration = migrate(read(options.file), options.gpus)
+        runs = read(options.file)
     except Unreadable as error:
         sys.stderr.write(f"error: {error}\n")
         return MISTAKE
-    sys.stdout.writelines(f"{line}\n" for line in report(migration))
+    for number, (place, found) in enumerate(runs.items()):
+        if len(runs) > 1:
+            sys.stdout.write(f"{chr(10) if number else ''}# ---- {place}\n")
+        sys.stdout.writelines(f"{line}\n" for line in report(migrate(found, options.gpus)))
     return 0
 
 

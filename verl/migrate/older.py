@@ -26,6 +26,7 @@ MODULES = {
 }
 """By the last part of a module's name: the command here, and the file it starts from."""
 
+PPO_SECTIONS = {"actor_rollout_ref", "algorithm", "critic"}
 OTHER_MEANINGS = {
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
         "since 0.8 `left` keeps the end of a tool's reply, before it kept the beginning; here it "
@@ -36,7 +37,8 @@ OTHER_MEANINGS = {
 
 def migrate(found: Found, num_gpus: int) -> Migration:
     """The same run under today's keys."""
-    name = found.module.rpartition(".")[2] or "main_ppo"
+    is_sft = "model" in found.settings and not PPO_SECTIONS & found.settings.keys()
+    name = found.module.rpartition(".")[2] or ("fsdp_sft_trainer" if is_sft else "main_ppo")
     module, config_name = MODULES.get(name, MODULES["main_ppo"])
     migration = Migration(f"verl ({found.module or 'YAML'})", module)
     if found.module and name not in MODULES:

@@ -1,7 +1,8 @@
 """Settings in files of other programs, found in the text alone: nothing is run or imported.
 
 A shell script has assignments, which are put in where they are used, and one command; a Python file
-has a call of `GRPOConfig` with literals; a YAML file has keys.
+has a call of `GRPOConfig` with literals; a YAML file has keys. A page (Markdown) has
+blocks of these kinds.
 """
 
 import ast
@@ -33,6 +34,10 @@ LORA = {
 VERL_KEYS = {"actor_rollout_ref", "data", "algorithm", "trainer", "model", "defaults"}
 
 
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PLACEHOLDER = re.compile(r"\.\.\.$|.*<[\w.]+>")
+
+
 class Unreadable(ValueError):
     """A file in which no run of a known program was found."""
 
@@ -47,15 +52,38 @@ class Found:
     arguments: list[str] = field(default_factory=list)
 
 
-def read(path: Path) -> Found:
+def read(path: Path) -> dict[str, Found]:
+    """The runs of a file, each under the place where it stands: several on a page, else one."""
     if path.stat().st_size > MAX_BYTES:
         raise Unreadable(f"{path} has more than {MAX_BYTES} bytes; that is no script")
     text = path.read_text()
     if path.suffix == ".py":
-        return read_python(text, path)
+        return {str(path): read_python(text, path)}
     if path.suffix in (".yaml", ".yml"):
-        return read_yaml(text, path)
-    return read_shell(text, path)
+        return {str(path): read_yaml(text, path)}
+    if BLOCK.search(text) or path.suffix == ".md":
+        return read_page(text, path)
+    return {str(path): read_shell(text, path)}
+
+
+def read_page(text: str, path: Path) -> dict[str, Found]:
+    """The blocks that hold a run; others are about something else."""
+    readers = {"python": read_python, "py": read_python, "yaml": read_yaml, "yml": read_yaml}
+    runs = {}
+    for block in BLOCK.finditer(text):
+        place = f"{path}:{text.count(chr(10), 0, block.start()) + 1}"
+        try:
+            found = readers.get(block[1].lower(), read_shell)(block[2], Path(place))
+        except Unreadable:
+            continue
+        found.arguments = [word for word in found.arguments if not PLACEHOLDER.match(word)]
+        if not found.module.endswith("."):  # `python -m verl.trainer.<command>`
+            runs[place] = found
+    if not runs:
+        raise Unreadable(
+            f"{path} is a page, and none of its blocks (```) has a run of verl, TRL or OpenRLHF"
+        )
+    return runs
 
 
 # ---- shell ---------------------------------------------------------------------------------------
@@ -118,7 +146,7 @@ def split(text: str) -> list[str]:
         raise Unreadable(f"a quote is not closed in: {text[:80]}") from error
     ends = [place for place, word in enumerate(every) if END.match(word)]
     words = every[: ends[0]] if ends else every
-    return [word for word in words if word not in ("$@", "${@}", "$*")]
+    return [word for word in words if word.strip() not in ("", "$@", "${@}", "$*")]
 
 
 def substituted(text: str, variables: Mapping[str, str]) -> str:

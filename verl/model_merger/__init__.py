@@ -5,6 +5,6 @@ python -m verl.model_merger test --backend fsdp --local_dir .../actor --test_hf_
 """
 
 from verl.model_merger.config import ModelMergerConfig
-from verl.model_merger.merger import FSDPModelMerger
+from verl.model_merger.merger import FSDPModelMerger, MegatronModelMerger
 
-__all__ = ["FSDPModelMerger", "ModelMergerConfig"]
+__all__ = ["FSDPModelMerger", "MegatronModelMerger", "ModelMergerConfig"]

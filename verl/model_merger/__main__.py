@@ -8,22 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from verl.model_merger.config import BACKENDS, ModelMergerConfig
-from verl.model_merger.merger import FSDPModelMerger
+from verl.model_merger.merger import FSDPModelMerger, MegatronModelMerger
 from verl.utils.checkpoint.layout import CheckpointError
 
 EQUAL, DIFFERENT, MISTAKE = 0, 1, 2
+MERGERS = {"fsdp": FSDPModelMerger, "megatron": MegatronModelMerger}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser().parse_args(arguments))
     try:
         config = ModelMergerConfig(**options)
-        if config.backend != "fsdp":
-            raise ValueError(
-                "backend is megatron, whose checkpoints are read by Megatron only; export them "
-                "there, or train with actor.strategy=fsdp"
-            )
-        merger = FSDPModelMerger(config)
+        merger = MERGERS[config.backend](config)
         return compare(merger) if config.operation == "test" else merge(merger)
     except (ValueError, OSError, CheckpointError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -160,6 +160,9 @@ def joined(folder: Path, name: str, parts: list[TorchTensor | TorchShard | None]
     )
 
 
+DIST_CHECKPOINT = "dist_ckpt"
+
+
 class FSDPModelMerger:
     """Merges what the ranks of a data-parallel or sharded run have written."""
 
@@ -262,6 +265,20 @@ class FSDPModelMerger:
             f"{self.config.description / 'config.json'} says architectures "
             f"{config.architectures}; known are names that end in {', '.join(AUTO_CLASSES)}"
         )
+
+
+class MegatronModelMerger(FSDPModelMerger):
+    """Merges what the ranks of a Megatron layout have written: the same files, under the same
+    Hugging Face names."""
+
+    def __init__(self, config: ModelMergerConfig) -> None:
+        super().__init__(config)
+        if (self.folder / DIST_CHECKPOINT).is_dir():
+            raise ValueError(
+                f"{self.folder / DIST_CHECKPOINT} is a distributed checkpoint of Megatron's own, "
+                "whose index (.metadata) is a pickle and could run code when it is read; export "
+                "it to Hugging Face weights where it was written"
+            )
 
 
 def as_bf16_source(name: str, tensor: LazyTensor) -> TensorSource:

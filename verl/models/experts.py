@@ -12,7 +12,9 @@ and where exact mode asks for sums in one order. On a CPU it is a loop in plain 
 of both; exact mode computes each expert's rows in tiles of one shape there (`exact`).
 
 With `ExpertGroup` the experts of a layer are spread over ranks (expert parallelism): rows travel to
-the rank that has their expert and back, and the gradient of an expert is whole on its rank.
+the rank that has their expert and back, and the gradient of an expert is whole on its rank. Ranks
+that generate together have all tokens anyway: each computes the rows of its own experts
+(`LayerRouting.own_experts`), and what they give is summed (`tensor_parallel`).
 """
 
 from collections.abc import Mapping
@@ -90,13 +92,20 @@ def routed_experts(
     routing = vars(module).get("routing")
     assert isinstance(routing, LayerRouting), "prepare_experts has run on this model"
     routing.note(index)
-    order, positions, ends = sort_pairs(index, routing.num_experts)
+    own, num_experts = routing.own_experts, routing.num_experts
+    if own is not None:  # the pairs of other ranks' experts sort behind this rank's
+        num_experts = len(own)
+        is_own = (index >= own.start) & (index < own.stop)
+        index = torch.where(is_own, index - own.start, num_experts)
+    order, positions, ends = sort_pairs(index, num_experts)
     rows = _TakeRows.apply(hidden, order // index.shape[-1], positions)
     assert isinstance(rows, Tensor)
     if routing.group is None:
         rows = expert_outputs(module, rows, ends, is_exact=routing.is_exact)
     else:
         rows = routing.group.run(module, rows, ends, is_exact=routing.is_exact)
+    if own is not None:  # what kernels leave there is undefined
+        rows = rows.masked_fill((_places(ends, len(rows)) >= ends[-1])[:, None], 0)
     return _SumRows.apply(rows, weights, positions).to(hidden.dtype)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
@@ -125,10 +134,19 @@ def expert_outputs(module: nn.Module, rows: Tensor, ends: Tensor, *, is_exact: b
 
 
 def _project(module: nn.Module, name: str, rows: Tensor, ends: Tensor, is_exact: bool) -> Tensor:
-    weight = local_weight(module, name)  # (E, out, in), or (E, in, out)
-    if not module.is_transposed:
-        weight = weight.transpose(1, 2)
-    output = grouped_product(rows, weight, ends, in_one_order=is_exact)
+    low_precision = vars(module).get("low_precision", {}).get(name)  # `fp8.Fp8Experts`
+    if low_precision is not None and low_precision.is_used:
+        output = low_precision(rows, ends)
+    else:
+        weight = local_weight(module, name)  # (E, out, in), or (E, in, out)
+        weight = weight if module.is_transposed else weight.transpose(1, 2)
+        output = grouped_product(rows, weight, ends, in_one_order=is_exact)
+    adapter = local_adapter(module, name)
+    if adapter is not None:
+        A, B = (factor.transpose(1, 2) for factor in adapter[:2])
+        inner = grouped_product(rows, A, ends, in_one_order=is_exact)
+        inner = grouped_product(inner, B, ends, in_one_order=is_exact)
+        output = output + adapter.scale * inner
     if not module.has_bias:
         return output
     experts = torch.searchsorted(ends, _places(ends, len(rows)), right=True)
@@ -146,6 +164,16 @@ def local_weight(module: nn.Module, name: str) -> Tensor:
     if not isinstance(weight, DTensor):
         return weight
     return vars(module)["routing"].group.local(weight)
+
+
+def local_adapter(module: nn.Module, name: str) -> Any:
+    """The factors (`expert_adapters.Factors`) of the experts on this rank; None without adapter."""
+    adapter = vars(module).get("expert_adapters", {}).get(name)
+    factors = None if adapter is None else adapter.factors()
+    group = vars(module)["routing"].group
+    if factors is None or group is None:
+        return factors
+    return factors._replace(A=group.own_experts(factors.A), B=group.own_experts(factors.B))
 
 
 def _activate(module: nn.Module, both: Tensor) -> Tensor:
@@ -169,7 +197,11 @@ def _exact_outputs(module: nn.Module, rows: Tensor, ends: list[int]) -> Tensor:
                 weight = local_weight(module, name)[expert]
                 weight = weight.t() if module.is_transposed else weight
                 bias = local_weight(module, f"{name}_bias")[expert] if module.has_bias else None
+                adapter, rows_in = local_adapter(module, name), part
                 part = exact_linear(part, weight, bias)
+                if adapter is not None:
+                    inner = exact_linear(rows_in, adapter.A[expert], None)
+                    part = part + adapter.scale * exact_linear(inner, adapter.B[expert], None)
                 part = part if name == DOWN else _activate(module, part)
             outputs.append(part[: end - start])
             start = end
@@ -335,6 +367,10 @@ class ExpertGroup:
     def local(self, weight: DTensor) -> Tensor:
         """This rank's experts as they compute."""
         return weight.to_local().to(self.device, self.compute_dtype)
+
+    def own_experts(self, factor: Tensor) -> Tensor:
+        """This rank's of a factor (E, ...) that every rank has; ranks sum its gradient."""
+        return factor.chunk(self.size)[dist.get_rank(self.group)]
 
     def run(self, module: nn.Module, rows: Tensor, ends: Tensor, *, is_exact: bool) -> Tensor:
         """As `expert_outputs`, for rows of all experts; all ranks call it together."""

@@ -12,19 +12,22 @@ Before first use a probe runs some tokens through the model and compares the out
 with the unquantized one. A layer whose relative error is above the budget stays as it is. `audit`
 lists every layer with its format, its error and the reason.
 
-Output layer, embedding, norms, routers and experts are not quantized.
+Experts are quantized like linear layers, with a scale for every output of every expert; their
+products are grouped (`verl.models.experts`). Output layer, embedding, norms and routers are not
+quantized.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from verl.models.experts import DOWN, GATED, UP, expert_modules, grouped_product, local_weight
 from verl.models.fuse import FusedAttention, FusedGate
 from verl.models.joined_linears import JoinedLinears
 from verl.models.kernels.availability import can_run_triton
@@ -75,21 +78,42 @@ def fp8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
     return y.unflatten(0, x.shape[:-1])
 
 
-class Fp8Matrix:
-    """A weight in e4m3 beside the one it is made from; `is_on` after a probe that it passed."""
+def fp8_grouped_product(rows: Tensor, weight: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+    """Rows (S, k) of group e times weight[e] of (E, o, k) with scales (E, o, 1), in their dtype.
 
-    def __init__(self, name: str, weight: Callable[[], Tensor], bias: Callable[[], Any]) -> None:
+    Rows behind the last end are undefined.
+    """
+    x8, x_scale = quantize_rows(rows)
+    if rows.device.type == "cuda":
+        return torch._scaled_grouped_mm(  # pyright: ignore[reportAttributeAccessIssue]
+            x8, weight.transpose(1, 2), x_scale.squeeze(1), scale.squeeze(2),
+            offs=ends, out_dtype=rows.dtype, use_fast_accum=True,
+        )  # fmt: skip
+    wide = (weight.float() * scale).transpose(1, 2)
+    return grouped_product(x8.float() * x_scale, wide, ends).to(rows.dtype)
+
+
+class Fp8Weight(ABC):
+    """A weight in e4m3 beside the one it is made from; `is_on` after a probe that it passed.
+
+    `source` gives the weight that is trained, (..., outputs, inputs).
+    """
+
+    def __init__(self, name: str, parameters: list[str], source: Callable[[], Tensor]) -> None:
         self.name = name
-        self._weight, self._bias = weight, bias
-        source = weight()
-        self.reason = "" if source.is_meta else unfit(source)
+        self.parameters = parameters
+        """Names of the model's parameters that it stands for."""
+
+        self.source = source
+        weight = source()
+        self.reason = "" if weight.is_meta else self.unfit(weight)
         self.is_on = not self.reason
         self.error: float | None = None
         self.is_filled = False
         self.is_probing = False
         if self.is_on:
-            self.weight = torch.zeros(source.shape, dtype=E4M3, device=source.device)
-            self.scale = torch.ones(len(source), 1, device=source.device)
+            self.weight = torch.zeros(weight.shape, dtype=E4M3, device=weight.device)
+            self.scale = torch.ones(*weight.shape[:-1], 1, device=weight.device)
 
     @property
     def num_bytes(self) -> int:
@@ -100,33 +124,81 @@ class Fp8Matrix:
         """Whether the pass that runs on this thread takes it."""
         return self.is_on and self.is_filled and is_generating()
 
+    @abstractmethod
+    def unfit(self, weight: Tensor) -> str:
+        """Why a weight cannot be quantized; empty if it can."""
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Quantize what bf16 keeps of the weight, in place."""
         if self.is_on:
-            weight, scale = quantize_rows(self._weight().to(torch.bfloat16))
-            self.weight.copy_(weight)
-            self.scale.copy_(scale)
+            rows = self.source().to(torch.bfloat16).flatten(0, -2)
+            weight, scale = quantize_rows(rows)
+            self.weight.copy_(weight.view(self.weight.shape))
+            self.scale.copy_(scale.view(self.scale.shape))
             self.is_filled = True
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = fp8_product(x, self.weight, self.scale, self._bias())
-        if not self.is_probing:
-            return y
-        expected = F.linear(x, self._weight(), self._bias())
+    def compare(self, y: Tensor, expected: Tensor) -> None:
+        """Keep the largest relative error of an output that the probe has seen."""
         error = (y.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-12)
         self.error = max(self.error or 0.0, float(error))
+
+
+class Fp8Matrix(Fp8Weight):
+    """The weight of a linear layer, or of several that have one input."""
+
+    def __init__(self, names: list[str], layer: nn.Linear | JoinedLinears) -> None:
+        self._layer = layer
+        parameters = [f"{name}.weight" for name in names]
+        super().__init__(" + ".join(names), parameters, lambda: layer.weight.detach())
+
+    def unfit(self, weight: Tensor) -> str:
+        return unfit(weight, (8, 9))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = fp8_product(x, self.weight, self.scale, self._layer.bias)
+        if not self.is_probing:
+            return y
+        expected = F.linear(x, self.source(), self._layer.bias)
+        self.compare(y, expected)
         return expected
 
 
-def unfit(weight: Tensor) -> str:
-    """Why a weight cannot be quantized; empty if it can."""
+class Fp8Experts(Fp8Weight):
+    """One tensor of experts."""
+
+    def __init__(self, name: str, experts: nn.Module, leaf: str) -> None:
+        def source() -> Tensor:
+            weight = local_weight(experts, leaf).detach()
+            return weight.transpose(1, 2) if experts.is_transposed else weight
+
+        super().__init__(name, [name], source)
+
+    def unfit(self, weight: Tensor) -> str:
+        if weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
+            return f"grouped fp8 products give bf16, and the model computes in {weight.dtype}"
+        return unfit(weight[0], (9, 0))
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
+        y = fp8_grouped_product(rows, self.weight, self.scale, ends)
+        if not self.is_probing:
+            return y
+        expected = grouped_product(rows, self.source().transpose(1, 2), ends)
+        num_rows = int(ends[-1])  # those behind are another rank's
+        if num_rows:
+            self.compare(y[:num_rows], expected[:num_rows])
+        return expected
+
+
+def unfit(weight: Tensor, capability: tuple[int, int]) -> str:
+    """Why a matrix cannot be quantized; empty if it can."""
     if any(size % TILE for size in weight.shape):
         return f"shape {tuple(weight.shape)} is not in multiples of {TILE}"
     is_cuda, index = weight.device.type == "cuda", weight.device.index or 0
-    if is_cuda and get_device_capability(index) < (8, 9):
+    if is_cuda and get_device_capability(index) < capability:
         name = get_torch_device().get_device_name(index)
-        return f"{name} has no fp8 products (compute capability 8.9 or newer)"
+        needed = ".".join(map(str, capability))
+        return f"{name} has no fp8 products for it (compute capability {needed} or newer)"
     return ""
 
 
@@ -153,7 +225,7 @@ class LayerFormat:
 
 
 class Fp8Linears:
-    """The linear layers inside a model's body, quantized for generation."""
+    """The linear layers and experts inside a model's body, quantized for generation."""
 
     def __init__(self, model: PreTrainedModel, budget: float = ERROR_BUDGET) -> None:
         self.model = model
@@ -209,14 +281,16 @@ class Fp8Linears:
         """Every matrix of the model with its format."""
         lines, covered = [], set[str]()
         for matrix in self.matrices:
-            name = "fp8" if matrix.is_on else str(matrix._weight().dtype).removeprefix("torch.")
-            numel = matrix._weight().numel()
-            lines.append(LayerFormat(matrix.name, name, numel, matrix.error, matrix.reason))
-            covered.update(f"{part}.weight" for part in matrix.name.split(" + "))
+            source = matrix.source()
+            name = "fp8" if matrix.is_on else str(source.dtype).removeprefix("torch.")
+            lines.append(
+                LayerFormat(matrix.name, name, source.numel(), matrix.error, matrix.reason)
+            )
+            covered.update(matrix.parameters)
         for name, parameter in self.model.named_parameters():
             if name.replace("base_layer.", "") not in covered and parameter.dim() > 1:
                 dtype = str(parameter.dtype).removeprefix("torch.")
-                kind = "experts" if parameter.dim() == 3 else "not a linear layer of the body"
+                kind = "not a linear layer of the body"
                 lines.append(LayerFormat(name, dtype, parameter.numel(), None, kind))
         return lines
 
@@ -231,7 +305,7 @@ def table(lines: list[LayerFormat]) -> str:
     return "\n".join(rows)
 
 
-def install(model: PreTrainedModel) -> Iterator[Fp8Matrix]:
+def install(model: PreTrainedModel) -> Iterator[Fp8Weight]:
     """Give every linear layer of the body its matrix; layers of one input have one together."""
     names = {module: name for name, module in model.named_modules()}
     joined: set[nn.Module] = set()
@@ -240,8 +314,8 @@ def install(model: PreTrainedModel) -> Iterator[Fp8Matrix]:
         if isinstance(forward, FusedGate | FusedAttention) and forward.joined is not None:
             linears = forward.joined
             if linears.is_whole:
-                name = " + ".join(names[linear] for linear in linears.linears)
-                linears.low_precision = matrix = Fp8Matrix(name, *sources(linears))
+                parts = [names[linear] for linear in linears.linears]
+                linears.low_precision = matrix = Fp8Matrix(parts, linears)
                 joined.update(linears.linears)
                 yield matrix
     head = model.get_output_embeddings()
@@ -249,15 +323,19 @@ def install(model: PreTrainedModel) -> Iterator[Fp8Matrix]:
         if type(module) is nn.Linear and module is not head and module not in joined:
             if not is_body(name):
                 continue
-            matrix = Fp8Matrix(name, *sources(module))
+            matrix = Fp8Matrix([name], module)
             module.forward = Fp8Forward(module, matrix)
             yield matrix
+    for name, experts in expert_modules(model).items():
+        weights = {
+            leaf: Fp8Experts(f"{name}.{leaf}", experts, leaf)
+            for leaf in (GATED, UP, DOWN)
+            if leaf in experts._parameters
+        }
+        vars(experts)["low_precision"] = weights
+        yield from weights.values()
 
 
 def is_body(name: str) -> bool:
     """Adapters are small and change often; towers for images have their own arithmetic."""
     return not any(part in name for part in ("lora_", "visual.", "vision_tower."))
-
-
-def sources(layer: nn.Linear | JoinedLinears) -> tuple[Callable[[], Tensor], Callable[[], Any]]:
-    return lambda: layer.weight.detach(), lambda: layer.bias

@@ -150,9 +150,9 @@ class _TokenLogProbs(torch.autograd.Function):
         log_sum, mean = torch.empty_like(log_prob), torch.empty_like(log_prob)
         kept: dict[int, Tensor] = {}
         bytes_left = kept_bytes(hidden.device) if is_differentiated else 0
-        for rows in _scoring_chunks(hidden, weight.shape[0]):
+        for rows in scoring_chunks(hidden, weight.shape[0]):
             logits = raw_logits(hidden[rows], head)
-            log_prob[rows], log_sum[rows], mean[rows] = _statistics(
+            log_prob[rows], log_sum[rows], mean[rows] = logit_statistics(
                 logits, targets[rows], head, temperature
             )
             if logits.nbytes <= bytes_left:
@@ -171,12 +171,12 @@ class _TokenLogProbs(torch.autograd.Function):
         is_trained = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for rows in _scoring_chunks(hidden, weight.shape[0]):
+        for rows in scoring_chunks(hidden, weight.shape[0]):
             logits = ctx.kept.pop(rows.start, None)  # once: the gradient is written over them
             if logits is None:
                 logits = raw_logits(hidden[rows], head)
             vectors = (x[rows] for x in (targets, log_sum, mean, grad_log_prob, grad_entropy))
-            grad = _logits_gradient(logits, *vectors, head=head, temperature=temperature)
+            grad = gradient_of_logits(logits, *vectors, head=head, temperature=temperature)
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
                 add_product_(grad_weight, grad.t(), hidden[rows])
@@ -195,10 +195,13 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _statistics(
+def logit_statistics(
     logits: Tensor, targets: Tensor, head: OutputHead, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), logsumexp(z) and sum_v p_v z_v of each row, in fp32."""
+    """log p(target), logsumexp(z) and sum_v p_v z_v of each row, in fp32.
+
+    A target of -1 is in another rank's part of the vocabulary; its log p means nothing.
+    """
     if can_run_triton(logits.device):
         from verl.models.kernels.log_probs import logits_log_probs  # noqa: PLC0415 - needs triton
 
@@ -207,11 +210,11 @@ def _statistics(
         )
     z = scores(logits, head, temperature)
     log_sum = z.logsumexp(-1)
-    log_prob = z.gather(1, targets[:, None]).squeeze(1) - log_sum
+    log_prob = z.gather(1, targets[:, None].clamp_min(0)).squeeze(1) - log_sum
     return log_prob, log_sum, ((z - log_sum[:, None]).exp() * z).sum(-1)
 
 
-def _logits_gradient(
+def gradient_of_logits(
     logits: Tensor,
     targets: Tensor,
     log_sum: Tensor,
@@ -222,7 +225,10 @@ def _logits_gradient(
     head: OutputHead,
     temperature: float,
 ) -> Tensor:
-    """The gradient with respect to the raw logits, in their dtype; may overwrite them."""
+    """The gradient with respect to the raw logits, in their dtype; may overwrite them.
+
+    The logit of a target of -1 is not among them.
+    """
     if can_run_triton(logits.device):
         from verl.models.kernels.log_probs import logits_gradient_  # noqa: PLC0415 - needs triton
 
@@ -234,7 +240,8 @@ def _logits_gradient(
     p = (z - log_sum[:, None]).exp()
     grad = p * (mean[:, None] - z) * grad_entropy[:, None]
     grad -= p * grad_log_prob[:, None]
-    grad.scatter_add_(1, targets[:, None], grad_log_prob[:, None])
+    is_here = targets >= 0
+    grad.scatter_add_(1, targets[:, None].clamp_min(0), (grad_log_prob * is_here)[:, None])
     if head.softcap is not None:
         grad *= 1 - (z * temperature / head.softcap).square()
     return (grad * (head.scale / temperature)).to(logits.dtype)
@@ -248,7 +255,7 @@ def kept_bytes(device: torch.device) -> int:
     return memory_info(device)[1] // KEPT_SHARE
 
 
-def _scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
+def scoring_chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
     num_workspaces = 7 if can_run_triton(hidden.device) else 1
     return row_chunks(hidden.shape[0], vocabulary, num_workspaces=num_workspaces)
 

@@ -33,6 +33,14 @@ from transformers import PreTrainedModel
 from verl.config.base import BaseConfig
 from verl.config.critic import FSDPCriticModelCfg
 from verl.config.model import HFModelConfig
+from verl.models.expert_adapters import (
+    EXPERTS_TARGET,
+    adapted_weight,
+    attach,
+    expert_tensors,
+    is_expert_layer,
+    merge_experts,
+)
 from verl.models.experts import prepare_experts
 from verl.models.routing import Routing
 from verl.models.vision import vision_parts
@@ -58,7 +66,8 @@ class LoraOptions:
     """Scale by `alpha / sqrt(rank)` (arXiv:2312.03732) instead of `alpha / rank`."""
 
     target_modules: str | list[str] = ALL_LINEAR
-    """Layers that get an adapter: names, a regular expression, or `all-linear`."""
+    """Layers that get an adapter: names, a regular expression, or `all-linear`. Among names,
+    `experts` are the tensors of all experts, and with them `all-linear` are those of attention."""
 
     exclude_modules: str | list[str] | None = None
     adapter_path: str | None = None
@@ -95,7 +104,8 @@ def names_or_pattern(modules: str | list[str]) -> str | list[str]:
     if modules.lower() == ALL_LINEAR:
         return ALL_LINEAR
     names = [name.strip() for name in modules.split(",")]
-    return names if all(map(NAME.fullmatch, names)) else modules
+    is_list = all(NAME.fullmatch(name) or name == ALL_LINEAR for name in names)
+    return names if is_list else modules
 
 
 ADAPTER = "default"
@@ -114,16 +124,19 @@ def inject(model: PreTrainedModel, config: Any, *, seed: int, name: str = ADAPTE
         torch.manual_seed(seed)
         require("peft", "peft").inject_adapter_in_model(config, model, adapter_name=name)
     refuse_unknown_layers(model)
+    attach(lora_layers(model))
 
 
 def fresh_config(model: PreTrainedModel, options: LoraOptions) -> Any:
     """peft's configuration of new adapters."""
     is_value_model = model.get_output_embeddings() is None
+    modules, parameters = targets(model, options.target_modules)
     return require("peft", "peft").LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
         use_rslora=options.use_rslora,
-        target_modules=linear_layers(model, options.target_modules),
+        target_modules=modules,
+        target_parameters=parameters,
         exclude_modules=[HEAD] if is_value_model else excluded(model, options),
         task_type="TOKEN_CLS" if is_value_model else "CAUSAL_LM",
         base_model_name_or_path=model.config.name_or_path,
@@ -148,14 +161,42 @@ def excluded(model: PreTrainedModel, options: LoraOptions) -> str | list[str] | 
     return [*(unwanted or []), *linears]
 
 
-def linear_layers(model: PreTrainedModel, target_modules: str | list[str]) -> str | list[str]:
-    """`all-linear` of a model with experts: the layers of its attention, by name.
+def targets(
+    model: PreTrainedModel, target_modules: str | list[str]
+) -> tuple[str | list[str], list[str] | None]:
+    """What gets an adapter as peft takes it: linear layers, and tensors of experts by name.
 
-    peft takes the names of MLPs for those of experts, and would put adapters on their tensors and
-    on routers, which stay frozen here.
+    Of a model with experts, `all-linear` are the layers of its attention. peft takes the names of
+    MLPs for those of experts (and gives gate and up a common, doubled rank), which is refused:
+    `experts` names them. Routers stay frozen.
     """
-    if target_modules != ALL_LINEAR or Routing.of(model) is None:
-        return target_modules
+    names = [target_modules] if target_modules == ALL_LINEAR else target_modules
+    if isinstance(names, str):
+        return names, None
+    if Routing.of(model) is None:
+        if EXPERTS_TARGET in names:
+            raise ValueError(
+                f"target_modules names {EXPERTS_TARGET!r}, but {type(model).__name__} has none: "
+                f"name its linear layers, or {ALL_LINEAR}"
+            )
+        return target_modules, None
+    inside = [name for name in names if name.rpartition(".")[2] in NAMES_OF_EXPERTS]
+    if inside:
+        raise ValueError(
+            f"target_modules names {inside[0]!r}, but experts are tensors of a whole layer and not "
+            f"linear layers: name {EXPERTS_TARGET!r}, which gives every expert adapters of its own"
+        )
+    modules = [name for name in names if name not in (ALL_LINEAR, EXPERTS_TARGET)]
+    if ALL_LINEAR in names:
+        modules += [name for name in attention_layers(model) if name not in modules]
+    if EXPERTS_TARGET in names:
+        return modules, expert_tensors(model)
+    logger.warning("adapters go on %s; experts and routers stay frozen", ", ".join(modules))
+    return modules, None
+
+
+def attention_layers(model: PreTrainedModel) -> list[str]:
+    """The linear layers of a model with experts that peft does not take for experts."""
     head = model.get_output_embeddings()
     names = [
         name
@@ -163,9 +204,7 @@ def linear_layers(model: PreTrainedModel, target_modules: str | list[str]) -> st
         if type(module) is nn.Linear and module is not head and name != HEAD
     ]
     names = [name for name in names if name.rpartition(".")[2] not in NAMES_OF_EXPERTS]
-    chosen = sorted({".".join(name.split(".")[-2:]) for name in names})
-    logger.warning("adapters go on %s; experts and routers stay frozen", ", ".join(chosen))
-    return chosen
+    return sorted({".".join(name.split(".")[-2:]) for name in names})
 
 
 def train_head(model: PreTrainedModel) -> None:
@@ -176,13 +215,13 @@ def train_head(model: PreTrainedModel) -> None:
 
 
 def refuse_unknown_layers(model: PreTrainedModel) -> None:
-    """Adapters go on linear layers inside the model; its output layer stays as it is."""
+    """Adapters go on linear layers inside the model and on experts; its output layer stays."""
     for name, layer in lora_layers(model).items():
-        if not isinstance(layer.get_base_layer(), nn.Linear):
+        if not is_expert_layer(layer) and not isinstance(layer.get_base_layer(), nn.Linear):
             raise ValueError(
                 f"target_modules puts an adapter on {name}, which is "
-                f"{type(layer.get_base_layer()).__name__}; only linear layers can have one: name "
-                "them in target_modules, for example [q_proj,k_proj,v_proj,o_proj]"
+                f"{type(layer.get_base_layer()).__name__}; only linear layers and experts can have "
+                "one: name them in target_modules, for example [q_proj,k_proj,v_proj,o_proj]"
             )
         if layer is model.get_output_embeddings():
             raise ValueError(
@@ -255,7 +294,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 FORM = (
-    "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules",
+    "r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules",
     "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
 )  # fmt: skip
 """What decides where adapters are and how large."""
@@ -379,25 +418,35 @@ def hf_weights(
     if not has_lora(model):
         yield from parameters
         return
-    scales = {name: layer.scaling[ADAPTER] for name, layer in lora_layers(model).items()}
-    parts: dict[str, dict[str, Tensor]] = {name: {} for name in scales}
+    layers = lora_layers(model)
+    adapted = {weight_name(name, layer): name for name, layer in layers.items()}
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
+    bases = {layer: name.replace(BASE, "") for name, layer in adapted.items()}
     for name, weight in parameters:
-        layer, _, part = name.partition(".lora_")
         if is_adapter(name):
+            layer, _, part = name.partition(".lora_")
             if f".{ADAPTER}." not in name:
                 continue  # a frozen one
             parts[layer][part[0]] = weight
-        elif name.endswith(f"{BASE}.weight"):
-            layer = name.removesuffix(f"{BASE}.weight")
+        elif name in adapted:
+            layer = adapted[name]
             parts[layer]["W"] = weight
         else:
             yield name.replace(BASE, ""), weight
             continue
         if len(parts[layer]) == 3:
-            yield f"{layer}.weight", merge(**parts.pop(layer), scale=scales[layer])
+            yield bases[layer], merge(layers[layer], **parts.pop(layer))
 
 
-def merge(*, W: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+def weight_name(name: str, layer: Any) -> str:
+    """The full name of the weight that the layer of this name adapts."""
+    return adapted_weight(name, layer) if is_expert_layer(layer) else f"{name}{BASE}.weight"
+
+
+def merge(layer: Any, *, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    scale = layer.scaling[ADAPTER]
+    if is_expert_layer(layer):
+        return merge_experts(layer, W=W, A=A, B=B, scale=scale)
     return (W.float() + scale * (B.float() @ A.float())).to(W.dtype)
 
 

@@ -47,7 +47,10 @@ class LayerRouting:
         self.num_experts = num_experts
         self.is_exact = False
         self.group: Any = None
-        """`experts.ExpertGroup`, if the experts are spread over ranks."""
+        """`experts.ExpertGroup`, if the experts are spread over ranks that train."""
+
+        self.own_experts: range | None = None
+        """This rank's, if ranks that generate together spread the experts; all see all tokens."""
 
         self.has_sigmoid = False
         """Whether scores are sigmoids of the logits instead of a softmax."""

@@ -9,6 +9,10 @@ Where the outputs of a layer belong together (query, key and value in one layer,
 heads) they are gathered, and the next layer takes its shard of them: weights are sharded then, but
 attention is not. Embedding, norms, routers and output head are replicated, so tied weights stay
 tied and every rank has all logits. There is no backward pass: training shards otherwise.
+
+Experts are sharded by features like other layers, or, with `spreads_experts`, each rank has an
+equal share of every layer's experts whole (expert parallelism) and the sum over ranks is that over
+a token's experts. A model whose plan does not exist can still have its experts spread.
 """
 
 import re
@@ -23,8 +27,11 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import heads_per_rank, key_heads_of_rank
 from verl.models.exact import exact_capacity
+from verl.models.experts import expert_modules
+from verl.models.vision import family_of, has_vision
 
 OPTION = "rollout.tensor_model_parallel_size"
+EXPERTS_OPTION = "rollout.expert_parallel_size"
 OUTPUTS, INPUTS = "colwise", "rowwise"
 GATHERED_OUTPUTS, SPLIT_INPUTS = "colwise_gather_output", "rowwise_split_input"
 PACKED_OUTPUTS, SUMMED = "packed_colwise", "moe_tp_experts"
@@ -40,7 +47,9 @@ ShardFn = Callable[[Tensor], Tensor]
 _sharded: "WeakKeyDictionary[nn.Module, dict[str, ShardFn]]" = WeakKeyDictionary()
 
 
-def shard_model(model: PreTrainedModel, group: dist.ProcessGroup) -> PreTrainedModel:
+def shard_model(
+    model: PreTrainedModel, group: dist.ProcessGroup, *, spreads_experts: bool = False
+) -> PreTrainedModel:
     """Shard the layers of `model` in place; a second call changes nothing.
 
     Every rank of the group calls it with the same whole model; its weights may be on the meta
@@ -50,11 +59,13 @@ def shard_model(model: PreTrainedModel, group: dist.ProcessGroup) -> PreTrainedM
         return model
     if exact_capacity(model) is not None:
         raise ValueError(f"an exact model cannot be sharded: set {OPTION}=1 or turn exact mode off")
-    sharding = _Sharding(model, group)
+    sharding = _Sharding(model, group, spreads_experts=spreads_experts)
     for name, style in sharding.styles(dict(model.named_modules())):
         sharding.shard_layer(name, style)
     for name, style in sharding.styles(dict(model.named_parameters())):
         sharding.shard_parameter(name, style)
+    for name in sharding.experts:
+        sharding.spread_experts(name)
     if not sharding.shard_fns:
         raise sharding.refusal(f"names layers that it does not have ({min(sharding.plan)})")
     _sharded[model] = sharding.shard_fns
@@ -87,15 +98,25 @@ def load_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
 class _Sharding:
     """Shards one model; `shard_fns` maps each sharded weight to its function."""
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, model: PreTrainedModel, group: dist.ProcessGroup, *, spreads_experts: bool
+    ) -> None:
         self.model = model
         self.group = group
+        self.experts = expert_modules(model) if spreads_experts else {}
+        """Those that each rank has a share of whole."""
+
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.shard_fns: dict[str, ShardFn] = {}
         self.config = model.config.get_text_config()
         self.plan: dict[str, str] = self.config.base_model_tp_plan or {}
+        if spreads_experts and not self.experts:
+            raise ValueError(
+                f"{EXPERTS_OPTION} is {self.num_ranks}, but {type(model).__name__} has no experts: "
+                "set it to 1"
+            )
         unknown = set(self.plan.values()) - SHARDED - WHOLE
-        if unknown or not self.plan:
+        if unknown or not (self.plan or self.experts):
             how = f"shards layers by {min(unknown)!r}" if unknown else "does not exist"
             raise self.refusal(how)
 
@@ -110,8 +131,11 @@ class _Sharding:
         styles = []
         for name in members:
             inside = name.removeprefix(f"{self.model.base_model_prefix}.")
+            if has_vision(self.model.config):  # the tower is replicated
+                inside = inside.removeprefix(f"{family_of(self.model.config).language}.")
             style = self.plan.get(re.sub(r"\.\d+\.", ".*.", inside), "")
-            if style and style not in WHOLE:
+            is_spread = name in self.experts or name.rpartition(".")[0] in self.experts
+            if style and style not in WHOLE and not is_spread:
                 styles.append((name, style))
         return styles
 
@@ -147,6 +171,21 @@ class _Sharding:
             dim = -2 if style == OUTPUTS else -1
             shard_fn = partial(_take, dim, self._even(name, whole.shape[dim]))
         self._shard(self.model.get_submodule(name.rpartition(".")[0]), name, shard_fn)
+
+    def spread_experts(self, name: str) -> None:
+        """Give this rank its share of the experts of a layer."""
+        layer = self.model.get_submodule(name)
+        routing = vars(layer)["routing"]
+        if routing.num_experts % self.num_ranks:
+            raise ValueError(
+                f"{EXPERTS_OPTION} ({self.num_ranks}) must divide the {routing.num_experts} "
+                f"experts of {name}"
+            )
+        indices = torch.arange(routing.num_experts).chunk(self.num_ranks)[self.rank]
+        routing.own_experts = range(int(indices[0]), int(indices[-1]) + 1)
+        for leaf, _ in list(layer.named_parameters(recurse=False)):
+            self._shard(layer, f"{name}.{leaf}", partial(_take, 0, indices))
+        layer.register_forward_hook(partial(_sum_over_ranks, self.group))
 
     def _shard_outputs(self, name: str, layer: nn.Linear, indices: Tensor) -> None:
         self._shard(layer, f"{name}.weight", partial(_take, 0, indices))

@@ -26,9 +26,9 @@ from verl.server.completions import complete
 from verl.server.errors import ApiError, ErrorAnswer, internal_error, unavailable
 from verl.server.events import CONTENT_TYPE as EVENTS
 from verl.server.guard import Guard
-from verl.server.metrics import CONTENT_TYPE as METRICS
 from verl.server.schemas import MODEL_NAME, TOKEN_ID, ChatRequest, CompletionRequest
 from verl.server.service import Service
+from verl.utils.exposition import CONTENT_TYPE as METRICS
 from verl.utils.json_server import page_policy
 
 logger = logging.getLogger(__name__)

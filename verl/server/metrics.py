@@ -7,12 +7,11 @@ small fixed sets (routes, statuses, numbers of engines), never from what clients
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from verl.workers.rollout.fleet import Fleet
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -53,26 +52,9 @@ class FleetCollector(Collector):
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
-        tokens = GaugeMetricFamily(
-            "verl_engine_outstanding_tokens",
-            "Tokens that an engine may still have to compute",
-            labels=["engine"],
-        )
-        alive = GaugeMetricFamily(
-            "verl_engine_alive", "1 if an engine is in service", labels=["engine"]
-        )
-        requests = CounterMetricFamily(
-            "verl_engine_requests", "Prompts given to an engine", labels=["engine"]
-        )
-        lost = CounterMetricFamily(
-            "verl_engine_lost", "Times an engine was lost", labels=["engine"]
-        )
-        for slot in self._fleet.slots:
-            name = [str(slot.index)]
-            tokens.add_metric(name, slot.outstanding)
-            alive.add_metric(name, int(not slot.is_lost))
-            requests.add_metric(name, slot.num_requests)
-            lost.add_metric(name, slot.num_losses)
-        yield from (tokens, alive, requests, lost)
-        text = "Samples given to a second engine"
-        yield CounterMetricFamily("verl_redispatched", text, self._fleet.num_redispatched)
+        for family in self._fleet.families():
+            name = family.name.removesuffix("_total")
+            metric = Metric(name, family.meaning, family.kind)
+            for suffix, labels, value in family.samples:
+                metric.add_sample(family.name + suffix, dict(labels), value)
+            yield metric

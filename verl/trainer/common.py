@@ -148,11 +148,11 @@ class RunSummary:
         lines += [f"{name}: {count:g} steps" for name, count in self._counts.items() if count]
         return lines
 
-    def show(self, checkpoint: Path | None) -> None:
+    def show(self, folder: Path, saved_step: int) -> None:
         """Print it, and where the newest checkpoint is; nothing where no step has ended."""
         lines = self.lines()
-        if lines and checkpoint is not None:
-            lines.append(f"checkpoint: {checkpoint}")
+        if lines and saved_step:
+            lines.append(f"checkpoint: {folder / f'global_step_{saved_step}'}")
         if lines:
             Console().print(Text("\n".join(lines)), soft_wrap=True)
 

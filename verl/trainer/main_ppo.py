@@ -20,6 +20,7 @@ from verl.config.load import Loaded, load_config
 from verl.config.ppo import PPOConfig
 from verl.config.validate import validate
 from verl.trainer.plan.layout import controller, row_faults
+from verl.trainer.plan.megatron import layout_faults
 from verl.trainer.plan.render import make_plan, print_plan
 from verl.utils.environment import choose_openmp
 from verl.utils.import_utils import lazy_attribute
@@ -102,7 +103,7 @@ def run(
     faults = validate(
         config, loaded.user_set, known_faults=loaded.faults, names_are_open=names_are_open
     )
-    faults += row_faults(config)
+    faults += [*row_faults(config), *layout_faults(config)]
     missing = [fault for fault in faults if fault.is_about_machine]
     mistakes = [fault for fault in faults if not fault.is_about_machine]
     if config.trainer.dry_run:
@@ -119,8 +120,8 @@ def run(
 def train(loaded: Loaded, task_runner_class: type[Any] | None) -> None:
     """Run on the controller that the configuration asks for.
 
-    A runner of somebody's own gets the configuration in the form that Hydra would have given it. On
-    Ray, and if its class is an actor class, it runs as an actor.
+    A runner with a `run` of its own gets the configuration in the form that Hydra would have given
+    it. On Ray, and if its class is an actor class, it runs as an actor.
     """
     config = loaded.config
     is_actor_class = task_runner_class is not None and not isinstance(task_runner_class, type)
@@ -128,7 +129,9 @@ def train(loaded: Loaded, task_runner_class: type[Any] | None) -> None:
         run_on_ray = lazy_attribute(__name__, _LAZY, "run_on_ray")
         run_on_ray(config, task_runner_class)
     elif task_runner_class is not None:
-        task_runner_class().run(to_dictconfig(config))
+        usual = lazy_attribute(__name__, _LAZY, "TaskRunner")
+        is_usual = issubclass(task_runner_class, usual) and task_runner_class.run is usual.run
+        task_runner_class().run(config if is_usual else to_dictconfig(config))
     else:
         lazy_attribute(__name__, _LAZY, "runner_of")(config)().run(config)
 

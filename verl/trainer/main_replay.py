@@ -38,6 +38,7 @@ QUIET = {
     "val_before_train": False,
     "val_only": False,
     "logger": [],
+    "board": False,
     "rollout_data_dir": None,
     "validation_data_dir": None,
     "max_restarts": 0,
@@ -112,6 +113,7 @@ def replay_config(request: Request) -> PPOConfig:
     values: dict[str, Any] = json.loads(path.read_text())
     values["trainer"] |= {**QUIET, "default_local_dir": str(request.folder)}
     values["data"]["val_files"] = []
+    values["actor_rollout_ref"]["rollout"] |= {"prometheus": {}, "trace": {}}
     before = [step for step in saved if step < request.step]
     place = {"resume_mode": "disable", "resume_from_path": None}
     if before:

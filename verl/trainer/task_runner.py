@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.config.async_plan import plan_of
+from verl.config.distillation import teachers_of
 from verl.config.ppo import PPOConfig
 from verl.config.roles import async_mode
 from verl.data_plane import PlaneLost
@@ -111,7 +112,9 @@ class TaskRunner:
 
     def add_teacher_worker(self, config: PPOConfig) -> None:
         """A worker that only teaches, where the teachers of a distillation have own ranks."""
-        if config.distillation.enabled and config.distillation.nnodes:
+        section = config.distillation
+        teachers = teachers_of(section).values() if section.enabled else ()
+        if section.nnodes and not all(teacher.is_served for teacher in teachers):
             self.role_worker_mapping[Role.Teacher] = TeacherWorker
             self.mapping[Role.Teacher] = TEACHER_POOL
 
@@ -170,6 +173,8 @@ class TaskRunner:
         finally:
             if self.reward_server is not None:
                 self.reward_server.close()
+            if trainer.teaching is not None:
+                trainer.teaching.close()
 
     def build(self, config: PPOConfig) -> PPOTrainer:
         """The trainer, its workers not yet started."""
@@ -182,9 +187,9 @@ class TaskRunner:
         self.add_ref_policy_worker(config, worker_class)
         tokenizer, processor = load_tokenizer(config)
         model = config.actor_rollout_ref.model
-        if model.override_config:  # what is wrong with it is said here, not by a rank
+        if model.hf_overrides():  # what is wrong with it is said here, not by a rank
             path = copy_to_local(model.path)
-            read_config(path, dict(model.override_config), model.trust_remote_code)
+            read_config(path, model.hf_overrides(), model.trust_remote_code)
         kwargs = {**config.reward_model.reward_kwargs, **self.served_reward_model(config)}
         trainer_class = self.trainer_for(config)
         if config.transfer_queue.enable:

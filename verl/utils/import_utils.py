@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -165,12 +166,17 @@ def load_extern_type(file_path: str, type_name: str) -> Any:
 
 def is_available(package: str) -> bool:
     """Whether `package` could be imported; it is not imported to find out."""
+    return package in sys.modules or _spec_of(package) is not None  # a stand-in has no spec
+
+
+def _spec_of(package: str) -> ModuleSpec | None:
+    """`importlib.util.find_spec` would import the packages above it."""
     parent, _, _ = package.rpartition(".")
-    if parent and not is_available(parent):
-        return False
-    if package in sys.modules:  # a stand-in has no spec
-        return True
-    return importlib.util.find_spec(package) is not None
+    if not parent or parent in sys.modules:
+        return importlib.util.find_spec(package)
+    above = _spec_of(parent)
+    places = above.submodule_search_locations if above is not None else None
+    return PathFinder.find_spec(package, list(places)) if places else None
 
 
 def require(package: str, extra: str | None = None) -> ModuleType:

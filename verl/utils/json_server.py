@@ -17,10 +17,11 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from verl.utils.exposition import CONTENT_TYPE
 from verl.utils.py_functional import printable
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,20 @@ MAX_DROPPED_BYTES = 16 << 20
 
 class Page(str):
     """HTML among the replies."""
+
+
+class Metrics(str):
+    """Text for Prometheus among the replies."""
+
+
+class Events:
+    """Server-sent events among the replies: JSON each, until `changes` ends or the client goes.
+
+    None is a comment, which tells a client that is gone from one that waits.
+    """
+
+    def __init__(self, changes: Iterator[Any]) -> None:
+        self.changes = changes
 
 
 class Refusal(Exception):
@@ -243,10 +258,15 @@ def _handler(server: JsonServer) -> type[BaseHTTPRequestHandler]:
 
         def _reply(self, status: int, content: Any) -> None:
             self.alarm.cancel()
-            is_page = isinstance(content, Page)
-            body = content.encode() if is_page else json.dumps(content).encode()
+            if isinstance(content, Events):
+                self._stream(content)
+                return
+            is_page, is_text = isinstance(content, Page), isinstance(content, Page | Metrics)
+            body = content.encode() if is_text else json.dumps(content).encode()
             self.send_response(status)
-            kind = "text/html; charset=utf-8" if is_page else "application/json"
+            kind = "application/json"
+            if is_text:
+                kind = "text/html; charset=utf-8" if is_page else CONTENT_TYPE
             self.send_header("Content-Type", kind)
             if is_page:
                 self.send_header("Content-Security-Policy", page_policy(content))
@@ -255,6 +275,19 @@ def _handler(server: JsonServer) -> type[BaseHTTPRequestHandler]:
             self.send_header("X-Content-Type-Options", "nosniff")
             self.end_headers()
             self.wfile.write(body)
+
+        def _stream(self, events: Events) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            for change in events.changes:
+                text = ":\n\n" if change is None else f"data: {json.dumps(change)}\n\n"
+                try:
+                    self.wfile.write(text.encode())
+                    self.wfile.flush()
+                except OSError:
+                    return  # the client is gone
 
         def log_message(self, format: str, *args: object) -> None:
             """Requests are not logged: they hold what the model wrote."""

@@ -26,6 +26,7 @@ _LOOPS = "verl.agent_loop"
 _HELPERS = "verl.utils.recipe_helpers"
 _PROCESS = "verl.workers.rollout.replica:EngineProcessRollout"
 _PROFILER = "verl.utils.profiler"
+_VISION = "verl.utils.dataset.vision_utils"
 _MANAGERS = "verl.workers.reward_manager"
 _SEPARATION = {
     "SeparateRayPPOTrainer": "verl.trainer.ppo.v1:PPOTrainerSeparateAsync",
@@ -62,6 +63,8 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.model_engine.base": names("verl.workers.engine", "BaseEngine", "EngineRegistry"),
     "verl.models.transformers": {},
     "verl.models.transformers.monkey_patch": names(_HELPERS, "apply_monkey_patch"),
+    "verl.models.transformers.qwen2_vl": names(_VISION, "get_rope_index"),
+    "verl.models.transformers.qwen3_vl": names(_VISION, "get_rope_index"),
     "verl.third_party": {},
     "verl.third_party.vllm": names(
         _HELPERS, "VLLM_SLEEP_LEVEL", parallel_state="vllm.distributed.parallel_state"
@@ -80,6 +83,12 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.utils.debug": _PROFILER,
     "verl.utils.debug.metrics": names("verl.trainer.ppo.metric_utils", "calculate_debug_metrics"),
     "verl.utils.debug.performance": "verl.utils.profiler.performance",
+    "verl.utils.checkpoint.megatron_checkpoint_manager": {
+        "MegatronCheckpointManager": (
+            "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
+        )
+    },
+    "verl.utils.megatron_utils": names("verl.workers.engine.megatron", "load_library"),
     "verl.utils.memory_utils": names(_HELPERS, "aggressive_empty_cache"),
     "verl.utils.net_utils": names(_HELPERS, "get_free_port", "is_valid_ipv6_address"),
     "verl.utils.profiler.performance": names(
@@ -101,6 +110,16 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
         "create_transferqueue_client",
         "get_transferqueue_client",
         "tqbridge",
+    ),
+    "verl.utils.vllm": {},
+    "verl.utils.vllm.patch": names(_HELPERS, "patch_vllm_moe_model_weight_loader"),
+    "verl.workers.engine_workers": names("verl.workers.roles", "ActorRolloutRefWorker"),
+    "verl.workers.megatron_workers": names(
+        "verl.workers.roles",
+        "ActorRolloutRefWorker",
+        "CriticWorker",
+        "RewardModelWorker",
+        AsyncActorRolloutRefWorker="verl.workers.roles:ActorRolloutRefWorker",
     ),
     "verl.workers.rollout.async_server": names(
         "verl.workers.rollout.replica",

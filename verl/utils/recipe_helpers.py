@@ -4,6 +4,7 @@ They are found under the paths that recipes know (`verl.utils.old_paths`).
 """
 
 import gc
+import inspect
 import ipaddress
 import socket
 import string
@@ -152,6 +153,21 @@ def get_sharding_strategy(device_mesh: Any) -> Any:
 
 
 # ---- weights -------------------------------------------------------------------------------------
+
+
+def patch_vllm_moe_model_weight_loader(model: nn.Module) -> None:
+    """Give the weights of vLLM's expert layers the loader of their layer where they have none.
+
+    A weight that was replaced, as after quantization, has lost the attribute that
+    `model.load_weights` asks it for.
+    """
+    for module in model.modules():
+        loader = inspect.getattr_static(module, "weight_loader", None)
+        if loader is None:
+            continue
+        for weight in module.parameters(recurse=False):
+            if "weight_loader" not in vars(weight):
+                vars(weight)["weight_loader"] = module.weight_loader
 
 
 class CheckpointEngineManager:

@@ -48,6 +48,7 @@ class RolloutSkip:
         )
         folder = Path(rollout.get("skip_dump_dir", "/tmp/rollout_dump")).expanduser()
         self.dumped_dir = folder / name.replace("/", "_")
+        self.steps = set(rollout.get("skip_steps") or ())
         self._rollout_wg = rollout_wg
 
     @property
@@ -64,7 +65,7 @@ class RolloutSkip:
 
     def _wrapped(self, generate: Callable[..., DataProto]) -> Callable[..., DataProto]:
         def generate_or_load(prompts: DataProto, **kwargs: Any) -> DataProto:
-            if _is_validation(prompts):
+            if not self._is_chosen(prompts):
                 return generate(prompts, **kwargs)
             loaded = self._load(prompts)
             if loaded is not None:
@@ -77,7 +78,7 @@ class RolloutSkip:
 
     def _wrapped_async(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         async def generate_or_load(prompts: DataProto, **kwargs: Any) -> DataProto:
-            if _is_validation(prompts):
+            if not self._is_chosen(prompts):
                 return await generate(prompts, **kwargs)
             loaded = self._load(prompts)
             if loaded is not None:
@@ -87,6 +88,12 @@ class RolloutSkip:
             return generated
 
         return generate_or_load
+
+    def _is_chosen(self, prompts: DataProto) -> bool:
+        """Whether the generations of these prompts are dumped and read; those of validation and of
+        steps that `skip_steps` leaves out are not."""
+        step = prompts.meta_info.get("global_steps", 0)
+        return not _is_validation(prompts) and (not self.steps or step in self.steps)
 
     def _load(self, prompts: DataProto) -> DataProto | None:
         path = self._path(prompts)

@@ -5,8 +5,8 @@
 names the sample they belong to. Without a back-end a marked method is called directly: the cost is
 one attribute read.
 
-A `TraceBackend` turns trajectories and calls into the spans of one service; `weave` and `mlflow`
-are built in and imported on first use.
+A `TraceBackend` turns trajectories and calls into the spans of a file or a service
+(`verl.utils.trace_backends`).
 """
 
 import inspect
@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-from verl.utils.environment import mlflow_tracking_uri
-from verl.utils.import_utils import require
 from verl.utils.registry import Registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -37,6 +36,7 @@ class RolloutTraceConfig:
         self.tracer: TraceBackend | None = None
         self.token2text: bool = False
         self.max_samples_per_step_per_worker: int | None = None
+        self.folder: Path | None = None
 
     @classmethod
     def get_instance(cls) -> "RolloutTraceConfig":
@@ -52,12 +52,14 @@ class RolloutTraceConfig:
         backend: str | None,
         token2text: bool = False,
         max_samples_per_step_per_worker: int | None = None,
+        folder: str | Path | None = None,
     ) -> None:
         """Begin to trace; the first call counts, later ones change nothing until `reset`.
 
         `token2text` adds the decoded text to results that hold token ids.
         `max_samples_per_step_per_worker` is how many samples of a step a worker traces; whoever
-        runs the samples asks for it and passes `trace=False` for the others.
+        runs the samples asks for it and passes `trace=False` for the others. `folder` is where the
+        back-end `file` writes.
         """
         config = cls.get_instance()
         if config.tracer is not None:
@@ -66,6 +68,7 @@ class RolloutTraceConfig:
         config.experiment_name = experiment_name
         config.token2text = token2text
         config.max_samples_per_step_per_worker = max_samples_per_step_per_worker
+        config.folder = None if folder is None else Path(folder)
         if backend is not None:
             config.tracer = trace_backends[backend](project_name, experiment_name)
             config.backend = backend
@@ -87,6 +90,8 @@ class RolloutTraceConfig:
     @classmethod
     def reset(cls) -> None:
         """Forget everything; the next `init` starts anew."""
+        if cls._instance is not None and cls._instance.tracer is not None:
+            cls._instance.tracer.close()
         cls._instance = None
 
 
@@ -121,6 +126,20 @@ def rollout_trace_attr(
             yield
     finally:
         _is_traced.reset(token)
+
+
+@contextmanager
+def rollout_trace_span(
+    name: str, inputs: Mapping[str, Any]
+) -> Iterator[Callable[[Any], None] | None]:
+    """A block as a span; what it yields records the output. None while nothing is traced."""
+    tracer = RolloutTraceConfig.get_instance().tracer
+    if tracer is None or not _is_traced.get(True):
+        yield None
+        return
+    span: AbstractContextManager[Callable[[Any], None]] = tracer.span(name, inputs)
+    with span as record:
+        yield record
 
 
 def rollout_trace_op(function: Function) -> Function:
@@ -163,6 +182,9 @@ class TraceBackend(ABC):
         self, name: str, inputs: Mapping[str, Any]
     ) -> AbstractContextManager[Callable[[Any], None]]:
         """One call. Yields a function that records its output; an error is recorded and raised."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Write what waits; nothing is traced afterwards."""
 
 
 @contextmanager
@@ -212,58 +234,11 @@ def _with_text(instance: Any, output: Any) -> Any:
     }
 
 
-class WeaveBackend(TraceBackend):
-    def __init__(self, project_name: str, experiment_name: str) -> None:
-        super().__init__(project_name, experiment_name)
-        self._weave = _package("weave")
-        self.client = self._weave.init(project_name)
-
-    @contextmanager
-    def trajectory(self, name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
-        with self._weave.attributes(dict(attributes)):
-            yield
-
-    @contextmanager
-    def span(self, name: str, inputs: Mapping[str, Any]) -> Iterator[Callable[[Any], None]]:
-        call = self.client.create_call(op=name, inputs=dict(inputs))
-        outputs: list[Any] = []
-        try:
-            yield outputs.append
-        except BaseException as error:
-            self.client.finish_call(call, exception=error)
-            raise
-        self.client.finish_call(call, output=outputs[-1] if outputs else None)
-
-
-class MlflowBackend(TraceBackend):
-    def __init__(self, project_name: str, experiment_name: str) -> None:
-        super().__init__(project_name, experiment_name)
-        self._mlflow = self.client = _package("mlflow", extra="track")
-        self._mlflow.set_tracking_uri(mlflow_tracking_uri())
-        self._mlflow.set_experiment(project_name)
-
-    @contextmanager
-    def trajectory(self, name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
-        with self._mlflow.start_span(name=name) as span:
-            tags = {key: str(value) for key, value in attributes.items()}
-            self._mlflow.update_current_trace(tags=tags)
-            span.set_attributes(dict(attributes))
-            yield
-
-    @contextmanager
-    def span(self, name: str, inputs: Mapping[str, Any]) -> Iterator[Callable[[Any], None]]:
-        with self._mlflow.start_span(name=name) as span:  # records and raises an error by itself
-            span.set_inputs(dict(inputs))
-            yield span.set_outputs
-
-
 trace_backends = Registry[Callable[[str, str], TraceBackend]](
-    "trace backend", weave=WeaveBackend, mlflow=MlflowBackend
+    "trace backend",
+    file="verl.utils.trace_backends:FileBackend",
+    opentelemetry="verl.utils.trace_backends:OpenTelemetryBackend",
+    mlflow="verl.utils.trace_backends:MlflowBackend",
+    weave="verl.utils.trace_backends:WeaveBackend",
+    trackio="verl.utils.trace_backends:TrackioBackend",
 )
-
-
-def _package(name: str, extra: str | None = None) -> Any:
-    try:
-        return require(name, extra)
-    except ImportError as error:
-        raise ImportError(f"rollout.trace.backend is {name!r}: {error}") from error

@@ -403,10 +403,13 @@ Curve = Callable[[float], float]
 
 
 def get_constant_schedule_with_warmup(
-    optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    last_epoch: int = -1,
+    zero_indexed_step: bool = True,
 ) -> LambdaLR:
     """Linear from 0 to the full rate over `num_warmup_steps`, then constant."""
-    factor = _factor(lambda _: 1.0, num_warmup_steps, num_training_steps=None)
+    factor = _factor(lambda _: 1.0, num_warmup_steps, None, zero_indexed_step=zero_indexed_step)
     return LambdaLR(optimizer, factor, last_epoch)
 
 
@@ -416,9 +419,11 @@ def get_linear_schedule_with_warmup(
     num_training_steps: int,
     min_lr_ratio: float = 0.0,
     last_epoch: int = -1,
+    zero_indexed_step: bool = True,
 ) -> LambdaLR:
     """After the warm-up a straight line to `min_lr_ratio` of the rate at the last step."""
-    factor = _factor(lambda t: 1 - t, num_warmup_steps, num_training_steps, min_lr_ratio)
+    steps, ratios = (num_warmup_steps, num_training_steps), (min_lr_ratio, None)
+    factor = _factor(lambda t: 1 - t, *steps, *ratios, zero_indexed_step)
     return LambdaLR(optimizer, factor, last_epoch)
 
 
@@ -430,16 +435,16 @@ def get_cosine_schedule_with_warmup(
     num_cycles: float = 0.5,
     last_epoch: int = -1,
     init_lr_ratio: float | None = None,
+    zero_indexed_step: bool = True,
 ) -> LambdaLR:
     """After the warm-up follow a cosine between the full rate and `min_lr_ratio` of it.
 
         factor = min + (1 - min) * (1 + cos(2 pi num_cycles t)) / 2        t: progress, 0 to 1
 
-    The warm-up starts at `init_lr_ratio` of the rate, or at 0.
+    Starts at `init_lr_ratio` of the rate, or 0; with `zero_indexed_step` the first step is step 0.
     """
-    factor = _factor(
-        _cosine(num_cycles), num_warmup_steps, num_training_steps, min_lr_ratio, init_lr_ratio
-    )
+    steps, ratios = (num_warmup_steps, num_training_steps), (min_lr_ratio, init_lr_ratio)
+    factor = _factor(_cosine(num_cycles), *steps, *ratios, zero_indexed_step)
     return LambdaLR(optimizer, factor, last_epoch)
 
 
@@ -475,13 +480,15 @@ def _factor(
     num_training_steps: int | None,
     min_lr_ratio: float = 0.0,
     init_lr_ratio: float | None = None,
+    zero_indexed_step: bool = True,
 ) -> Callable[[int], float]:
-    for name, ratio in ("min_lr_ratio", min_lr_ratio), ("init_lr_ratio", init_lr_ratio or 0.0):
+    start = init_lr_ratio or 0.0
+    for name, ratio in ("min_lr_ratio", min_lr_ratio), ("init_lr_ratio", start):
         if not 0 <= ratio <= 1:
             raise ValueError(f"{name} is {ratio}; it must lie between 0 and 1")
-    start = init_lr_ratio or 0.0
 
     def factor(step: int) -> float:
+        step += not zero_indexed_step
         if step < num_warmup_steps:
             return start + (1 - start) * step / num_warmup_steps
         if num_training_steps is None:

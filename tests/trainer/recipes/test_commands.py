@@ -5,7 +5,10 @@ from importlib import import_module
 
 import pytest
 
+from verl.tools.tool_registry import initialize_tools_from_config
 from verl.trainer import main_ppo
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.import_utils import load_extern_object
 
 DAPO = (
     "reward_model.overlong_buffer.enable=True",
@@ -58,9 +61,28 @@ def test_entropy_takes_the_keys_of_its_scripts(monkeypatch):
         ("vapo", "lam_actor_alpha", 0.05),
         ("pf_ppo", "use_pf_ppo", True),
         ("collabllm", "adv_estimator", "grpo"),
+        ("retool", "adv_estimator", "grpo"),
+        ("search_r1", "adv_estimator", "grpo"),
     ],
 )
 def test_a_recipe_starts_from_its_file(monkeypatch, name, key, value):
     config = loaded(monkeypatch, f"recipe.{name}.main_{name}")
     assert config.algorithm[key] == value
     assert config.trainer.recipe == (name if name == "pf_ppo" else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "tool"), [("retool", "code_interpreter"), ("search_r1", "search")]
+)
+def test_a_recipe_with_tools_has_its_tool_and_its_turns(monkeypatch, name, tool):
+    config = loaded(monkeypatch, f"recipe.{name}.main_{name}")
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    tools = initialize_tools_from_config(turns.tool_config_path)
+    assert turns.enable
+    assert [one.name for one in tools] == [tool]
+    if name == "retool":
+        path, dataset = config.data.custom_cls.path, config.data.custom_cls.name
+        assert issubclass(load_extern_object(path, dataset), RLHFDataset)
+        reward = config.custom_reward_function
+        score = load_extern_object(reward.path, reward.name)
+        assert score("math", "\\boxed{4}", "4")["score"] == 1.0

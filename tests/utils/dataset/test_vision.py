@@ -132,3 +132,26 @@ def test_options_of_the_processor_change_the_number_of_tokens(tmp_path):
         for options in ({}, {"mm_processor_kwargs": small})
     ]
     assert counts == [16, 1]
+
+
+def test_a_video_is_its_frames_each_an_image_in_its_place(tmp_path):
+    colors = ("red", "green", "blue")
+    frames = [{"bytes": png(color), "path": None} for color in colors]
+    text = "see <video> and say"
+    row = {"prompt": [{"role": "user", "content": text}], "videos": [frames]}
+    images = {
+        "prompt": [{"role": "user", "content": text.replace("<video>", "<image>" * 3)}],
+        "images": frames,
+    }
+    (tmp_path / "other").mkdir()
+    video = dataset(tmp_path, [row])[0]
+    expected = dataset(tmp_path / "other", [images])[0]
+    assert video["input_ids"].tolist() == expected["input_ids"].tolist()
+    found, wanted = (one["multi_modal_inputs"]["pixel_values"] for one in (video, expected))
+    assert np.array_equal(found, wanted)
+
+
+def test_a_video_file_is_refused_because_nothing_decodes_it(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "see <video>"}], "videos": ["clip.mp4"]}
+    with pytest.raises(DataError, match=r"clip\.mp4.*no decoder for video files"):
+        dataset(tmp_path, [row])

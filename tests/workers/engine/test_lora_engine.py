@@ -127,6 +127,57 @@ def test_two_ranks_make_the_steps_of_one_however_they_divide_the_model(tmp_path)
                 )
 
 
+def sparse_with_lora(on="cpu"):
+    """A model of four experts whose adapters, theirs included, differ from nothing."""
+    options = LoraOptions(rank=RANK, alpha=ALPHA, target_modules=["all-linear", "experts"])
+    if on == "meta":
+        with torch.device("meta"):
+            return add_lora(random_causal_lm(tiny_config("qwen3_moe")), options)
+    model = add_lora(tiny_model("qwen3_moe"), options)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.1, generator=generator)
+    return model
+
+
+def test_adapters_of_experts_make_the_same_steps_on_ranks_that_gather_or_spread_them(tmp_path):
+    """Also in small passes; where experts are spread, each rank sees its own experts' factors."""
+    every = [row for passes in PASSES for one in passes for row in one]
+    merged, after, *_, masters = outcome(engine(sparse_with_lora), [every])
+    assert any(".experts." in name for name in masters)
+    again, _, _, _ = outcome(
+        engine(sparse_with_lora, gradient_checkpointing=True), [[0, 5], [1, 2, 3, 4, 6]]
+    )
+    for name, value in merged.items():
+        assert abs(again[name] - value).max() <= 2e-6, name
+
+    def work(rank):
+        engines = [
+            engine(
+                sparse_with_lora,
+                FSDPEngine,
+                build_skeleton=lambda: sparse_with_lora("meta"),
+                config=FSDPEngineConfig(expert_parallel_size=size),
+                compute_dtype=torch.float32,
+                device="cpu",
+            )
+            for size in (1, 2)
+        ]
+        return [outcome(one, PASSES[rank]) for one in engines]
+
+    log_probs = dict(zip(every, after, strict=True))
+    for rank, answers in enumerate(run_on_two_ranks(work, tmp_path)):
+        rows = [row for one in PASSES[rank] for row in one]
+        for found, column, _, trained in answers:
+            assert trained == masters
+            assert found.keys() == merged.keys()
+            for name, value in merged.items():
+                assert abs(found[name] - value).max() <= 2e-6, name
+            assert max(abs(column[i] - log_probs[row]).max() for i, row in enumerate(rows)) < 1e-5
+
+
 def test_a_frozen_engine_stays_frozen_when_its_adapters_were_off():
     frozen = OneDeviceEngine(model_with_lora)
     frozen.initialize()

@@ -69,7 +69,7 @@ def test_the_state_is_elsewhere_between_steps_and_comes_back_for_each():
         homes.append([t.data_ptr() for t in (optimizer.masters["weight"], state["exp_avg"])])
     assert homes[1] == homes[2], "the same CPU memory each time"
     assert weight.data_ptr() == address, "a rollout engine shares the weight"
-    with optimizer._state_on_device():
+    with optimizer.state_on_device():
         assert optimizer.masters["weight"].data_ptr() not in homes[0]
 
 

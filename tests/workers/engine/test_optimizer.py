@@ -1,5 +1,6 @@
 import math
 
+import pytest
 import torch
 from torch import nn
 
@@ -91,25 +92,33 @@ def test_a_restored_optimizer_continues_bit_for_bit():
     assert torch.equal(run(6), run(6, restore_at=3))
 
 
-def test_warm_up_by_ratio_and_cosine_to_the_floor():
+def rates_of(num_steps, **options):
     weight = nn.Parameter(torch.zeros(1))
     config = FSDPOptimizerConfig(
-        lr=1.0,
-        total_training_steps=10,
-        lr_warmup_steps_ratio=0.2,
-        lr_scheduler_type="cosine",
-        min_lr_ratio=0.1,
+        lr=1.0, total_training_steps=10, lr_warmup_steps_ratio=0.2, min_lr_ratio=0.1, **options
     )
     optimizer = MasterOptimizer([("weight", weight)], config)
     rates = []
-    for _ in range(11):
+    for _ in range(num_steps):
         rates.append(optimizer.learning_rate)
         weight.grad = torch.ones(1)
         optimizer.step(max_norm=1.0)
         optimizer.schedule.step()
+    return rates
+
+
+def test_warm_up_by_ratio_and_cosine_to_the_floor():
+    rates = rates_of(11, lr_scheduler_type="cosine")
     assert rates[:3] == [0.0, 0.5, 1.0]
     assert math.isclose(rates[6], 0.55)
     assert math.isclose(rates[10], 0.1)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_steps_counted_from_one_have_a_rate_from_the_first_on(kind):
+    usual = rates_of(8, lr_scheduler_type=kind)
+    assert usual[0] == 0.0
+    assert rates_of(7, lr_scheduler_type=kind, zero_indexed_step=False) == usual[1:]
 
 
 def test_moments_that_do_not_exist_yet_are_counted():

@@ -100,6 +100,18 @@ def test_grading_goes_on_while_trajectories_are_still_submitted(service_of, kind
     assert [t.grade.value for t in group_.trajectories] == [2, 0, 1]
 
 
+def test_a_blocking_grader_that_waits_for_an_event_loop_is_told_so():
+    class Waiting(ByFunction):
+        async def grade(self, trajectory):
+            await asyncio.sleep(0)
+            return Score(1.0)
+
+    service = GradingService(Waiting(lambda number: None, is_retryable=False))
+    (grade,) = grades(service, 0)
+    service.close()
+    assert grade.reason.endswith("RuntimeError: a blocking grader waited for an event loop")
+
+
 def test_one_hand_over_is_prepared_at_once_and_graded_on_one_thread(service_of):
     threads = set()
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.agent_loop.fakes import FakeRollout, held_engines, loop_config
+from tests.agent_loop.fakes import FakeRollout, held_engines, idle_load, loop_config
 from tests.agent_loop.test_server_manager import ask
 from tests.server.engines import ScriptedRollout, saying
 from verl.agent_loop.server_manager import AsyncLLMServerManager
@@ -61,14 +61,6 @@ def a_request(
 
 def results(futures):
     return [future.result(timeout=30) for future in list(futures)]
-
-
-def idle_load(fleet: Fleet) -> list[int]:
-    """Outstanding tokens when no request runs any more."""
-    deadline = time.monotonic() + 30
-    while any(slot.num_running for slot in fleet.slots) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return fleet.outstanding
 
 
 def manager(*engines, attempts=3, recover=LosableRollout.recover):

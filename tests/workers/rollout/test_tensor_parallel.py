@@ -22,10 +22,11 @@ CASES = {
     "phi": {},
     "phi3": {},
     "qwen3_moe": {},
+    **{f"{name} with spread experts": {} for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")},
 }
 MORE_CASES = {
     **{name: {} for name in ("qwen3", "mistral", "gemma", "gemma3_text", "smollm3", "olmo")},
-    **{name: {} for name in ("olmo2", "mixtral")},
+    **{name: {} for name in ("olmo2", "mixtral", "mixtral with spread experts", "deepseek_v3")},
     "gemma2 with one key head": {"num_key_value_heads": 1},
 }
 FOUR_RANKS = {
@@ -33,6 +34,7 @@ FOUR_RANKS = {
     "qwen2": {},
     "phi3": {},
     "qwen3_moe": {},
+    "qwen3_moe with spread experts": {},
     "qwen3 with 3 key heads": {"num_attention_heads": 12, "num_key_value_heads": 3},
 }
 
@@ -49,7 +51,8 @@ def whole_model(name, changes):
 
 def generated(name, changes, group=None):
     """What an engine says before and after it gets other weights."""
-    engine = build_engine(whole_model(name, changes), tp_group=group)
+    spreads = name.endswith("spread experts")
+    engine = build_engine(whole_model(name, changes), tp_group=group, spreads_experts=spreads)
     requests = [
         request([5, 6, 7], GREEDY, "greedy"),
         request([9, 8, 7, 6, 5], DRAWN, "drawn", num_samples=3),
@@ -145,6 +148,24 @@ def test_a_rank_keeps_its_share_of_weights_keys_and_values(tmp_path):
     for shapes, num_bytes in run_on_two_ranks(work, tmp_path):
         assert shapes == [(16, 32), (8, 32), (8, 32), (32, 16)]
         assert 2 * num_bytes == alone.core.cache.shape.bytes_per_token
+
+
+def test_a_rank_keeps_whole_experts_and_refuses_a_number_that_cannot_be_divided(tmp_path):
+    def work(rank):
+        del rank
+        options = {"tp_group": dist.group.WORLD, "spreads_experts": True}
+        engine = build_engine(tiny_model("qwen3_moe"), **options)
+        experts = engine.core.runner.module.model.layers[1].mlp.experts
+        whole = tiny_model("qwen3_moe").model.layers[1].mlp.experts
+        own = vars(experts)["routing"].own_experts
+        assert torch.equal(experts.down_proj, whole.down_proj[own.start : own.stop])
+        for changes, reason in (({"num_experts": 3}, "3 experts"), (None, "has no experts")):
+            model = tiny_model("llama") if changes is None else tiny_model("qwen3_moe", **changes)
+            with pytest.raises(ValueError, match=reason):
+                build_engine(model, **options)
+        return own
+
+    assert run_on_two_ranks(work, tmp_path) == [range(2), range(2, 4)]
 
 
 def test_ranks_with_different_memory_run_as_many_sequences_as_the_smallest(tmp_path):

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.models.test_vision import encoder, plain_inputs, prompt
 from tests.tiny_vision import FAMILIES, ID, picture, plain_twin, tiny_vision_model
+from tests.utils.two_ranks import run_on_two_ranks
 from verl.models.exact import make_exact
 from verl.protocol.padded import Padding, padded_batch
 from verl.protocol.trajectory import Segment, Trajectory
@@ -18,8 +20,8 @@ from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 LIMITS = EngineLimits(max_num_seqs=8, max_prompt_tokens=120, max_response_tokens=40)
 
 
-def engine(model):
-    return NativeEngine(model, LIMITS, eos_token_ids=[ID["</s>"]])
+def engine(model, **options):
+    return NativeEngine(model, LIMITS, eos_token_ids=[ID["</s>"]], **options)
 
 
 def request(ids, media, *, num_samples=1, max_tokens=8, temperature=1.0, session=None, name="r"):
@@ -59,7 +61,7 @@ def sampled_rows(model, prompts, num_samples):
     ]
 
 
-def log_probs(model, trajectories, *, prefix_sharing=True):
+def log_probs(model, trajectories, *, prefix_sharing=True, group=None):
     """Those of training, and those of the rollout."""
     padding = Padding(prompt_length=120, response_length=40, pad_token_id=0)
     batch = padded_batch(trajectories, padding)
@@ -71,9 +73,9 @@ def log_probs(model, trajectories, *, prefix_sharing=True):
         is_value_model=False,
         prefix_sharing=prefix_sharing,
         outputs=LOG_PROBS,
-        sequence_group=None,
+        sequence_group=group,
     )
-    return columns["log_probs"].detach(), batch.batch["rollout_log_probs"]
+    return columns["log_probs"], batch.batch["rollout_log_probs"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,6 +98,58 @@ def test_log_probs_of_rollout_are_those_of_training(tmp_path, family):
     for prefix_sharing in (True, False):
         ours, theirs = log_probs(model, rows, prefix_sharing=prefix_sharing)
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_ranks_that_share_a_model_or_the_tokens_of_rows_see_what_one_rank_sees(tmp_path):
+    """Tensor-parallel rollout gives one rank's tokens; training with split tokens its log-probs
+    and, summed over ranks, its gradient, of the tower too."""
+    families = ["qwen2_5_vl", "idefics3"]
+    prompts = {}
+    for family in families:
+        encode = encoder(tmp_path, family).encode_prompt
+        prompts[family] = [encode(prompt(picture(1), picture(2))), encode(prompt())]
+
+    def outcome(family, group=None):
+        requests = [
+            request(ids, media, num_samples=2, name=str(n))
+            for n, (ids, media) in enumerate(prompts[family])
+        ]
+        found = engine(tiny_vision_model(family), tp_group=group).generate_batch(requests)
+        rows = [
+            trajectory(ids, media, output, uid=str(number))
+            for number, ((ids, media), outputs) in enumerate(
+                zip(prompts[family], found, strict=True)
+            )
+            for output in outputs
+        ]
+        model = tiny_vision_model(family)
+        ours, theirs = log_probs(model, rows, group=group)
+        ours.square().sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        tokens = [list(output.token_ids) for outputs in found for output in outputs]
+        return (
+            tokens,
+            theirs.numpy(),
+            ours.detach().numpy(),
+            {n: g.numpy() for n, g in grads.items()},
+        )
+
+    def work(rank):
+        del rank
+        return [outcome(family, dist.group.WORLD) for family in families]
+
+    answers = run_on_two_ranks(work, tmp_path)
+    for number, family in enumerate(families):
+        tokens, sampled, trained, grads = outcome(family)
+        for found in answers:
+            assert found[number][0] == tokens
+            assert abs(found[number][1] - sampled).max() < 1e-5
+            assert abs(found[number][2] - trained).max() < 1e-5
+        towers = [name for name in grads if "visual" in name or "vision" in name]
+        assert towers
+        for name, expected in grads.items():
+            total = sum(found[number][3].get(name, 0 * expected) for found in answers)
+            assert abs(total - expected).max() <= 1e-3 * max(1.0, abs(expected).max()), name
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "idefics3"])

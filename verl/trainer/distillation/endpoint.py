@@ -3,12 +3,14 @@
     POST <endpoint>/completions  {prompt: [ids], max_tokens: 1, prompt_logprobs: K}
       -> choices[0].prompt_logprobs = [null, {"<id>": {"logprob": ...}, ...}, ...]
 
-One request for each row, some at a time, each with a deadline. An answer that does not come, or
+One request for each row, some at a time, each with a deadline; the second attempt asks the next
+server. An answer that does not come, or
 that is not about the tokens that were sent, is a missing one: it never counts as 0.
 """
 
 import logging
 import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -38,21 +40,27 @@ Answer = tuple[list[float], list[list[int]], list[list[float]]]
 
 
 class EndpointTeacher:
-    """Asks one server."""
+    """Asks one server, or several that have the same model."""
 
-    def __init__(self, name: str, teacher: TeacherConfig) -> None:
-        assert teacher.endpoint is not None
+    def __init__(
+        self,
+        name: str,
+        teacher: TeacherConfig,
+        servers: Callable[[], Sequence[str]] | None = None,
+    ) -> None:
+        """`servers` gives the addresses for each step; without, it is `teacher.endpoint`."""
         self.name = name
-        self._url = f"{teacher.endpoint.rstrip('/')}/completions"
+        self._servers = servers or (lambda: [str(teacher.endpoint)])
         self._model = teacher.model_path
         self._timeout_seconds = teacher.timeout_seconds
 
     def answers(self, batch: DataProto, top_k: int) -> tuple[dict[str, Tensor], list[int]]:
         """Columns of what it says of the responses, and the rows that have no answer."""
         num_columns = batch.batch["responses"].shape[1]
-        requests = requested_ids(batch)
-        with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
-            found = list(pool.map(partial(self._ask, top_k=top_k), requests))
+        urls = [f"{address.rstrip('/')}/completions" for address in self._servers()]
+        ask = partial(self._ask, urls=urls, top_k=top_k)
+        with ThreadPoolExecutor(MAX_AT_ONCE * len(urls)) as pool:
+            found = list(pool.map(ask, range(len(batch)), requested_ids(batch)))
         shape = (len(batch), num_columns)
         log_probs = torch.zeros(shape)
         ids = torch.zeros(*shape, top_k, dtype=torch.int32)
@@ -69,7 +77,9 @@ class EndpointTeacher:
             columns |= {TOP_IDS: ids, TOP_LOG_PROBS: top_log_probs}
         return columns, [row for row, answer in enumerate(found) if answer is None]
 
-    def _ask(self, request: tuple[list[int], int], *, top_k: int) -> Answer | None:
+    def _ask(
+        self, row: int, request: tuple[list[int], int], *, urls: Sequence[str], top_k: int
+    ) -> Answer | None:
         """The answer about a row's tokens, of which the last `request[1]` are the response."""
         ids, num_response = request
         payload = {
@@ -79,10 +89,10 @@ class EndpointTeacher:
             "temperature": 1.0,
             "prompt_logprobs": max(top_k, 1),
         }
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             try:
                 reply = post_json(
-                    self._url,
+                    urls[(row + attempt) % len(urls)],
                     payload,
                     timeout_seconds=self._timeout_seconds,
                     max_response_bytes=MAX_ANSWER_BYTES,

@@ -8,7 +8,7 @@ Modes over the whole vocabulary get no columns of answers: the training pass ask
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import SESSION_UID
 from verl.trainer.distillation.endpoint import EndpointTeacher
+from verl.trainer.distillation.replicas import Replicas
 from verl.utils.dataset.prompts import encode_prompt
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.tables import DataError
+from verl.utils.device import resolve_device
 from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.teacher import (
@@ -56,19 +58,46 @@ class Teaching:
         self._tools = dataset.tool_schemas if isinstance(dataset, RLHFDataset) else []
         number = 0
         self._numbers: list[int] = []
-        """Of each teacher: its number in the workers, -1 for one behind an endpoint."""
+        """Of each teacher: its number in the workers, -1 for one that is served."""
         self._endpoints: dict[int, EndpointTeacher] = {}
+        self._run = config
+        served: list[tuple[int, str, TeacherConfig]] = []
         for place, (name, teacher) in enumerate(self.teachers.items()):
             if teacher.model_path is not None:
                 refuse_other_tokenizer(name, teacher, tokenizer)
-            if teacher.endpoint is not None:
-                self._endpoints[place] = EndpointTeacher(name, teacher)
+            if teacher.is_served:
+                served.append((place, name, teacher))
                 self._numbers.append(-1)
             else:
                 self._numbers.append(number)
                 number += 1
         if isinstance(dataset, RLHFDataset):
             self._check_rows(dataset)
+        self._replicas: list[Replicas] = []
+        try:
+            for place, name, teacher in served:  # processes start when all else is right
+                self._endpoints[place] = EndpointTeacher(name, teacher, self._start(name, teacher))
+        except RuntimeError:
+            self.close()
+            raise
+
+    def _start(self, name: str, teacher: TeacherConfig) -> Callable[[], list[str]] | None:
+        """The replicas of a teacher that this run serves; None for one that others serve."""
+        if not teacher.num_replicas:
+            return None
+        trainer = self._run.trainer
+        first = trainer.n_gpus_per_node if self.config.nnodes else 0
+        count = self.config.n_gpus_per_node if self.config.nnodes else trainer.n_gpus_per_node
+        replicas = Replicas(
+            name, teacher, resolve_device(trainer.device), range(first, first + count)
+        )
+        self._replicas.append(replicas)
+        return replicas.urls
+
+    def close(self) -> None:
+        """End the processes of teachers."""
+        for replicas in self._replicas:
+            replicas.close()
 
     def _check_rows(self, dataset: RLHFDataset) -> None:
         """Every row has a teacher whose template finds its columns."""

@@ -39,6 +39,7 @@ from verl.config.roles import (
     teacher_ranks,
     world_size,
 )
+from verl.trainer.plan.megatron import megatron_layout
 
 
 @dataclass(frozen=True)
@@ -227,11 +228,7 @@ def layout(config: Any, role: str) -> str:
     name = "critic" if role == "critic" else "actor_rollout_ref"
     engine, ranks = engine_of(config, name), role_ranks(config, name)
     if not isinstance(engine, FSDPEngineConfig):
-        shape = (
-            f"tensor {engine.tensor_model_parallel_size} x pipeline "
-            f"{engine.pipeline_model_parallel_size} x context {engine.context_parallel_size}"
-        )
-        return f"megatron, {shape}, {data_parallel_size(config, name)} data-parallel"
+        return f"megatron: {megatron_layout(config, name)}"
     if ranks == 1:
         return "one device, not sharded"
     shards = engine.fsdp_size if engine.fsdp_size > 0 else ranks

@@ -6,16 +6,15 @@ Per parameter, with b bytes in the compute dtype and W ranks that share the weig
     zero1          weights b, master copy and moments 12/W, gradients b
     FSDP           stored weights 4/W (2/W in bf16, then a master copy 4/W), moments 8/W,
                    gradients 4/W, and the gathered weights of two layers and the embedding
-    Megatron       weights b and gradients 4 over tensor x pipeline ranks, the optimizer over all
+    Megatron       weights b, gradients b, master copy and moments 12: dense parts over tensor x
+                   pipeline ranks, experts over expert x expert tensor x pipeline ranks; with the
+                   distributed optimizer the 12 are over all ranks
 
 Which of the two `fsdp_config.sharding=auto` takes is known where the device is; FSDP is shown.
 
-Per token of a micro-batch, with h hidden, i inner units and q, k the width of queries and keys:
-
-    kept by one layer          a = b * (5*h + 2*q + 2*k + 3*i)
-    L layers                   L * a, or L * b*h + a when activations are computed again
-    KV cache                   2 * b * L * k
-    head                       chunks of tokens, in fp32: 8 * V to train, 4 * V to score
+What passes take is in `activations`. On an accelerator libraries keep workspaces for their matrix
+products (two of 32 MiB), and the built-in engine makes all slots of its cache at once: one for each
+of `rollout.max_num_seqs`, and `SESSION_BYTES` for conversations that wait for their next turn.
 
 Framework overhead and fragmentation come on top; a tenth of the device is a fair allowance.
 """
@@ -28,24 +27,30 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.ref import McoreRefConfig
 from verl.config.roles import (
     critic_lora_rank,
-    data_parallel_size,
     engine_has_whole_weights,
     engine_of,
     is_own_reference,
     needs_critic,
     needs_reference,
-    ranks_per_sequence,
     replicas,
     role_ranks,
     rollout_traits,
     shares_weights,
     uses_lora,
 )
+from verl.trainer.plan.activations import (
+    FULL_DTYPES,
+    compute_bytes,
+    pass_bytes,
+    prefill_bytes,
+)
+from verl.trainer.plan.megatron import megatron_layout
 from verl.trainer.plan.shape import ModelShape, shape_at
 from verl.trainer.plan.sync import SyncPlan, sync_plan
 
-HEAD_CHUNK = 1024  # tokens whose logits exist at the same time
-FULL_DTYPES = ("float32", "fp32")
+LIBRARY_BYTES = 2 * 32 << 20
+SESSION_BYTES = 1 << 30
+BUILT_IN_ENGINES = ("native", "native_process")
 
 
 @dataclass(frozen=True)
@@ -94,19 +99,25 @@ def memory_plan(config: Any) -> MemoryPlan:
     idle_critic = {"critic": critic.idle_weights + critic.idle_optimizer} if critic else {}
     idle_actor = {"weights": actor.idle_weights, "optimizer": actor.idle_optimizer}
     at_rest = {**idle_actor, **idle_critic, **idle_reference}
-    scoring, training = activation_bytes(config, shape)
+    if config.trainer.device != "cpu":
+        at_rest["libraries"] = LIBRARY_BYTES
+    passes = pass_bytes(config, shape)
     busy = {"weights": actor.weights, "working weights": actor.gathered}
-    update = {"optimizer": actor.optimizer, "gradients": actor.gradients, "activations": training}
+    update = {
+        "optimizer": actor.optimizer,
+        "gradients": actor.gradients,
+        "activations": passes.training,
+    }
     beside = at_rest if config.actor_rollout_ref.hybrid_engine else {}  # else on another device
     phases = [
         Phase("load", at_rest),
         Phase("rollout", beside | rollout_bytes(config, shape)),
-        Phase("log-prob", at_rest | busy | {"activations": scoring}),
+        Phase("log-prob", at_rest | busy | {"activations": passes.scoring}),
         Phase("update actor", at_rest | busy | update),
     ]
     if critic is not None:
         busy = {"critic": critic.weights + critic.optimizer, "working weights": critic.gathered}
-        update = {"gradients": critic.gradients, "activations": training}
+        update = {"gradients": critic.gradients, "activations": passes.value_training}
         phases.append(Phase("update critic", at_rest | busy | update))
     return MemoryPlan(shape, phases=phases, sync=sync_plan(config, shape))
 
@@ -118,9 +129,10 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
     gathered = 0.0
     stays = role != "critic" and shares_weights(config)
     if not isinstance(engine, FSDPEngineConfig):
-        parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
-        weights, gradients = compute * params / parts, 4 * trained / parts
-        optimizer = 12 * trained / (ranks if engine.use_distributed_optimizer else parts)
+        held = megatron_params(config, role, shape, params)
+        weights, gradients = compute * held, compute * held
+        copies = ranks * held / params if engine.use_distributed_optimizer else 1
+        optimizer = 12 * held / copies
     elif ranks == 1 or engine.sharding == "zero1":
         master = 0 if compute == 4 and ranks == 1 else 4
         weights, gradients = compute * params, compute * trained
@@ -146,13 +158,27 @@ def model_state(config: Any, role: str, shape: ModelShape, params: int) -> State
     )
 
 
+def megatron_params(config: Any, role: str, shape: ModelShape, params: int) -> float:
+    """Weights on one rank."""
+    name = "critic" if role == "critic" else "actor_rollout_ref"
+    layout = megatron_layout(config, name)
+    sparse = shape.layers - shape.dense_layers if shape.experts else 0
+    routed = sparse * shape.expert_params
+    dense = (params - routed) / (layout.tensor * layout.pipeline)
+    return dense + routed / (layout.expert * layout.expert_tensor * layout.pipeline)
+
+
 def trained_params(config: Any, role: str, shape: ModelShape, params: int) -> int:
     """All of them, or adapters."""
     if role == "critic":
         rank = critic_lora_rank(config)
         return shape.lora_params(rank) + shape.hidden if rank else params
     model = config.actor_rollout_ref.model
-    return shape.lora_params(model.lora_rank or model.lora.rank) if uses_lora(config) else params
+    if not uses_lora(config):
+        is_frozen = config.actor_rollout_ref.actor.freeze_vision_tower
+        return params - (shape.tower_params if is_frozen else 0)
+    on_experts = "experts" in str(model.target_modules)
+    return shape.lora_params(model.lora_rank or model.lora.rank, on_experts=on_experts)
 
 
 def critic_state(config: Any, actor_shape: ModelShape) -> State | None:
@@ -173,8 +199,8 @@ def reference_bytes(config: Any, shape: ModelShape) -> float:
         return 0.0
     ranks = role_ranks(config, "actor_rollout_ref")
     if not isinstance(engine, FSDPEngineConfig):
-        parts = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
-        return compute_bytes(config, engine) * shape.params / parts
+        held = megatron_params(config, "actor_rollout_ref", shape, shape.params)
+        return compute_bytes(config, engine) * held
     whole = compute_bytes(config, engine) * shape.params
     if ranks == 1 or engine.sharding == "zero1":
         return whole
@@ -189,61 +215,24 @@ def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
     parts: dict[str, float] = {}
     is_built_in = rollout.name in ("native", "hf")
     is_apart = not config.actor_rollout_ref.hybrid_engine
-    in_fp8 = shape.linear_params if rollout.quantization == "fp8" else 0
+    in_fp8 = 0
+    if rollout.quantization == "fp8":
+        sparse_layers = shape.layers - shape.dense_layers
+        in_fp8 = shape.linear_params + shape.expert_params * sparse_layers
     if is_apart or not (is_built_in and engine_has_whole_weights(config)):
         parts["engine weights"] = size * shape.params / tensor
     if rollout_traits(rollout.name).is_builtin:  # beside the weights that they are made from
         parts["fp8 weights"] = in_fp8 / tensor
-    else:  # instead of them, experts included
-        experts = shape.expert_params * (shape.layers - shape.dense_layers) if in_fp8 else 0
-        parts["engine weights"] -= (size - 1) * (in_fp8 + experts) / tensor
+    else:  # instead of them
+        parts["engine weights"] -= (size - 1) * in_fp8 / tensor
     sequences = math.ceil(config.data.train_batch_size * rollout.n / replicas(config))
     running = min(sequences, rollout.max_num_seqs)
+    has_kernels = rollout.name in BUILT_IN_ENGINES and config.trainer.device != "cpu"
+    if has_kernels:  # all slots at once: graphs remember addresses
+        running = rollout.max_num_seqs
+        parts["prefill"] = prefill_bytes(config, shape) / tensor
     tokens = running * (rollout.prompt_length + rollout.response_length)
     size = 1 if rollout.kv_cache_dtype == "fp8" else size
-    parts["KV cache"] = tokens * size * shape.layers * shape.kv_width / tensor
+    per_token = size * shape.layers * shape.kv_width / tensor
+    parts["KV cache"] = tokens * per_token + (SESSION_BYTES if has_kernels else 0)
     return parts
-
-
-def activation_bytes(config: Any, shape: ModelShape) -> tuple[float, float]:
-    """Activations and head of the largest micro-batch: to score it, and to train on it."""
-    engine = engine_of(config, "actor_rollout_ref")
-    compute = compute_bytes(config, engine)
-    trained = tokens_per_micro_batch(config, config.actor_rollout_ref.actor, "ppo_")
-    scored = tokens_per_micro_batch(config, config.actor_rollout_ref.rollout, "log_prob_")
-    width = 5 * shape.hidden + shape.attention_width
-    layer = compute * (width + 3 * active_inner(shape))
-    if config.actor_rollout_ref.model.enable_gradient_checkpointing:
-        kept = shape.layers * compute * shape.hidden + layer
-    else:
-        kept = shape.layers * layer
-    scoring = scored * layer + 4 * shape.vocab * min(scored, HEAD_CHUNK)
-    training = trained * kept + 8 * shape.vocab * min(trained, HEAD_CHUNK)
-    return scoring, training
-
-
-def tokens_per_micro_batch(config: Any, section: Any, prefix: str) -> float:
-    """Tokens of the largest micro-batch on one device."""
-    is_training = prefix == "ppo_"
-    engine = engine_of(config, "actor_rollout_ref")
-    if section["use_dynamic_bsz" if is_training else f"{prefix}use_dynamic_bsz"]:
-        return section[f"{prefix}max_token_len_per_gpu"]
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    rows = section[f"{prefix}micro_batch_size_per_gpu"]
-    n = config.actor_rollout_ref.rollout.n
-    per_rank = config.data.train_batch_size * n // data_parallel_size(config)
-    return min(rows, max(1, per_rank)) * longest / ranks_per_sequence(engine)
-
-
-def active_inner(shape: ModelShape) -> int:
-    """Inner units that one token passes through in a layer."""
-    if not shape.experts:
-        return shape.inner
-    return shape.experts_per_token * shape.expert_inner + shape.shared_inner
-
-
-def compute_bytes(config: Any, engine: Any) -> int:
-    """Bytes of a number in a pass: `auto` is bf16 on an accelerator; on a CPU all is fp32."""
-    if config.trainer.device == "cpu":
-        return 4
-    return 4 if engine.dtype in FULL_DTYPES else 2

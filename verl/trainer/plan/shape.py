@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.trainer.plan.tower import tower_params
+
 # model_type -> what differs from Llama.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -31,7 +33,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"has_wide_qk_norm": True},
     "smollm3": {"is_tied_by_default": True},
     "deepseek_v3": {},
+    "gpt_oss": {"has_sinks": True, "has_expert_bias": True},
 }
+
+
+LANGUAGE_PARTS = {
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+"""Families whose layers are those of the language part of a model that sees; older files describe
+it beside the tower."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,8 @@ class ModelShape:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     has_wide_qk_norm: bool = False
+    has_sinks: bool = False
+    has_expert_bias: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_inner: int = 0
@@ -93,6 +109,8 @@ class ModelShape:
     shared_has_gate: bool = True
     dense_layers: int = 0
     latent: "LatentAttention | None" = None
+    tower_params: int = 0
+    """The part that sees, where images can be given to the model."""
 
     @property
     def attention_params(self) -> int:
@@ -104,6 +122,7 @@ class ModelShape:
         count += self.hidden if self.has_output_bias else 0
         count += 2 * self.head_dim if self.has_qk_norm else 0
         count += queries + keys if self.has_wide_qk_norm else 0
+        count += self.heads if self.has_sinks else 0
         return count
 
     @property
@@ -115,6 +134,8 @@ class ModelShape:
     def sparse_mlp_params(self) -> int:
         """All experts, the router, and the shared expert with its gate."""
         count = self.experts * (3 * self.hidden * self.expert_inner + self.hidden)
+        if self.has_expert_bias:  # the router's too
+            count += self.experts * (2 * self.expert_inner + self.hidden + 1)
         if self.shared_inner:
             count += 3 * self.hidden * self.shared_inner
             count += self.hidden if self.shared_has_gate else 0
@@ -173,22 +194,25 @@ class ModelShape:
 
     @property
     def params(self) -> int:
-        return self.body_params + (0 if self.is_tied else self.embedding_params)
+        head = 0 if self.is_tied else self.embedding_params
+        return self.body_params + head + self.tower_params
 
     @property
     def value_model_params(self) -> int:
         """The body with one output per token instead of a head."""
         return self.body_params + self.hidden
 
-    def lora_params(self, rank: int) -> int:
+    def lora_params(self, rank: int, *, on_experts: bool = False) -> int:
         """Adapters of this rank on every linear layer of the body, the head excluded; where there
-        are experts, on attention alone."""
+        are experts, on attention and, if so asked, on both tensors of each."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * (self.hidden + queries) + 2 * (self.hidden + keys)
         if self.latent is not None:
             attention = self.latent.ends(self.hidden, self.heads)
         mlp = 0 if self.experts else 3 * (self.hidden + self.inner)
-        return rank * self.layers * (attention + mlp)
+        sparse = self.experts * (self.layers - self.dense_layers) if on_experts else 0
+        per_expert = (self.hidden + 2 * self.expert_inner) + (self.expert_inner + self.hidden)
+        return rank * (self.layers * (attention + mlp) + sparse * per_expert)
 
 
 def shape_at(path: str) -> tuple[ModelShape | None, str]:
@@ -209,13 +233,16 @@ def read_model_shape(folder: str | Path) -> ModelShape:
 
 
 def model_shape(described: Mapping[str, Any]) -> ModelShape:
-    """The shape that a `config.json` describes; of a multimodal model, its language part."""
+    """The shape that a `config.json` describes; of a multimodal model, its language part and how
+    many parameters see."""
+    tower = tower_params(described) if described.get("vision_config") else 0
     if "text_config" in described:
         described = {
             "tie_word_embeddings": described.get("tie_word_embeddings"),
             **described["text_config"],
         }
     model_type = str(described["model_type"])
+    model_type = LANGUAGE_PARTS.get(model_type, model_type)
     traits = dict(FAMILIES.get(model_type, {}))
     tied = described.get("tie_word_embeddings")
     is_tied_by_default = traits.pop("is_tied_by_default", False)
@@ -236,6 +263,7 @@ def model_shape(described: Mapping[str, Any]) -> ModelShape:
         has_output_bias=has_bias,
         has_mlp_bias=bool(described.get("mlp_bias")),
         latent=latent_attention(described),
+        tower_params=tower,
         **traits,
         **expert_sizes(described, layers),
     )

@@ -28,6 +28,7 @@ from verl.utils.dataset.rl_dataset import (
     AbstractSampler,
     EpochSampler,
     GradingFault,
+    LearnsFromBatches,
     RandomOrder,
     RLHFDataset,
     SequentialOrder,
@@ -103,6 +104,13 @@ class PromptLoader:
         if self.max_epochs is not None and self.epoch >= self.max_epochs:
             raise EndOfData(f"all {self.max_epochs} epochs of the data are used")
         return self.collate_fn([self.dataset[row] for row in self._next_rows()])
+
+    def learn_from(self, batch: DataProto) -> None:
+        """Tell a curriculum and a dataset that grows what was trained on."""
+        if isinstance(self.sampler, AbstractCurriculumSampler):
+            self.sampler.update(batch=batch)
+        if isinstance(self.dataset, LearnsFromBatches):
+            self.dataset.on_batch_end(batch=batch)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -22,6 +22,7 @@ from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, 
 from verl.agent_loop.sessions import require_working_world
 from verl.algos.kl import get_kl_controller
 from verl.board.live import RunBoard
+from verl.board.prometheus import RunMetrics
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
@@ -65,10 +66,10 @@ from verl.utils.checkpoint.layout import (
     CheckpointUploadError,
     holding,
 )
-from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
 from verl.utils.device import collecting_seldom, resolve_device, seed_everything
 from verl.utils.metric import reduce_metrics
 from verl.utils.reward_score import grading_fault
+from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.utils.scramble import keyed_seed
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
@@ -212,21 +213,26 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 self.rollouter.close_loops()
                 if self.rollouter.journal is not None:
                     self.rollouter.journal.files.close()
+                RolloutTraceConfig.reset()
         if "console" in trainer.logger:
-            folder = Path(trainer.default_local_dir).expanduser()
-            saved = f"global_step_{self.last_saved_step}" if self.last_saved_step else ""
-            self.summary.show(folder / saved if saved else None)
+            self.summary.show(Path(trainer.default_local_dir).expanduser(), self.last_saved_step)
 
     def _run_board(self) -> RunBoard:
         trainer = self.config.trainer
+        settings = to_dict(self.config) if trainer.board else {}  # workers write into theirs
+        name = f"{trainer.project_name}/{trainer.experiment_name}"
+        folder = Path(trainer.default_local_dir).expanduser()
+        scraped = self.config.actor_rollout_ref.rollout.prometheus
+        metrics = RunMetrics(scraped, folder / "prometheus", name, self._fleet)
         return RunBoard(
-            Path(trainer.default_local_dir).expanduser(),
+            folder,
             self.tokenizer,
             is_on=trainer.board,
+            metrics=metrics if scraped.enable else None,
             facts=lambda: {
-                "name": f"{trainer.project_name}/{trainer.experiment_name}",
+                "name": name,
                 "total_steps": self.total_training_steps,
-                "settings": to_dict(self.config),
+                "settings": settings,
             },
             max_bytes=trainer.board_megabytes << 20,
         )
@@ -311,7 +317,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         validation = self._validate(report) if is_due else {}
         warnings = self.tripwires.check(report.metrics, step.step, batch)
         if batch is not None:
-            self._notify_data(batch)
+            self.train_dataloader.learn_from(batch)
         self._check_last_save(self.checkpoint_manager.check)
         refusal = None
         if self._should_save(is_last):  # what the lines above have counted and learned is saved too
@@ -342,13 +348,6 @@ class TrainingRun(RunWorkers, RecipeMembers):
             num_devices=self.num_devices,
             grad_norm=report.metrics.get("actor/grad_norm"),
         )
-
-    def _notify_data(self, batch: DataProto) -> None:
-        sampler = self.train_dataloader.sampler
-        if isinstance(sampler, AbstractCurriculumSampler):
-            sampler.update(batch=batch)
-        if isinstance(self.train_dataset, LearnsFromBatches):
-            self.train_dataset.on_batch_end(batch=batch)
 
     def finish_run(self) -> None:
         """Save the step at which the run ends, if it ends before the last one."""

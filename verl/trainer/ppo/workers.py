@@ -24,6 +24,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.scramble import keyed_seed
 from verl.workers.roles.actor_rollout_ref import GeneratingWorker
+from verl.workers.rollout.fleet import Fleet
 from verl.workers.rollout.publish import Publisher, publisher_of
 
 
@@ -113,6 +114,11 @@ class RunWorkers:
     def sync_rollout(self) -> dict[str, float]:
         """Let the rollout engines generate with the trained weights; the metrics of it."""
         return self.publisher.publish()
+
+    def _fleet(self) -> Fleet | None:
+        """The rollout engines, unless a manager of the user's has them."""
+        manager = self.async_rollout_manager
+        return manager.rollouter.servers.fleet if runs_own_loops(manager) else None
 
     def update_replicas(self) -> dict[str, float]:
         """Between two steps: engines join and leave, if an operator asked for it."""

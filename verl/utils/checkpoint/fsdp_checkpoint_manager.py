@@ -15,7 +15,8 @@ in `save_contents` adds merged weights.
 """
 
 import logging
-from collections.abc import Callable, ItemsView, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,22 @@ Keep = Callable[[str, Tensor], Tensor]
 """From a tensor that training will change to one that stays: itself, or a copy."""
 
 
+class DividedModel(ABC):
+    """An engine whose weights are not in the model that describes them, but divided otherwise."""
+
+    @abstractmethod
+    def weight_parts(self) -> dict[str, Part]:
+        """Copies of this rank's share of every weight; every rank must ask."""
+
+    @abstractmethod
+    def load_weight_parts(self, parts: Mapping[str, Part]) -> None:
+        """Take weights of which every rank has such a share."""
+
+    @abstractmethod
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights, one at a time; every rank must ask."""
+
+
 class FSDPCheckpointManager(BaseCheckpointManager):
     """Writes into, and reads from, a folder that the owner of the step commits and verifies."""
 
@@ -129,20 +146,28 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         """The model's description and, as far as `save_contents` asks for them, its weights."""
         writes: list[Write] = [self.describe] if self.rank == 0 else []
         if self.should_save_model and self.world_size > 1:
-            writes.append(self._pieces(MODEL, own_weights(self.model), keep))
+            writes.append(self._pieces(MODEL, self.weight_parts(), keep))
         if self.should_save_hf_model or (self.should_save_model and self.world_size == 1):
-            whole = self.whole_weights(own_weights(self.model), keep)
+            whole = self.whole_weights(self.own_weights(), keep)
             if self.rank == 0:
                 writes.append(self.write_published(whole))
         return writes
 
+    def weight_parts(self) -> Mapping[str, Part]:
+        """What this rank holds of every weight."""
+        return own_weights(self.model)
+
+    def own_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Whole weights, or DTensors that can be put together."""
+        return own_weights(self.model).items()
+
     def describe(self, folder: Path) -> None:
         save_hf_description(self.model, self.processing_class, folder / HF_FOLDER)
 
-    def whole_weights(self, weights: dict[str, Tensor], keep: Keep) -> dict[str, Tensor]:
+    def whole_weights(self, weights: Iterable[tuple[str, Tensor]], keep: Keep) -> dict[str, Tensor]:
         """Weights put together from all ranks, one at a time; only rank 0 keeps them."""
         kept: dict[str, Tensor] = {}
-        for name, weight in weights.items():
+        for name, weight in weights:
             is_divided = isinstance(weight, DTensor)
             whole = weight.full_tensor() if is_divided else weight
             if self.rank == 0:
@@ -284,6 +309,8 @@ def checkpoint_manager(
 ) -> FSDPCheckpointManager:
     """The manager that suits the model."""
     kind = AdapterCheckpointManager if has_lora(model) else FSDPCheckpointManager
+    if isinstance(optimizer, DividedModel):
+        kind = DividedCheckpointManager
     return kind(
         model,
         optimizer,
@@ -294,6 +321,30 @@ def checkpoint_manager(
     )
 
 
+class DividedCheckpointManager(FSDPCheckpointManager):
+    """The same, of an engine that divides its weights in a way of its own."""
+
+    @property
+    def divided(self) -> DividedModel:
+        assert isinstance(self.optimizer, DividedModel)
+        return self.optimizer
+
+    def weight_parts(self) -> Mapping[str, Part]:
+        return self.divided.weight_parts()
+
+    def own_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.divided.get_per_tensor_param()
+
+    def load_weights(self, folder: Path) -> None:
+        stored, current = stored_tensors(folder, MODEL), self.divided.weight_parts()
+        if not stored:
+            fp32 = stored_masters(stored_tensors(folder, OPTIMIZER))
+            either = {**stored_hf_tensors(folder / HF_FOLDER), **fp32}
+            stored = {name: either[name] for name in current if name in either}
+        self.copy_weights(folder, stored, current)
+        self.divided.load_weight_parts(current)
+
+
 class AdapterCheckpointManager(FSDPCheckpointManager):
     """The same, with the adapter in place of the weights."""
 
@@ -301,11 +352,11 @@ class AdapterCheckpointManager(FSDPCheckpointManager):
         writes: list[Write] = [self.describe] if self.rank == 0 else []
         if self.should_save_model or self.should_save_hf_model:
             trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
-            adapter = self.whole_weights(trained, keep)
+            adapter = self.whole_weights(trained.items(), keep)
             if self.rank == 0:
                 writes.append(self._write_adapter(adapter.items()))
         if self.should_save_hf_model:
-            whole = self.whole_weights(own_weights(self.model), keep)
+            whole = self.whole_weights(self.own_weights(), keep)
             if self.rank == 0:
                 writes.append(self.write_published(dict(hf_weights(self.model, whole.items()))))
         return writes

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from io import FileIO
 from os import stat_result
 from pathlib import Path, PurePosixPath
@@ -275,7 +276,7 @@ MAY_CHANGE = (
     "trainer.log_val_generations", "trainer.save_freq", "trainer.test_freq", "trainer.val_*",
     "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.resume_*",
     "trainer.default_*_dir", "trainer.*ckpt*", "trainer.esi_redundant_time", "trainer.dry_run",
-    "trainer.max_restarts", "trainer.journal_*",
+    "trainer.max_restarts", "trainer.journal_*", "trainer.board*",
     "trainer.controller", "trainer.use_legacy_worker_impl", "trainer.*timeout*",
     "trainer.prometheus.*", "trainer.profile*",
     "data.train_files", "data.val_*", "data.validation_shuffle", "data.*_workers",
@@ -408,7 +409,8 @@ def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                     yield key, text
 
 
-def _matches(key: str, patterns: Iterable[str]) -> bool:
+@cache
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
@@ -443,7 +445,7 @@ def compare(
     old, new = json.loads(json.dumps(old)), json.loads(json.dumps(new))
     differences: list[str] = []
     for section in sorted(old.keys() | new.keys()):
-        if _matches(section, accepted) or section in NEW_SECTIONS - old.keys():
+        if _matches(section, tuple(accepted)) or section in NEW_SECTIONS - old.keys():
             continue
         allowed = (*(may_change if section == "config" else ()), *accepted)
         found = list(_compare_section(section, old.get(section, {}), new.get(section, {}), allowed))
@@ -454,7 +456,7 @@ def compare(
 
 
 def _compare_section(
-    section: str, old: Mapping[str, Any], new: Mapping[str, Any], may_change: Sequence[str]
+    section: str, old: Mapping[str, Any], new: Mapping[str, Any], may_change: tuple[str, ...]
 ) -> Iterator[str]:
     for key in sorted(old.keys() | new.keys()):
         if _matches(key, may_change):

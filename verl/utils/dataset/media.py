@@ -60,8 +60,8 @@ def load_video(part: Mapping[str, Any]) -> list[Any]:
         frames = frames.get("video")
     if isinstance(frames, str | bytes) or not isinstance(frames, Sequence) or not frames:
         raise DataError(
-            f"a video is {frames!r:.80}; it must be a list of frames. Decode video files when the "
-            "data is prepared"
+            f"a video is {frames!r:.80}; it must be a list of frames, each an image: there is no "
+            "decoder for video files here. Decode them when the data is prepared"
         )
     count = min(int(part.get("nframes") or len(frames)), len(frames))
     return [load_image(frames[index * len(frames) // count]) for index in range(count)]
@@ -144,6 +144,24 @@ def media_part(kind: str, value: Any) -> dict[str, Any]:
         settings = {name: setting for name, setting in value.items() if setting is not None}
         return {**settings, "type": kind}
     return {"type": kind, kind: value}
+
+
+def with_frames(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with the frames of each video, in order, as images in its place."""
+
+    def parts(content: Any) -> Iterator[Mapping[str, Any]]:
+        for part in content:
+            if part.get("type") == "video":
+                yield from ({"type": "image", "image": frame} for frame in load_video(part))
+            else:
+                yield part
+
+    return [
+        dict(message)
+        if isinstance(message["content"], str | None)
+        else {**message, "content": list(parts(message["content"]))}
+        for message in messages
+    ]
 
 
 # ---- tokens and pixels ---------------------------------------------------------------------------
@@ -240,10 +258,7 @@ class MediaEncoder:
     ) -> tuple[list[int], tuple[Media, ...]]:
         """What `ids_of` makes of messages, its placeholders expanded. It is given the messages
         without the content of images."""
-        if any(part["type"] == "video" for part in media_parts(messages)):
-            raise DataError(
-                "the prompt has a video; models get images only here: give its frames as images"
-            )
+        messages = with_frames(messages)
         images, _ = load_media(messages)
         if self.max_images is not None and len(images) > self.max_images:
             raise DataError(
@@ -254,7 +269,7 @@ class MediaEncoder:
 
     def prepare(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Load and resize the images of messages, so that they are known when it comes to them."""
-        images, _ = load_media(messages)
+        images, _ = load_media(with_frames(messages))
         for image in images:
             self.expansion(image)
 

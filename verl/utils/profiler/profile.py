@@ -265,10 +265,15 @@ class DistProfiler:
 
         return decorate
 
+    def path_for(self, what: str, sub_dir: str | None = None) -> Path:
+        """Where this rank may write something that has no file yet."""
+        folder = self._folder / (sub_dir or "")
+        folder.mkdir(parents=True, exist_ok=True)
+        return _free_path(folder, f"{what}{self._step_label or ''}_rank{self.rank}")
+
     def _begin(self, role: str) -> None:
         assert self._tool is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._tool.start(_free_path(self._folder, f"{role}{self._step_label}_rank{self.rank}"))
+        self._tool.start(self.path_for(role))
         self._is_recording = True
 
     def _end(self) -> None:
@@ -291,6 +296,14 @@ class DistProfilerExtension:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self) -> None:
         self.profiler.stop()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def dump_memory_snapshot(self, tag: str, sub_dir: str | None = None) -> str:
+        """Write what the device holds now, for https://pytorch.org/memory_viz; the file's path."""
+        _require_cuda("dump_memory_snapshot")
+        path = self.profiler.path_for(tag, sub_dir).with_suffix(".pickle")
+        torch.cuda.memory._dump_snapshot(str(path))
+        return str(path)
 
 
 def _make_tool(config: ProfilerConfig, tool_config: Any) -> ProfilerTool:

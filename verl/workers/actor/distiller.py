@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verl.algos.distillation import FULL, TOP_K
 from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
-from verl.config.actor import FSDPActorConfig
+from verl.config.actor import ActorConfig
 from verl.config.distillation import DistillationLossConfig
 from verl.workers.actor.teacher import TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS, divergence_of
 from verl.workers.engine.base import Columns
@@ -33,7 +33,7 @@ class Distiller:
     def __init__(
         self,
         loss: DistillationLossConfig,
-        actor: FSDPActorConfig,
+        actor: ActorConfig,
         teachers: Sequence[StatesOfTeacher] = (),
     ) -> None:
         """`teachers` are compared over the whole vocabulary; other modes need none here."""

@@ -21,7 +21,7 @@ from verl.algos.policy_losses.terms import behaviour_metrics, is_prepared, prepa
 from verl.algos.policy_losses.whole_sessions import compares_sequences, prepare_sessions
 from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
 from verl.algos.sessions import SESSION_INDEX, sequence_tokens
-from verl.config.actor import FSDPActorConfig
+from verl.config.actor import ActorConfig
 from verl.models.lora import as_started
 from verl.protocol.padded import POLICY_VERSIONS
 from verl.utils.metric import Metric
@@ -45,7 +45,7 @@ class Policy:
     """Log-probabilities and updates of the policy that `engine` holds."""
 
     def __init__(
-        self, config: FSDPActorConfig, engine: BaseEngine, distiller: Distiller | None = None
+        self, config: ActorConfig, engine: BaseEngine, distiller: Distiller | None = None
     ) -> None:
         self.config = config
         self.engine = engine

@@ -161,7 +161,7 @@ def build_teachers(
         sequence_group=sequence_group,
     )
     teachers = teachers_of(distillation).values()
-    return [build_teacher(one, spec, policy) for one in teachers if one.endpoint is None]
+    return [build_teacher(one, spec, policy) for one in teachers if not one.is_served]
 
 
 def build_teacher(teacher: TeacherConfig, spec: EngineSpec, policy: BaseEngine | None) -> Teacher:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl.algos.aggregate import compute_value_loss
 from verl.algos.sessions import sequence_tokens
-from verl.config.critic import FSDPCriticConfig
+from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.utils.device import without_waiting
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
@@ -24,7 +24,7 @@ from verl.workers.schedule import MicroBatching, Passes, StepPlan, UpdatePlan
 class DataParallelPPOCritic:
     """Values of response tokens, and updates of the model in `engine` towards the returns."""
 
-    def __init__(self, config: FSDPCriticConfig, engine: BaseEngine) -> None:
+    def __init__(self, config: CriticConfig, engine: BaseEngine) -> None:
         self.config = config
         self.engine = engine
 
@@ -37,7 +37,7 @@ class DataParallelPPOCritic:
         split = MicroBatching.of(
             by_tokens=config.use_dynamic_bsz,
             tokens=config.forward_max_token_len_per_gpu,
-            rows=config.forward_micro_batch_size_per_gpu,
+            rows=rows_per_pass(config),
             ranks_per_sequence=self.engine.ranks_per_sequence,
         )
         values = self.engine.infer_batch(data, micro_batching=passes or split)["values"]
@@ -95,3 +95,10 @@ class DataParallelPPOCritic:
         passes = step.passes[engine.get_data_parallel_rank()]
         result = engine.train_batch(data, loss, micro_batching=passes)
         return result, merge_reports(result.metrics, engine.get_data_parallel_group())
+
+
+def rows_per_pass(config: CriticConfig) -> int | None:
+    """Rows of a pass without gradients, where tokens do not limit it."""
+    if isinstance(config, FSDPCriticConfig):
+        return config.forward_micro_batch_size_per_gpu
+    return config.ppo_infer_micro_batch_size_per_gpu or config.ppo_micro_batch_size_per_gpu

@@ -54,6 +54,7 @@ class FSDPEngine(SteppingEngine):
 
     has_collectives_in_forward = True
     is_sharded = True
+    sums_in_fp32 = True
 
     def __init__(
         self,

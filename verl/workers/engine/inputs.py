@@ -122,12 +122,12 @@ class ModelInputs:
         )
 
     def shard(self, shard: SequenceShard) -> "ModelInputs":
-        """The tokens, sources and targets of one of the ranks that split them."""
-        if self.media:
-            raise ValueError(
-                "rows have images, and ranks that split the tokens of a row "
-                "(ulysses_sequence_parallel_size) cannot share these; set it to 1"
-            )
+        """The tokens, sources, targets and images of one of the ranks that split them.
+
+        Of an image across two shards each rank has the features in its own; both run the tower, and
+        the gradients of its weights add up.
+        """
+        begin = shard.rank * shard.tokens_per_rank
         positions = shard.select(self.position_ids.movedim(-1, 0)).movedim(0, -1)
         return replace(
             self,
@@ -137,6 +137,11 @@ class ModelInputs:
             targets=self.targets[shard.rows],
             gather=shard.gather,
             own=shard.rows,
+            media=[
+                (one, features[is_own], places[is_own] - begin)
+                for one, features, places in self.media
+                if (is_own := (places >= begin) & (places < begin + shard.tokens_per_rank)).any()
+            ],
         )
 
 

@@ -88,7 +88,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def step(self, max_norm: float) -> StepResult:
         """Clip by global norm, update the masters, write back, clear the gradients."""
-        with self._state_on_device():
+        with self.state_on_device():
             self._follow_others_writes()
             self._move_gradients_to_masters()
             self._unscale_gradients()
@@ -125,7 +125,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A run that was not in fp16 before has no loss scale to continue; it starts anew."""
-        with self._state_on_device():
+        with self.state_on_device():
             for name, master in self.masters.items():
                 master.copy_(local_tensor(state["masters"][name]))
             self._write_back()
@@ -159,7 +159,8 @@ class MasterOptimizer:
             num_moments = 0
         return num_moments * sum(m.numel() * m.element_size() for m in self.masters.values())
 
-    def _state_on_device(self) -> AbstractContextManager[None]:
+    def state_on_device(self) -> AbstractContextManager[None]:
+        """Masters and moments are on the device while the context lasts."""
         return nullcontext() if self._offloaded is None else self._offloaded.on_device()
 
     def _move_gradients_to_masters(self) -> None:
@@ -276,7 +277,9 @@ def build_schedule(
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
     if config.lr_scheduler_type == "constant":
-        return get_constant_schedule_with_warmup(optimizer, warmup)
+        return get_constant_schedule_with_warmup(
+            optimizer, warmup, zero_indexed_step=config.zero_indexed_step
+        )
     if total <= 0:
         raise ValueError(
             f"a {config.lr_scheduler_type} schedule needs its length, but "
@@ -285,7 +288,11 @@ def build_schedule(
         )
     if config.lr_scheduler_type == "linear":
         return get_linear_schedule_with_warmup(
-            optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio or 0.0
+            optimizer,
+            warmup,
+            total,
+            min_lr_ratio=config.min_lr_ratio or 0.0,
+            zero_indexed_step=config.zero_indexed_step,
         )
     return get_cosine_schedule_with_warmup(
         optimizer,
@@ -293,6 +300,7 @@ def build_schedule(
         total,
         min_lr_ratio=config.min_lr_ratio or 0.0,
         num_cycles=config.num_cycles,
+        zero_indexed_step=config.zero_indexed_step,
     )
 
 

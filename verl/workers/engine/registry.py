@@ -30,6 +30,13 @@ logger = logging.getLogger(__name__)
 MODEL_TYPES = ("language_model", "value_model")
 DEVICES = ("cpu", "cuda", "npu")
 
+MEGATRON = {
+    f"{model_type}/megatron/{device}": "verl.workers.engine.megatron:MegatronEngine"
+    for model_type in MODEL_TYPES
+    for device in ("cpu", "cuda")
+}
+"""Imported, and the library with it, when it is asked for."""
+
 STATE_BYTES = 12
 """Bytes per trained parameter: fp32 master and Adam's two moments."""
 
@@ -43,7 +50,7 @@ Engine = TypeVar("Engine", bound=type[BaseEngine])
 class EngineRegistry:
     """Training engines; a class is registered once per combination that it serves."""
 
-    _engines: ClassVar = Registry[type[BaseEngine]]("training engine")
+    _engines: ClassVar = Registry[type[BaseEngine]]("training engine", **MEGATRON)
 
     @classmethod
     def register(

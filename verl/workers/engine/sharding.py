@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 from verl.config.engine import FSDPEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.experts import ExpertGroup, expert_modules
-from verl.models.lora import has_lora
 from verl.models.vision import vision_parts
 from verl.utils.distributed import all_reduce_, broadcast_dict_tensor, collective_device
 from verl.utils.torch_dtypes import PrecisionType
@@ -165,11 +164,11 @@ def spread_experts(
     if size == 1:
         return set()
     experts, key = expert_modules(module), "fsdp_config.expert_parallel_size"
-    if not experts or mesh.ndim != 1 or mesh.size() != size or has_lora(module):
+    if not experts or mesh.ndim != 1 or mesh.size() != size:
         raise ValueError(
             f"{key} is {size}; it spreads the experts of a model that has some (this one has "
             f"{len(experts)} layers of them), over all {mesh.size()} ranks, which hold one copy of "
-            f"the weights (fsdp_size=-1), and without adapters: set it to 1 or {mesh.size()}"
+            f"the weights (fsdp_size=-1): set it to 1 or {mesh.size()}"
         )
     group, spread = ExpertGroup(mesh.get_group(), dtype), set[nn.Parameter]()
     for name, part in experts.items():

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from verl.config.engine import FSDPEngineConfig
+from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.model import BaseModelConfig, HFModelConfig
-from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import empty_causal_lm, empty_value_model, load_causal_lm, load_value_model
 from verl.models.lora import LoraOptions, add_lora, lora_options
@@ -25,8 +25,8 @@ class EngineSpec:
     """The options of a role's engine, and the ranks that train its model together."""
 
     model: BaseModelConfig | HFModelConfig
-    engine: FSDPEngineConfig
-    optimizer: FSDPOptimizerConfig | None
+    engine: FSDPEngineConfig | McoreEngineConfig
+    optimizer: FSDPOptimizerConfig | McoreOptimizerConfig | None
     """None: the model is frozen and runs forward only."""
 
     device: str
@@ -69,7 +69,8 @@ class EngineSpec:
             "max_grad_norm": self.max_grad_norm,
             "is_value_model": self.model_type == "value_model",
             "gradient_checkpointing": self.gradient_checkpointing,
-            "prefix_sharing": self.engine.prefix_sharing,
+            "prefix_sharing": isinstance(self.engine, FSDPEngineConfig)
+            and self.engine.prefix_sharing,
         }
 
     def memory(self, *, whole_weights: bool) -> MemoryOptions:
@@ -96,7 +97,7 @@ class EngineSpec:
         module = load(
             copy_to_local(self.path or self.model.path),
             dtype=dtype,
-            override_config=dict(self.model.override_config),
+            override_config=self.model.hf_overrides(),
             trust_remote_code=self.model.trust_remote_code,
             **options,
         )

@@ -13,7 +13,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,8 +54,27 @@ MICRO_BATCHES_IN_16_BITS = 32
 is off by less than a hundredth; rounding the sum once costs a quarter of that."""
 
 
+Report = tuple[Tensor, dict[str, Any]]
+"""The loss of a micro-batch, and what the loss function reports of it."""
+
+
+@dataclass(frozen=True)
+class PassRequest:
+    """What the micro-batches of one call have in common."""
+
+    data: TensorDict
+    lengths: list[int]
+    """Tokens of each row."""
+
+    temperature: float
+    outputs: Outputs
+
+
 class SteppingEngine(BaseEngine):
     """A causal language model or a value model as a Hugging Face module, and its optimizer."""
+
+    sums_in_fp32: bool = False
+    """Whether gradients of micro-batches are added in fp32 already."""
 
     def __init__(
         self,
@@ -97,6 +116,14 @@ class SteppingEngine(BaseEngine):
     def build_optimizer(self, config: FSDPOptimizerConfig) -> MasterOptimizer:
         """The optimizer of this rank's weights, or of its shard of them."""
 
+    def trained_part(self) -> nn.Module:
+        """What this rank runs and trains, where that is not the module itself."""
+        return self.module
+
+    def enable_checkpointing(self) -> None:
+        """Compute activations again in the backward pass instead of keeping them."""
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})
+
     def forward(
         self, rows: TensorDict, temperature: float, outputs: Outputs = LOG_PROBS
     ) -> Columns:
@@ -129,6 +156,7 @@ class SteppingEngine(BaseEngine):
 
     def initialize(self) -> None:
         self.module = self.load_module()
+        self.trained = self.trained_part()
         routing = Routing.of(self.module)
         if routing is not None and not self._is_value_model:
             self.routes = RouteOptions(routing)
@@ -136,10 +164,10 @@ class SteppingEngine(BaseEngine):
             refuse_unshardable(self.module, self.sequence_group)
         self.device = self._compute_device or next(self.module.parameters()).device
         if self._optimizer_config is None:
-            self.module.requires_grad_(False)
+            self.trained.requires_grad_(False)
         else:
             if self._gradient_checkpointing:
-                self.module.gradient_checkpointing_enable({"use_reentrant": False})
+                self.enable_checkpointing()
             self.optimizer = self.build_optimizer(self._optimizer_config)
         device_memory = self._device_memory
         if device_memory is None and self.device.type == "cuda":
@@ -150,11 +178,12 @@ class SteppingEngine(BaseEngine):
             can_split=is_alone and self.sequence_group is None,
             probe=self.memory.probe_micro_batch,
         )
-        self._arrivals = GradientArrivals(self.module.parameters())
+        self._arrivals = GradientArrivals(self.trained.parameters())
         self._gradient_sums = GradientSums(
-            self.module.parameters() if is_alone else (), partial(has_room, device_memory)
+            () if self.sums_in_fp32 else self.trained.parameters(),
+            partial(has_room, device_memory),
         )
-        self.residency = Residency(self.module, self.device, self.memory, can_compile=is_alone)
+        self.residency = Residency(self.trained, self.device, self.memory, can_compile=is_alone)
 
     @torch.no_grad()
     def infer_batch(
@@ -165,20 +194,29 @@ class SteppingEngine(BaseEngine):
         temperature: float = 1.0,
         outputs: Outputs = LOG_PROBS,
     ) -> Columns:
-        def run(rows: list[int]) -> tuple[list[int], Columns]:
-            micro_batch = take_rows(data, rows)
-            return rows, self.forward(micro_batch, temperature, outputs.given(micro_batch))
-
-        self.module.eval()
+        self.trained.eval()
         columns: Columns = {}
         data = rows_on_host(data)
-        lengths = row_lengths(data)
+        request = PassRequest(data, row_lengths(data), temperature, outputs)
         with self.residency.in_use():
-            for scheduled in self.schedule(data, lengths, micro_batching):
-                for rows, found in self.passes.inference.run(scheduled, lengths, run):
-                    put_rows(columns, found, rows, len(data))
+            schedule = self.schedule(data, request.lengths, micro_batching)
+            for rows, found in self.infer_passes(request, schedule):
+                put_rows(columns, found, rows, len(data))
         self.end_passes()
         return columns
+
+    def infer_passes(
+        self, request: PassRequest, schedule: Passes
+    ) -> Iterator[tuple[list[int], Columns]]:
+        """Rows that ran at once, with their columns."""
+
+        def run(rows: list[int]) -> tuple[list[int], Columns]:
+            micro_batch = take_rows(request.data, rows)
+            given = request.outputs.given(micro_batch)
+            return rows, self.forward(micro_batch, request.temperature, given)
+
+        for scheduled in schedule:
+            yield from self.passes.inference.run(scheduled, request.lengths, run)
 
     def train_batch(
         self,
@@ -199,22 +237,16 @@ class SteppingEngine(BaseEngine):
         scale, num_splits = optimizer.loss_scale, training.num_splits
         first_scale = None if scale is None else scale.value
         data = rows_on_host(data)
-        lengths = row_lengths(data)
-        run = partial(self._train_pass, data, loss_function, temperature, outputs)
+        request = PassRequest(data, row_lengths(data), temperature, outputs)
         with self.residency.in_use():
             while True:
                 optimizer.zero_grad()
                 self._gradient_sums.clear()
                 loss_scale = None if scale is None else scale.value
-                reports: list[tuple[Tensor, dict[str, Any]]] = []
-                self.module.train()  # for gradient checkpointing; dropout is 0 everywhere
-                schedule = self._training_schedule(data, lengths, micro_batching)
-                for index, rows in enumerate(schedule):
-                    self.begin_micro_batch(is_last=index == len(schedule) - 1)
-                    ended = training.run(rows, lengths, run, self._arrivals.frozen)
-                    self._gradient_sums.count(len(ended))
-                    reports += ended
-                self.module.eval()
+                self.trained.train()  # for gradient checkpointing; dropout is 0 everywhere
+                schedule = self._training_schedule(data, request.lengths, micro_batching)
+                reports = self.train_passes(request, schedule, loss_function)
+                self.trained.eval()
                 self.end_passes()
                 self._gradient_sums.restore()
                 step = self.optimizer_step()
@@ -237,6 +269,21 @@ class SteppingEngine(BaseEngine):
             loss_scale=loss_scale,
         )
 
+    def train_passes(
+        self, request: PassRequest, schedule: Passes, loss_function: LossFunction
+    ) -> list[Report]:
+        """Add all micro-batches to the gradient."""
+        run = partial(
+            self._train_pass, request.data, loss_function, request.temperature, request.outputs
+        )
+        reports: list[Report] = []
+        for index, rows in enumerate(schedule):
+            self.begin_micro_batch(is_last=index == len(schedule) - 1)
+            ended = self.passes.training.run(rows, request.lengths, run, self._arrivals.frozen)
+            self._gradient_sums.count(len(ended))
+            reports += ended
+        return reports
+
     def _train_pass(
         self,
         data: TensorDict,
@@ -244,7 +291,7 @@ class SteppingEngine(BaseEngine):
         temperature: float,
         outputs: Outputs,
         rows: list[int],
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> Report:
         """Add a micro-batch to the gradient. Loss and report stay on the device, so that the next
         micro-batch is enqueued without waiting."""
         self._arrivals.clear()

@@ -11,7 +11,7 @@ is refused. Nothing is exchanged inside a pass, so each rank may run as many mic
 likes. `ReplicatedEngine` keeps the whole state on every rank.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,17 +112,16 @@ class SlicedOptimizer(MasterOptimizer):
         offload: bool = False,
     ) -> None:
         refuse_shape_dependent(config)
-        self._group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._slices = Slices(group)
         super().__init__(parameters, config, offload=offload)
 
     def _as_part(self, name: str, tensor: Tensor) -> Part:
         parameter = self.parameters[name]
-        start = min(self._rank * self._slice_size(parameter), parameter.numel())
+        start = self._slices.start(parameter)
         return FlatSlice(tensor=tensor, shape=tuple(parameter.shape), start=start)
 
     def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(self._slice(parameter.detach()).float().clone())
+        return nn.Parameter(self._slices.own(parameter.detach()).float().clone())
 
     def _move_gradients_to_masters(self) -> None:
         """Each master gets its slice of the sum over ranks, in fp32; a missing gradient is 0.
@@ -131,71 +130,94 @@ class SlicedOptimizer(MasterOptimizer):
         out.
         """
         for names in in_buckets(self.parameters):
-            parameters = [self.parameters[name] for name in names]
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            for parameter in parameters:
-                parameter.grad = None
-            slices = self._sum_and_scatter(self._as_table(gradients, torch.float32))
-            sizes = [self._slice_size(parameter) for parameter in parameters]
-            for name, piece in zip(names, slices.split(sizes), strict=True):
-                master = self.masters[name]
-                master.grad = piece[: master.numel()].clone()
+            gradients = take_gradients([self.parameters[name] for name in names])
+            for name, piece in zip(names, self._slices.sum(gradients), strict=True):
+                self.masters[name].grad = piece
 
     def _clip_gradients(self, max_norm: float) -> float:
-        return clip_over_ranks(self.masters.values(), max_norm, self._group)
+        return clip_over_ranks(self.masters.values(), max_norm, self._slices.group)
 
     def _write_back(self) -> None:
         for names in in_buckets(self.parameters):
             parameters = [self.parameters[name] for name in names]
-            sizes = [self._slice_size(parameter) for parameter in parameters]
-            mine = torch.cat(
-                [
-                    F.pad(self.masters[name].detach(), (0, size - self.masters[name].numel()))
-                    for name, size in zip(names, sizes, strict=True)
-                ]
-            ).to(parameters[0].dtype)
-            table = self._gather(mine)
-            for parameter, columns in zip(parameters, table.split(sizes, dim=1), strict=True):
-                parameter.copy_(columns.reshape(-1)[: parameter.numel()].view_as(parameter))
+            self._slices.gather([self.masters[name].detach() for name in names], parameters)
         self._num_writes = self._count_writes()
 
     def _follow_others_writes(self) -> None:
         for name, count in self._count_writes().items():
             if count != self._num_writes[name]:
-                self.masters[name].copy_(self._slice(self.parameters[name]))
+                self.masters[name].copy_(self._slices.own(self.parameters[name]))
 
-    def _slice(self, tensor: Tensor) -> Tensor:
-        size = self._slice_size(tensor)
-        return tensor.reshape(-1)[self._rank * size : (self._rank + 1) * size]
 
-    def _slice_size(self, tensor: Tensor) -> int:
+class Slices:
+    """Flattened tensors that are cut into equal slices, one for each rank of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        size = self._size(tensor)
+        return tensor.reshape(-1)[self.rank * size : (self.rank + 1) * size]
+
+    def start(self, tensor: Tensor) -> int:
+        """The first element of this rank's slice."""
+        return min(self.rank * self._size(tensor), tensor.numel())
+
+    def sum(self, tensors: list[Tensor]) -> list[Tensor]:
+        """This rank's slices of the sums over ranks, in fp32."""
+        sums = self._sum_and_scatter(self._as_table(tensors, torch.float32))
+        pieces = sums.split([self._size(tensor) for tensor in tensors])
+        return [
+            piece[: len(self.own(tensor))].clone()
+            for piece, tensor in zip(pieces, tensors, strict=True)
+        ]
+
+    def gather(self, slices: list[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Fill the tensors, all of one dtype, from the slices of all ranks."""
+        sizes = [self._size(tensor) for tensor in tensors]
+        mine = torch.cat(
+            [F.pad(own, (0, size - len(own))) for own, size in zip(slices, sizes, strict=True)]
+        ).to(tensors[0].dtype)
+        for tensor, columns in zip(tensors, self._table(mine).split(sizes, dim=1), strict=True):
+            tensor.copy_(columns.reshape(-1)[: tensor.numel()].view_as(tensor))
+
+    def _size(self, tensor: Tensor) -> int:
         """Elements of a slice; the last ranks may have fewer."""
-        return -(-tensor.numel() // self._size)
+        return -(-tensor.numel() // self.num_ranks)
 
     def _as_table(self, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
         """(ranks, elements): row r is the slices of rank r, filled up with zeros."""
         rows = []
         for tensor in tensors:
-            missing = self._slice_size(tensor) * self._size - tensor.numel()
-            rows.append(F.pad(tensor.reshape(-1).to(dtype), (0, missing)).view(self._size, -1))
+            missing = self._size(tensor) * self.num_ranks - tensor.numel()
+            rows.append(F.pad(tensor.reshape(-1).to(dtype), (0, missing)).view(self.num_ranks, -1))
         return torch.cat(rows, dim=1)
 
     def _sum_and_scatter(self, table: Tensor) -> Tensor:
         """This rank's row of the sum over ranks."""
         if table.device.type == "cpu":  # gloo
-            return all_reduce_(table, group=self._group)[self._rank]
+            return all_reduce_(table, group=self.group)[self.rank]
         row = torch.empty_like(table[0])
-        dist.reduce_scatter_tensor(row, table, group=self._group)
+        dist.reduce_scatter_tensor(row, table, group=self.group)
         return row
 
-    def _gather(self, row: Tensor) -> Tensor:
+    def _table(self, row: Tensor) -> Tensor:
         """The rows of all ranks."""
-        table = row.new_empty(self._size, row.numel())
+        table = row.new_empty(self.num_ranks, row.numel())
         if table.device.type == "cpu":  # gloo
-            dist.all_gather(list(table.unbind(0)), row, group=self._group)
+            dist.all_gather(list(table.unbind(0)), row, group=self.group)
         else:
-            dist.all_gather_into_tensor(table.view(-1), row, group=self._group)
+            dist.all_gather_into_tensor(table.view(-1), row, group=self.group)
         return table
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients, which the parameters give up; one that is missing is 0."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients
 
 
 @torch.no_grad()
@@ -206,8 +228,7 @@ def sum_gradients(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGro
     """
     for names in in_buckets(parameters):
         bucket = [parameters[name] for name in names]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+        flat = torch.cat([gradient.reshape(-1).float() for gradient in take_gradients(bucket)])
         summed = all_reduce_(flat, group=group).split([p.numel() for p in bucket])
         for parameter, gradient in zip(bucket, summed, strict=True):
             parameter.grad = gradient.view_as(parameter).to(parameter.dtype)

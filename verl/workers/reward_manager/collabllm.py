@@ -6,7 +6,8 @@
 
     accuracy       the reward function on the model's last message
     token_amount   tokens of all messages of the model
-    interactivity  a judge (0 to 1), which `reward_kwargs.judge` reaches: `url`, `model`, ...
+    interactivity  a judge (0 to 1) behind an OpenAI endpoint: `reward_kwargs.judge` has its `url`,
+                   `model` and the other options of the reward manager `judge`
     any other      a function of one's own, `reward_kwargs.metrics.<name>`: "file.py:function",
                    called with `data_source`, `messages`, `ground_truth` and `extra_info`
 
@@ -23,7 +24,7 @@ from verl.protocol.trajectory import Grade, Score, Trajectory
 from verl.utils.import_utils import load_extern_object
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.grader import DEFAULT_TIMEOUT_SECONDS, as_grade
-from verl.workers.reward_manager.judge import Judge, JudgeEndpoint
+from verl.workers.reward_manager.judge import judge_of
 from verl.workers.reward_manager.managers import FunctionManager, require_positive
 
 Messages = list[dict[str, Any]]
@@ -60,7 +61,7 @@ class CollabRewardManager(FunctionManager):
         self.weights = {name: float(weight) for name, weight in (metric_weights or {}).items()}
         self.judge = None
         if judge is not None:
-            self.judge = Judge(JudgeEndpoint(**judge), instructions=INTERACTIVITY)
+            self.judge = judge_of({"instructions": INTERACTIVITY, **judge})
         known = {"accuracy": self._accuracy, "token_amount": self._token_amount}
         if self.judge is not None:
             known["interactivity"] = self._interactivity

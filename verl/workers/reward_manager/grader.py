@@ -11,7 +11,7 @@ import asyncio
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any, Literal, TypeVar
 
@@ -200,14 +200,3 @@ async def contained(work: Awaitable[Result]) -> Result:
             return await work
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(repr(error)) from error
-
-
-def completed(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine that never waits, without an event loop; a fork of it ends here."""
-    try:
-        with forks_end_here():
-            work.send(None)
-    except StopIteration as end:
-        return end.value
-    work.close()
-    raise RuntimeError("a blocking grader waited for an event loop")

@@ -121,6 +121,14 @@ class Judge:
         return Abstain(f"no verdict in {self.max_questions} answers of the judge; last: {reason}")
 
 
+def judge_of(options: Mapping[str, Any]) -> Judge:
+    """The judge that a configuration describes: options of `JudgeEndpoint` and of `Judge`."""
+    names = {field.name for field in fields(JudgeEndpoint)}
+    endpoint = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    return Judge(JudgeEndpoint(**endpoint), **others)
+
+
 class JudgeRewardManager(RateLimitedRewardManager):
     """`reward_manager.name=judge`; `reward_model.reward_kwargs` has the options of `JudgeEndpoint`
     and `Judge`, and the limits are those of `rate_limited`: `reward_model.max_concurrent` questions
@@ -143,10 +151,7 @@ class JudgeRewardManager(RateLimitedRewardManager):
                 "+reward_model.reward_kwargs.model=..."
             )
         limits = {name: options.pop(name) for name in LIMIT_OPTIONS if name in options}
-        endpoint_options = [field.name for field in fields(JudgeEndpoint)]
-        endpoint = {name: options.pop(name) for name in endpoint_options if name in options}
-        judge = Judge(JudgeEndpoint(**endpoint), **options)
-        super().__init__(tokenizer, num_examine, judge, reward_fn_key, **limits)
+        super().__init__(tokenizer, num_examine, judge_of(options), reward_fn_key, **limits)
 
     def extra_info(self, trajectory: Trajectory, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The judge sees the prompt too."""

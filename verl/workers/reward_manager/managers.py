@@ -43,7 +43,6 @@ from verl.workers.reward_manager.adapters import GradingManager
 from verl.workers.reward_manager.grader import (
     DEFAULT_TIMEOUT_SECONDS,
     as_grade,
-    completed,
     contained,
     is_async,
 )
@@ -415,7 +414,7 @@ def on_thread(work: Coroutine[Any, Any, Grade]) -> "asyncio.Future[Grade]":
 
     def run() -> None:
         try:
-            future.set_result(completed(work))
+            future.set_result(asyncio.run(contained(work)))
         except BaseException as error:
             is_usual = isinstance(error, Exception)
             future.set_exception(error if is_usual else RuntimeError(repr(error)))

@@ -30,16 +30,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.protocol.trajectory import Grade, Group, InfraError, Score, Trajectory
 from verl.utils.breaker import Breaker
+from verl.utils.processes import forks_end_here
+from verl.utils.rollout_trace import rollout_trace_span
 from verl.workers.reward_manager.grader import (
     Grader,
     RewardError,
     checked,
-    completed,
     contained,
     drop_reason,
     has_failed,
@@ -273,11 +275,9 @@ class GradingService:
                 return
             try:
                 grades = self._checked(call, await contained(self._begun(call)))
-            except asyncio.CancelledError as error:
-                if lane.is_abandoned:
+            except (asyncio.CancelledError, Exception) as error:
+                if lane.is_abandoned and isinstance(error, asyncio.CancelledError):
                     raise
-                grades = self._failed(call, error)
-            except Exception as error:
                 grades = self._failed(call, error)
             self._finish(lane, call, grades)
 
@@ -298,8 +298,7 @@ class GradingService:
                 skipped = list(self._queue)
                 self._queue.clear()
             if self._queue and not lane.is_abandoned:
-                seconds = self.grader.timeout_seconds
-                seconds = math.inf if self.grader.has_own_deadline else seconds
+                seconds = math.inf if self.grader.has_own_deadline else self.grader.timeout_seconds
                 lane.call, lane.deadline = self._queue.popleft(), time.monotonic() + seconds
             elif not self.grader.is_blocking:
                 self._lanes.discard(lane)  # tasks are cheap; a thread waits for more
@@ -352,21 +351,29 @@ class GradingService:
     def _grades(self, call: Call) -> list[Grade]:
         """Make a call on this thread; whatever the grader does, grades come back."""
         try:
-            return self._checked(call, completed(self._begun(call)))
+            with forks_end_here(), closing(self._begun(call)) as work:
+                try:
+                    work.send(None)
+                except StopIteration as end:
+                    return self._checked(call, end.value)
+                raise RuntimeError("a blocking grader waited for an event loop")
         except BaseException as error:  # SystemExit ends a call, not the run
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C, for only the main thread gets it
                 raise
             return self._failed(call, error)
 
-    def _begun(self, call: Call) -> Coroutine[Any, Any, Grade | list[Grade]]:
+    async def _begun(self, call: Call) -> Grade | list[Grade]:
         is_one = self.grader.scope == "trajectory"
-        return self.grader.grade(call[0]) if is_one else self.grader.grade_many(call)
+        with rollout_trace_span("grade", {"of": [t.session_uid for t in call]}) as record:
+            grades = await (self.grader.grade(call[0]) if is_one else self.grader.grade_many(call))
+            if record is not None:
+                record(str(grades))
+        return grades
 
     def _failed(self, call: Call, error: BaseException) -> list[Grade]:
         with self._lock:
             self._last_error = error
-        seconds = self.grader.timeout_seconds
-        return [infra_error_of(error, self.grader.name, seconds)] * len(call)
+        return [infra_error_of(error, self.grader.name, self.grader.timeout_seconds)] * len(call)
 
     def _checked(self, call: Call, grades: Grade | list[Grade]) -> list[Grade]:
         grades = grades if isinstance(grades, list) else [grades]
@@ -387,8 +394,7 @@ class GradingService:
                     self._watchdog = None
                     return
                 overdue = self._overdue_calls()
-            seconds = self.grader.timeout_seconds
-            text = f"{self.grader.name} took longer than {seconds} s"
+            text = f"{self.grader.name} took longer than {self.grader.timeout_seconds} s"
             for call in overdue:
                 self._record(call, [InfraError(text, is_timeout=True)] * len(call))
             with self._lock:

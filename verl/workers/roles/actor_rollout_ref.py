@@ -15,11 +15,10 @@ from functools import cached_property
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.config.actor import FSDPActorConfig
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.distillation import DistillationConfig
+from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.ppo import ActorRolloutRefConfig
-from verl.config.ref import FSDPRefConfig
 from verl.data_plane.batch import tqbridge
 from verl.models.lora import has_lora
 from verl.protocol import DataProto
@@ -37,6 +36,7 @@ from verl.utils.tokenizer import WithProcessorFiles
 from verl.workers.actor.dp_actor import Policy, Reference
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
 from verl.workers.engine.routes import ROUTED_EXPERTS, prepare_replay
+from verl.workers.roles.back_end import engine_options, engine_section
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
@@ -49,7 +49,6 @@ from verl.workers.roles.dispatch import (
 )
 from verl.workers.roles.generator import (
     Generator,
-    fsdp_config,
     shares_weights,
     update_bucket_bytes,
 )
@@ -168,9 +167,8 @@ class ActorRolloutRefWorker(
         self.is_rollout = "rollout" in role
         if total_training_steps is not None:
             config.actor.optim.total_training_steps = total_training_steps
-        self._ranks_per_sequence = fsdp_config(config).ulysses_sequence_parallel_size
         for mesh in (MESH, TEACHER_MESH):
-            self.register_mesh(mesh, ranks_per_sequence=self._ranks_per_sequence)
+            self.register_rows(mesh, engine_section(config.actor))
         if self.is_rollout:
             size = ranks_per_engine(config.rollout)
             self.register_mesh(ROLLOUT_MESH, ranks_per_sequence=size)
@@ -181,7 +179,9 @@ class ActorRolloutRefWorker(
     def init_model(self) -> None:
         """Load the policy with its rollout engine, and the reference, where the role has them."""
         self.init_process_group(timeout_seconds=self.config.nccl_timeout)
-        self.sequence_group = self.create_subgroups(self._ranks_per_sequence)
+        engine = engine_section(self.config.actor)
+        if isinstance(engine, FSDPEngineConfig):  # Megatron makes its groups itself
+            self.sequence_group = self.create_subgroups(engine.ulysses_sequence_parallel_size)
         if self.is_actor:
             self._init_actor()
         if self.is_ref:
@@ -189,17 +189,13 @@ class ActorRolloutRefWorker(
 
     def _init_actor(self) -> None:
         config, actor = self.config, self.config.actor
-        assert isinstance(actor, FSDPActorConfig)
         self.engine = EngineRegistry.new(
             EngineSpec(
                 model=config.model,
-                engine=actor.fsdp_config,
-                optimizer=actor.optim,
                 device=self.device,
-                max_grad_norm=actor.grad_clip,
+                **engine_options(actor),
                 gradient_checkpointing=config.model.enable_gradient_checkpointing,
                 activation_offload=config.model.enable_activation_offload,
-                probe_micro_batch=actor.probe_micro_batch,
                 is_exact=config.rollout.exact,
                 freezes_tower=actor.freeze_vision_tower,
                 keeps_start=self.is_ref or self.distillation is not None,
@@ -229,12 +225,13 @@ class ActorRolloutRefWorker(
         config = self.config
         if self.is_actor and has_lora(self.engine.module) and config.ref.model.path is None:
             return Reference(self.engine)
-        assert isinstance(config.ref, FSDPRefConfig)
+        engine = engine_section(config.ref)
         return Reference(
             EngineRegistry.new(
                 EngineSpec(
                     model=config.model,
-                    engine=config.ref.fsdp_config,
+                    engine=engine,
+                    backend="megatron" if isinstance(engine, McoreEngineConfig) else None,
                     optimizer=None,
                     device=self.device,
                     path=config.ref.model.path,

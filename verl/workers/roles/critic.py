@@ -5,7 +5,7 @@ import time
 from omegaconf import DictConfig
 
 from verl.config.convert import omega_conf_to_dataclass
-from verl.config.critic import FSDPCriticConfig
+from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.data_plane.batch import tqbridge
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
@@ -13,8 +13,9 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.flops_counter import FlopsCounter
-from verl.workers.critic.dp_critic import DataParallelPPOCritic
+from verl.workers.critic.dp_critic import DataParallelPPOCritic, rows_per_pass
 from verl.workers.engine import EngineRegistry, EngineSpec
+from verl.workers.roles.back_end import engine_options, engine_section, ranks_per_sequence
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
@@ -36,7 +37,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
 
     def __init__(
         self,
-        config: FSDPCriticConfig | DictConfig,
+        config: CriticConfig | DictConfig,
         *,
         device: str | None = None,
         total_training_steps: int | None = None,
@@ -46,28 +47,22 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         self.device = device or get_device_name()
         if total_training_steps is not None:
             config.optim.total_training_steps = total_training_steps
-        sharing = config.model.fsdp_config.ulysses_sequence_parallel_size
-        self.register_mesh(MESH, ranks_per_sequence=sharing)
+        self.register_rows(MESH, engine_section(config))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the value model and build its optimizer."""
         config = self.config
         self.init_process_group(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
-        sequence_ranks = config.model.fsdp_config.ulysses_sequence_parallel_size
+        options = engine_options(config)
+        if isinstance(config, FSDPCriticConfig):  # Megatron has groups and options of its own
+            model = config.model
+            options["gradient_checkpointing"] = model.enable_gradient_checkpointing
+            options["activation_offload"] = model.enable_activation_offload
+            size = model.fsdp_config.ulysses_sequence_parallel_size
+            options["sequence_group"] = self.create_subgroups(size)
         self.engine = EngineRegistry.new(
-            EngineSpec(
-                model=config.model,
-                engine=config.model.fsdp_config,
-                optimizer=config.optim,
-                device=self.device,
-                model_type="value_model",
-                max_grad_norm=config.grad_clip,
-                gradient_checkpointing=config.model.enable_gradient_checkpointing,
-                activation_offload=config.model.enable_activation_offload,
-                probe_micro_batch=config.probe_micro_batch,
-                sequence_group=self.create_subgroups(sequence_ranks),
-            )
+            EngineSpec(model=config.model, device=self.device, model_type="value_model", **options)
         )
         self.flops = FlopsCounter(self.engine.module.config)
         self.critic = DataParallelPPOCritic(config, self.engine)
@@ -86,8 +81,8 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         return MicroBatching.of(
             by_tokens=config.use_dynamic_bsz,
             tokens=config.forward_max_token_len_per_gpu,
-            rows=config.forward_micro_batch_size_per_gpu,
-            ranks_per_sequence=config.model.fsdp_config.ulysses_sequence_parallel_size,
+            rows=rows_per_pass(config),
+            ranks_per_sequence=ranks_per_sequence(engine_section(config)),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -100,7 +95,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
                 by_tokens=config.use_dynamic_bsz,
                 tokens=config.ppo_max_token_len_per_gpu,
                 rows=config.ppo_micro_batch_size_per_gpu,
-                ranks_per_sequence=config.model.fsdp_config.ulysses_sequence_parallel_size,
+                ranks_per_sequence=ranks_per_sequence(engine_section(config)),
             ),
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from verl.config.actor import FSDPActorConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.models.exact import make_exact
 from verl.models.lora import has_lora
@@ -28,12 +27,14 @@ from verl.utils.device import (
     get_device_id,
     get_visible_devices_keyword,
 )
+from verl.utils.distributed import is_distributed
 from verl.utils.environment import variable
 from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.spec import compute_dtype
+from verl.workers.roles.back_end import engine_section
 from verl.workers.rollout.base import Rollout, SamplingParams, TokenOutput
 from verl.workers.rollout.engine_weights import (
     EngineWeights,
@@ -222,7 +223,7 @@ class Generator:
             self.weights = self._start_process(module_with_adapter)
             return
         tp_size = config.rollout.tensor_model_parallel_size
-        module = load_copy(config.model, fsdp_config(config), self.device)
+        module = load_copy(config.model, engine_section(config.actor), self.device)
         if config.rollout.exact:
             make_exact(module, self._exact_capacity)
         bucket_bytes = update_bucket_bytes(config)
@@ -269,10 +270,12 @@ class Generator:
         sequence_group: dist.ProcessGroup | None,
     ) -> DriftCheck | None:
         """The drift check of a rollout engine with its own code; None where it cannot run."""
-        if sequence_group is not None:
+        num_ranks = dist.get_world_size() if is_distributed() else 1
+        if sequence_group is not None or engine.get_data_parallel_size() < num_ranks:
             logger.warning(
-                "ranks split sequences (ulysses_sequence_parallel_size) and cannot each score the "
-                "responses of an engine of theirs: the rollout engine is neither probed nor checked"
+                "ranks score the same rows together (ulysses_sequence_parallel_size, a Megatron "
+                "layout) and not each the responses of an engine of theirs: the rollout engine is "
+                "neither probed nor checked"
             )
             return None
         policy = LocalPolicy(engine, weights.replace)
@@ -314,7 +317,7 @@ class Generator:
                 seed=self._engine_index,
                 trust_remote_code=config.model.trust_remote_code,
                 tokenizer_path=config.model.tokenizer_path,
-                override_config=dict(config.model.override_config),
+                override_config=config.model.hf_overrides(),
                 visible_devices=devices,
                 adapter=adapter,
             )
@@ -340,14 +343,9 @@ def shares_weights(config: ActorRolloutRefConfig, engine: BaseEngine) -> bool:
     return is_whole and not is_merged and not has_own_process(config.rollout.name)
 
 
-def fsdp_config(config: ActorRolloutRefConfig) -> Any:
-    assert isinstance(config.actor, FSDPActorConfig)
-    return config.actor.fsdp_config
-
-
 def trained_dtype(config: ActorRolloutRefConfig, device: str) -> str:
     """The number format of the weights that are sent."""
-    return str(compute_dtype(fsdp_config(config).dtype, device)).removeprefix("torch.")
+    return str(compute_dtype(engine_section(config.actor).dtype, device)).removeprefix("torch.")
 
 
 def update_bucket_bytes(config: ActorRolloutRefConfig) -> int:

@@ -6,7 +6,7 @@ that tells what they say of responses. `TeacherWorker` is a rank that does nothi
 
 import torch.distributed as dist
 
-from verl.config.actor import FSDPActorConfig
+from verl.config.actor import ActorConfig
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.distillation import DistillationConfig
 from verl.config.ppo import ActorRolloutRefConfig
@@ -23,6 +23,7 @@ from verl.workers.actor.teacher import (
     teacher_columns,
 )
 from verl.workers.engine import BaseEngine
+from verl.workers.roles.back_end import engine_section, ranks_per_sequence
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     dispatch_inference,
@@ -44,7 +45,7 @@ class TeachingWorker(RankWorker):
     sequence_group: dist.ProcessGroup | None = None
     teachers: tuple[Teacher, ...] = ()
 
-    def distiller(self, actor: FSDPActorConfig, policy: BaseEngine) -> Distiller | None:
+    def distiller(self, actor: ActorConfig, policy: BaseEngine) -> Distiller | None:
         """The distillation part of the policy's loss; starts the teachers that are on this rank."""
         if self.distillation is None:
             return None
@@ -71,7 +72,7 @@ class TeachingWorker(RankWorker):
             by_tokens=section.log_prob_use_dynamic_bsz,
             tokens=section.log_prob_max_token_len_per_gpu,
             rows=section.log_prob_micro_batch_size_per_gpu,
-            ranks_per_sequence=self.config.actor.fsdp_config.ulysses_sequence_parallel_size,
+            ranks_per_sequence=ranks_per_sequence(engine_section(self.config.actor)),
         )
 
     @register(

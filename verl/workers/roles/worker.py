@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.models.lora import has_lora
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
@@ -30,6 +31,7 @@ from verl.utils.checkpoint.piece_files import rank_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine.residency import HostMemory, wait_for_copies
+from verl.workers.roles.back_end import share_of_rows
 
 
 class RankWorker(Worker):
@@ -43,8 +45,14 @@ class RankWorker(Worker):
         if self.world_size > 1:
             initialize_global_process_group(timeout_seconds)
 
+    def register_rows(self, mesh_name: str, engine: FSDPEngineConfig | McoreEngineConfig) -> None:
+        """Register which rows this rank's part of a model gets, and whether its result is
+        collected."""
+        dp_rank, is_collect = share_of_rows(engine, self.rank, self.world_size)
+        self._register_dispatch_collect_info(mesh_name, dp_rank=dp_rank, is_collect=is_collect)
+
     def register_mesh(self, mesh_name: str, *, ranks_per_sequence: int) -> None:
-        """Register which rows this rank gets, and whether its result is collected."""
+        """The same where so many consecutive ranks get the same rows."""
         self._register_dispatch_collect_info(
             mesh_name,
             dp_rank=self.rank // ranks_per_sequence,

@@ -168,6 +168,9 @@ class TokenDelta:
     stop_reason: str = ""
     """Set in the last delta of the sample, as in `TokenOutput`; empty before."""
 
+    routed_experts: np.ndarray | None = None
+    """Those of the whole sample, in its last delta, where the engine records them."""
+
 
 OnEnd = Callable[[int, TokenOutput], None]
 """Called with the index of a sample and its output as the sample ends; it must be quick."""

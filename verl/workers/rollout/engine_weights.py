@@ -32,8 +32,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from verl.config.engine import FSDPEngineConfig
+from verl.config.engine import EngineConfig
 from verl.config.model import HFModelConfig
+from verl.models.expert_adapters import adapts_experts
 from verl.models.fuse import fuse_model
 from verl.models.loading import load_causal_lm
 from verl.models.lora import ADAPTER, CONFIG_FILE, is_adapter, peft_config
@@ -192,13 +193,13 @@ class ModuleWeights(EngineWeights):
         return {name: torch.empty_like(w, device="cpu") for name, w in self._weights.items()}
 
 
-def load_copy(model: HFModelConfig, engine: FSDPEngineConfig, device: str) -> PreTrainedModel:
+def load_copy(model: HFModelConfig, engine: EngineConfig, device: str) -> PreTrainedModel:
     """The policy's model as it is on disk, frozen."""
     built = load_causal_lm(
         copy_to_local(model.path),
         dtype=compute_dtype(engine.dtype, device),
         device=device,
-        override_config=dict(model.override_config),
+        override_config=model.hf_overrides(),
         trust_remote_code=model.trust_remote_code,
     )
     fuse_model(built)  # on a GPU; elsewhere it changes nothing
@@ -371,7 +372,12 @@ def exhaust(weights: Iterable[object]) -> None:
 
 
 def adapter_config(module: PreTrainedModel) -> dict[str, Any]:
-    """The content of peft's `adapter_config.json`."""
+    """The content of peft's `adapter_config.json`, for an engine that is sent the adapter alone."""
+    if adapts_experts(module):
+        raise ValueError(
+            "target_modules names experts, and rollout engines take adapters of linear layers "
+            "alone: set model.lora.merge=True, which sends merged weights"
+        )
     with TemporaryDirectory() as folder:
         peft_config(module).save_pretrained(folder)
         return json.loads((Path(folder) / CONFIG_FILE).read_text())

@@ -130,6 +130,7 @@ def native(spec: ModuleEngineSpec) -> Rollout:
         decode_text=spec.decode_text,
         seed=spec.seed * SEEDS_PER_ENGINE,
         tp_group=spec.tp_group,
+        spreads_experts=spec.rollout.expert_parallel_size > 1,
         keeps_cache=spec.rollout.kv_after_update == "keep",
         quantization=spec.rollout.quantization,
         records_routes=spec.rollout.enable_rollout_routing_replay,
@@ -189,6 +190,7 @@ def native_process(spec: ProcessEngineSpec) -> EngineSpec:
         exact=spec.rollout.exact,
         quantization=spec.rollout.quantization,
         kv_cache_dtype=spec.rollout.kv_cache_dtype,
+        records_routes=spec.rollout.enable_rollout_routing_replay,
     )
     return process_spec(spec, build=BUILD_NATIVE, options=options)
 

@@ -16,12 +16,13 @@ import asyncio
 import dataclasses
 import logging
 import threading
-from collections import OrderedDict, deque
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
+from verl.utils.exposition import Family
 from verl.workers.rollout.base import (
     EngineLostError,
     GenerationRequest,
@@ -31,6 +32,7 @@ from verl.workers.rollout.base import (
     TokenDelta,
     TokenOutput,
 )
+from verl.workers.rollout.fleet_load import Job, Slot, fleet_families
 
 Recover = Callable[[Rollout], None]
 """Restarts a lost engine with the current weights; returns when it can serve."""
@@ -41,58 +43,6 @@ PREFIX_TOKENS = 64
 """Requests without a session that share so many first tokens prefer one engine."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Slot:
-    """One engine and its load."""
-
-    index: int
-    engine: Rollout
-    outstanding: int = 0
-    """Tokens of its requests, prompt and response, that may still have to be computed."""
-
-    num_running: int = 0
-    num_requests: int = 0
-    num_losses: int = 0
-    num_unproductive_restarts: int = 0
-    """Restarts since it last finished a request."""
-
-    is_lost: bool = False
-    failure: BaseException | None = None
-    """Why it stays lost; None while it is in service or being recovered."""
-
-    is_leaving: bool = False
-    """It finishes the requests it has and gets no others."""
-
-    @property
-    def is_serving(self) -> bool:
-        return not (self.is_lost or self.is_leaving)
-
-
-@dataclass(eq=False)
-class Job:
-    """One submitted request, on its way through as many attempts as it takes."""
-
-    request: GenerationRequest
-    on_end: OnEnd | None
-    future: "Future[list[TokenOutput]]" = field(default_factory=Future)
-    num_attempts: int = 0
-    ended: dict[int, TokenOutput] = field(default_factory=dict)
-    slot: Slot | None = None
-    """The engine that works on it."""
-
-    outputs: "Future[list[TokenOutput]] | None" = None
-    """What that engine will give."""
-
-    is_aborted: bool = False
-    is_submitted: bool = False
-    knows_abort: bool = False  # its engine does
-    submitting: threading.RLock = field(default_factory=threading.RLock)
-    """Held while an engine is given the request or told to abort it: never in the other order."""
-
-    num_losses: int = 0  # of the slot, when the request was given to it
-    outstanding: int = 0
 
 
 class Fleet:
@@ -188,6 +138,7 @@ class Fleet:
                     async for delta in deltas:
                         has_begun = True
                         self._discharge(job, len(delta.token_ids))
+                        self._count(job, len(delta.token_ids), delta.stop_reason)
                         yield delta
                 self._release(job, None)
                 return
@@ -346,6 +297,7 @@ class Fleet:
             slot.outstanding += job.outstanding
             slot.num_running += 1
             slot.num_requests += 1
+            slot.num_prompt_tokens += len(request.prompt_ids)
         return True
 
     def _sent(self, request: GenerationRequest) -> GenerationRequest:
@@ -370,11 +322,30 @@ class Fleet:
             slot.num_running -= 1
             if has_finished and error is None:
                 slot.num_unproductive_restarts = 0
+                slot.seconds.add(time.monotonic() - job.submitted_at)
+
+    def _count(self, job: Job, num_tokens: int, stop_reason: str) -> None:
+        with self._lock:
+            if job.slot is not None:
+                job.slot.num_generated_tokens += num_tokens
+                job.slot.ended.update([stop_reason] if stop_reason else ())
+
+    def families(self, model_name: str = "") -> list[Family]:
+        """What engines do now and have done, for Prometheus: `vllm:` names are those of vLLM's
+        dashboards, with its meaning; each sample of a prompt is a request there."""
+        with self._lock:
+            running = Counter[int]()
+            for job in self._jobs:
+                if job.slot is not None:
+                    running[job.slot.index] += job.request.num_samples - len(job.ended)
+            waiting = sum(job.request.num_samples for job in self._held)
+            return fleet_families(self.slots, running, waiting, self.num_redispatched, model_name)
 
     # ---- ends ------------------------------------------------------------------------------------
 
     def _end_sample(self, job: Job, sample: int, output: TokenOutput) -> None:
         self._discharge(job, job.request.params.max_tokens)
+        self._count(job, len(output.token_ids), output.stop_reason)
         if sample not in job.ended and not job.future.cancelled():
             job.ended[sample] = output
             if job.on_end is not None:

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.single_controller.base.failures import WorkerDied, WorkerError, WorkerTimeout
+from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.factory import has_own_process, ranks_per_engine
 from verl.workers.rollout.probe import (
@@ -75,6 +76,7 @@ class Publisher(ABC):
 class SharedStorage(Publisher):
     """Engines that generate with the very storage that is trained."""
 
+    @rollout_trace_op
     def publish(self, *, in_flight: bool = False) -> dict[str, float]:
         logger.info("weights published: the engines generate with the trained storage")
         return {}
@@ -134,6 +136,7 @@ class SentWeights(Publisher):
             if self._check is not None:
                 self._check.remove(group)
 
+    @rollout_trace_op
     def publish(self, *, in_flight: bool = False) -> dict[str, float]:
         """With `in_flight` engines pause while they take the weights in (`timing_s/update_weights/
         stall`); one that cannot refuses."""

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from verl.models.lora import has_lora
 from verl.utils.scramble import uniform
@@ -93,10 +92,7 @@ class LocalPolicy(TrainedPolicy):
 
     def can_scramble(self) -> bool:
         """Whether weights can be scrambled in place: those with adapters or shards cannot."""
-        module = self._engine.module
-        return not has_lora(module) and not any(
-            isinstance(parameter, DTensor) for parameter in module.parameters()
-        )
+        return not has_lora(self._engine.module) and not self._engine.is_sharded
 
     @contextmanager
     def as_scrambled(self) -> Iterator[None]:

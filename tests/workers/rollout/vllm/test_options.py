@@ -95,6 +95,16 @@ def test_an_adapter_is_announced_with_its_rank_and_its_base_is_read_from_disk(fo
     assert made["arguments"]["load_format"] == "auto"
 
 
+def test_routes_are_asked_for_where_vllm_can_return_them(folder):
+    asked = {"enable_rollout_routing_replay": True}
+    assert options(folder, **asked)["arguments"]["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in options(folder)["arguments"]
+    with pytest.raises(ValueError, match="on a CPU vLLM returns no routes"):
+        options(folder, device="cpu", **asked)
+    with pytest.raises(ValueError, match="enable_prefix_caching=True"):
+        options(folder, enable_prefix_caching=False, **asked)
+
+
 def test_logits_in_place_of_log_probabilities_are_refused(folder):
     with pytest.raises(ValueError, match=r"logprobs_mode is 'raw_logits'"):
         options(folder, logprobs_mode="raw_logits")

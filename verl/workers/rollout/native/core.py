@@ -50,7 +50,7 @@ class EngineCore:
     """Continues prompts with `module`; `version` counts the updates that its weights have seen.
 
     With `tp_group`, `module` is a copy of the whole model for this engine alone, which is sharded
-    over the ranks of the group here.
+    over the ranks of the group here; with `spreads_experts` each rank has whole experts.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class EngineCore:
         decode_text: Callable[[list[int]], str] | None = None,
         seed: int = 0,
         tp_group: ProcessGroup | None = None,
+        spreads_experts: bool = False,
         keeps_cache: bool = False,
         quantization: str | None = None,
         records_routes: bool = False,
@@ -78,7 +79,7 @@ class EngineCore:
         self.keeps_cache = keeps_cache
         self.eos_token_ids = frozenset(eos_token_ids)
         if tp_group is not None:
-            shard_model(module, tp_group)
+            shard_model(module, tp_group, spreads_experts=spreads_experts)
         self.runner = ModelRunner(module, tp_group)
         if kv_cache_dtype == "fp8":
             refuse_exact(module, "rollout.kv_cache_dtype")

@@ -80,6 +80,7 @@ class PendingRequest(PendingCall):
         output.log_probs += delta.log_probs
         output.policy_versions += delta.policy_versions
         output.stop_reason = delta.stop_reason
+        output.routed_experts = delta.routed_experts
         is_finished = all(output.stop_reason for output in self._outputs)
         if self._on_delta is not None:
             self._on_delta(delta)

@@ -25,6 +25,8 @@ from verl.workers.weight_sync import bucket
 from verl.workers.weight_sync.bucket import WeightSyncError
 
 MAX_TOKENS_PER_MESSAGE = 1 << 16
+BYTES_PER_TOKEN = 64
+"""What a token takes of a message, about: its id, log-probability and version as text."""
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
@@ -149,18 +151,29 @@ def delta_fields(number: int, delta: TokenDelta, version: int) -> list[Any]:
         list(delta.log_probs),
         list(versions),
         delta.stop_reason,
+        None if delta.routed_experts is None else array_fields(delta.routed_experts),
     ]
 
 
 def delta_of(fields: Sequence[Any]) -> tuple[int, TokenDelta]:
-    number, sample, token_ids, log_probs, versions, stop_reason = fields
+    number, sample, token_ids, log_probs, versions, stop_reason, routes = fields
     return number, TokenDelta(
         sample=sample,
         token_ids=tuple(token_ids),
         log_probs=tuple(log_probs),
         policy_versions=tuple(versions),
         stop_reason=stop_reason,
+        routed_experts=None if routes is None else array_of(routes),
     )
+
+
+def array_fields(array: np.ndarray) -> list[Any]:
+    return [str(array.dtype), list(array.shape), _as_text(np.ascontiguousarray(array).tobytes())]
+
+
+def array_of(fields: Sequence[Any]) -> np.ndarray:
+    dtype, shape, text = fields
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).reshape(shape)
 
 
 def delta_messages(
@@ -168,13 +181,16 @@ def delta_messages(
 ) -> Iterator[dict[str, Any]]:
     """Pack deltas into as few messages as their length allows."""
     rows: list[list[Any]] = []
-    num_tokens = 0
+    length = 0
     for number, delta in deltas:
-        if rows and num_tokens + len(delta.token_ids) > MAX_TOKENS_PER_MESSAGE:
+        tokens = len(delta.token_ids)
+        if delta.routed_experts is not None:
+            tokens += delta.routed_experts.nbytes // BYTES_PER_TOKEN
+        if rows and length + tokens > MAX_TOKENS_PER_MESSAGE:
             yield {"deltas": rows}
-            rows, num_tokens = [], 0
+            rows, length = [], 0
         rows.append(delta_fields(number, delta, version))
-        num_tokens += len(delta.token_ids)
+        length += tokens
     if rows:
         yield {"deltas": rows}
 

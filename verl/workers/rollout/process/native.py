@@ -40,6 +40,7 @@ def native_options(
     keeps_cache: bool = False,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    records_routes: bool = False,
 ) -> dict[str, Any]:
     """Options of `build` as plain values; requests without a seed are seeded from `seed` on. With
     `exact` a token gets the same bits however it is computed."""
@@ -56,6 +57,7 @@ def native_options(
         "keeps_cache": keeps_cache,
         "quantization": quantization,
         "kv_cache_dtype": kv_cache_dtype,
+        "records_routes": records_routes,
     }
 
 
@@ -83,6 +85,7 @@ def build(options: Mapping[str, Any]) -> "HostedNativeEngine":
         keeps_cache=options["keeps_cache"],
         quantization=options["quantization"],
         kv_cache_dtype=options["kv_cache_dtype"],
+        records_routes=options["records_routes"],
     )
     return HostedNativeEngine(engine)
 
@@ -189,6 +192,7 @@ class HostedNativeEngine(HostedEngine):
                 log_probs=tuple(output.log_probs[sent:]),
                 policy_versions=(),
                 stop_reason=output.stop_reason,
+                routed_experts=output.routed_experts,
             )
         if all(sent < 0 for sent in running.num_sent):
             del self._running[number]

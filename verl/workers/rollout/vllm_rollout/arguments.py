@@ -13,6 +13,7 @@ RESERVED = {
     "logprobs_mode": "rollout.logprobs_mode",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "pipeline_parallel_size": "rollout.pipeline_model_parallel_size",
+    "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
     "enable_lora": "actor_rollout_ref.model.lora_rank",
 }
 """Arguments that follow options of ours, and which."""

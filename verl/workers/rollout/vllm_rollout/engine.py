@@ -66,6 +66,7 @@ class VLLMEngine(HostedEngine):
         arguments = merged_arguments(
             options["arguments"], options["engine_kwargs"], known, sees=options["sees"]
         )
+        self._returns_routes = bool(arguments.get("enable_return_routed_experts"))
         self._engine = engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._end_tokens = list(options["end_tokens"])
         max_response_tokens = engine.model_config.max_model_len - options["prompt_length"]
@@ -95,6 +96,12 @@ class VLLMEngine(HostedEngine):
     def submit(self, number: int, request: GenerationRequest) -> None:
         vocabulary = self._engine.model_config.get_vocab_size()
         refuse_what_cannot_run(request, self._limits, vocabulary, can_decode_text=True)
+        if self._returns_routes and request.params.stop:
+            raise ValueError(
+                f"request {request.request_id} ends at a text ({request.params.stop[0]!r}), where "
+                "vLLM is stopped before it returns expert routes: use stop_token_ids with "
+                "rollout.enable_rollout_routing_replay"
+            )
         lora = None if self._adapter is None else self._adapter.request()
         prompt = [int(token) for token in request.prompt_ids]
         self._has_served = True
@@ -158,6 +165,7 @@ class VLLMEngine(HostedEngine):
             log_probs=tuple(log_probs),
             policy_versions=(),
             stop_reason=stop_reason,
+            routed_experts=new.routed_experts if self._returns_routes else None,
         )
         return sample.number, delta
 

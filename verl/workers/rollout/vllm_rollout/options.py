@@ -66,6 +66,8 @@ def vllm_options(
         arguments["limit_mm_per_prompt"] = {"image": rollout.limit_images}
     if rollout.quantization_config_file is not None:
         arguments["hf_overrides"] = {"quantization_config_file": rollout.quantization_config_file}
+    if rollout.enable_rollout_routing_replay:
+        arguments["enable_return_routed_experts"] = returns_routes(rollout, device)
     if adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter["r"]}
     return {
@@ -78,6 +80,23 @@ def vllm_options(
         "adapter": adapter,
         "sees": has_processor(model_path),
     }
+
+
+def returns_routes(rollout: RolloutConfig, device: str) -> bool:
+    """vLLM keeps routes with the blocks of its prefix cache, and returns them since its model
+    runner V2."""
+    key = "rollout.enable_rollout_routing_replay"
+    if device == "cpu":
+        raise ValueError(
+            f"{key} is True, but on a CPU vLLM returns no routes (its model runner V2 needs "
+            "Triton): use rollout.name=native, or actor.router_replay.mode=R2"
+        )
+    if not rollout.enable_prefix_caching:
+        raise ValueError(
+            f"{key} is True, and vLLM keeps routes with the blocks of its prefix cache: set "
+            "rollout.enable_prefix_caching=True"
+        )
+    return True
 
 
 def vllm_environment(device: str) -> dict[str, str]:

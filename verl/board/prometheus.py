@@ -1,0 +1,137 @@
+"""`/metrics` of a run that goes on: its last step, and what its rollout engines do now.
+
+    Prometheus --GET /metrics, Bearer token--> JsonServer on loopback --> last step + fleet
+
+`prometheus.yml` and the token lie beside the checkpoints, so `prometheus --config.file` starts with
+them; a configuration that is there already gets one more job. Metrics keep their names with `_`
+for what Prometheus does not allow (`verl_critic_score_mean`); those of engines are in `Fleet`.
+"""
+
+import logging
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.board.store import plain_numbers
+from verl.config.serving import PrometheusConfig
+from verl.utils.exposition import Family, exposition, metric_name
+from verl.utils.fs import own_folder
+from verl.utils.json_server import JsonServer, Metrics
+from verl.utils.metric.declared import SECTIONS
+from verl.workers.rollout.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+SCRAPE_SECONDS = 5
+RELOAD_SECONDS = 5.0
+
+
+class RunMetrics:
+    """Serves the metrics of one run from `start` to `stop`."""
+
+    def __init__(
+        self, config: PrometheusConfig, folder: Path, name: str, fleet: Callable[[], Fleet | None]
+    ) -> None:
+        """`folder` takes the configuration for Prometheus, `name` is the run's."""
+        self._config, self._folder, self._name, self._fleet = config, folder, name, fleet
+        self._lock = threading.Lock()
+        self._step = 0
+        self._metrics: dict[str, float | str] = {}
+        self._seconds: Mapping[str, float] = {}
+        self._meanings = {m.name: m.meaning for section in SECTIONS for m in section.metrics}
+
+    def start(self) -> str:
+        """Begin to serve; the path of a configuration for Prometheus that scrapes this run."""
+        routes = {("GET", "/metrics"): lambda _: Metrics(self.text())}
+        self.server = JsonServer(routes, port=self._config.metrics_port).start()
+        own_folder(self._folder)
+        token = self._folder / "token"
+        token.unlink(missing_ok=True)
+        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(self.server.token)
+        path = self._folder / "prometheus.yml"
+        path.write_text(yaml.safe_dump(with_job({}, self._job(token)), sort_keys=False))
+        self._join(Path(self._config.file).expanduser(), token)
+        return str(path)
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def add_step(
+        self, number: int, metrics: Mapping[str, Any], seconds: Mapping[str, float]
+    ) -> None:
+        with self._lock:
+            self._step, self._metrics = number, plain_numbers(metrics)
+            self._seconds = dict(seconds)
+
+    def text(self) -> str:
+        fleet = self._fleet()
+        engines = [] if fleet is None else fleet.families(self._config.served_model_name or "")
+        return exposition([*self._families(), *engines])
+
+    def _families(self) -> Iterator[Family]:
+        with self._lock:
+            step, metrics, seconds = self._step, self._metrics, self._seconds
+        about = Family(name="verl_step", kind="gauge", meaning="Last step that has ended")
+        about.add(step, run=self._name)
+        yield about
+        stages = Family(
+            name="verl_stage_seconds", kind="gauge", meaning="Where the time of that step went"
+        )
+        for stage, value in seconds.items():
+            stages.add(value, stage=stage)
+        yield stages
+        named = {metric_name(name): name for name in sorted(metrics)}
+        for short, name in named.items():
+            meaning = self._meanings.get(name, "")
+            family = Family(name=short, kind="gauge", meaning=f"{name}: {meaning}".rstrip(": "))
+            family.add(float(metrics[name]))
+            yield family
+
+    # ---- Prometheus's side -----------------------------------------------------------------------
+
+    def _job(self, token: Path) -> dict[str, Any]:
+        return {
+            "job_name": self._name,
+            "scrape_interval": f"{SCRAPE_SECONDS}s",
+            "authorization": {"credentials_file": str(token.resolve())},
+            "static_configs": [{"targets": [f"127.0.0.1:{self.server.port}"]}],
+        }
+
+    def _join(self, path: Path, token: Path) -> None:
+        """Add the run to a configuration of the user's, and have its Prometheus read it again."""
+        if not path.is_file():
+            return
+        if path.stat().st_uid != os.geteuid():
+            logger.warning("prometheus.file %s belongs to another user and stays as it is", path)
+            return
+        config = yaml.safe_load(path.read_text()) or {}
+        if not isinstance(config, dict):
+            raise ValueError(f"prometheus.file {path} is no configuration of Prometheus")
+        path.write_text(yaml.safe_dump(with_job(config, self._job(token)), sort_keys=False))
+        address = f"http://127.0.0.1:{self._config.port}/-/reload"
+        request = urllib.request.Request(address, method="POST")
+        try:
+            urllib.request.urlopen(request, timeout=RELOAD_SECONDS).close()
+        except (OSError, urllib.error.URLError) as error:
+            logger.warning(
+                "this run is in %s, but %s does not answer (%s): start Prometheus with "
+                "--web.enable-lifecycle, or restart it",
+                *(path, address, error),
+            )
+
+
+def with_job(config: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with this job, instead of one of the same name."""
+    others = [
+        other
+        for other in config.get("scrape_configs") or []
+        if other.get("job_name") != job["job_name"]
+    ]
+    return {**config, "scrape_configs": [*others, dict(job)]}

@@ -1,0 +1,147 @@
+"""Teachers in engine processes that this run starts: `teacher_models.<name>.num_replicas`.
+
+    driver --Popen--> python -m verl.trainer.distillation.serve   (one process for each replica)
+           <-"endpoint: http://127.0.0.1:port/v1"-
+           ==requests of EndpointTeacher, spread over the replicas==>
+
+Replicas end with the driver, however it ends. One that has died is started again before the next
+step, a few times; what it was asked meanwhile is asked of the others.
+"""
+
+import contextlib
+import logging
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from verl.config.distillation import TeacherConfig
+from verl.utils import environment
+
+logger = logging.getLogger(__name__)
+
+DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+"""1 is PR_SET_PDEATHSIG, 9 is SIGKILL; both stay in force when the program is replaced."""
+
+START_SECONDS = 600.0
+END_SECONDS = 15.0
+MAX_RESTARTS = 3
+TAIL_LINES = 20
+
+
+class Replica:
+    """One process; `url` is its endpoint once `wait` has returned."""
+
+    def __init__(self, name: str, command: Sequence[str], device: int | None) -> None:
+        self.name = name
+        variables = environment.all_variables()
+        if device is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = str(device)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", DIE_WITH_PARENT, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=variables,
+        )
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._endpoint: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, name=f"output of {name}", daemon=True).start()
+        self.url = ""
+
+    def _listen(self) -> None:
+        """Keep the last lines; the end of the output ends the wait for the endpoint."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._tail.append(line.rstrip())
+            if line.startswith("endpoint: "):
+                self._endpoint.put(line.removeprefix("endpoint: ").strip())
+        self._endpoint.put("")
+
+    def wait(self, timeout_seconds: float = START_SECONDS) -> None:
+        """Until it serves; RuntimeError with its last lines if it does not."""
+        with contextlib.suppress(queue.Empty):
+            self.url = self._endpoint.get(timeout=timeout_seconds)
+        if not self.url:
+            raise RuntimeError(
+                f"replica {self.name} of a teacher did not start within {timeout_seconds:g} s: "
+                f"{self.last_lines()}"
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def last_lines(self) -> str:
+        lines = "".join(f"\n    {line}" for line in self._tail)
+        code = self._process.poll()
+        how = "it runs" if code is None else f"it ended with exit code {code}"
+        return f"{how}; the last that it wrote:{lines}"
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=END_SECONDS)
+
+
+class Replicas:
+    """The processes of one teacher, all started at once."""
+
+    def __init__(self, name: str, teacher: TeacherConfig, device: str, devices: Sequence[int]):
+        """`device` is `cpu` or `cuda`; replica i of a GPU has `devices[i % len(devices)]`."""
+        settings = teacher.inference
+        assert teacher.model_path is not None
+        options = {
+            "model": teacher.model_path,
+            "port": 0,
+            "device": device,
+            "dtype": settings.dtype if device != "cpu" else "auto",
+            "max-num-seqs": settings.max_num_seqs,
+            "max-num-batched-tokens": settings.max_num_batched_tokens,
+        }
+        if settings.max_model_len is not None:
+            options["max-model-len"] = settings.max_model_len
+        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        self._command = ["-m", "verl.trainer.distillation.serve", *words]
+        self._devices = devices if device != "cpu" else ()
+        self._num_restarts = 0
+        self._replicas = [
+            self._start(f"{name}.{number}", number) for number in range(teacher.num_replicas)
+        ]
+        try:
+            for replica in self._replicas:
+                replica.wait()
+        except RuntimeError:
+            self.close()
+            raise
+
+    def _start(self, name: str, number: int) -> Replica:
+        device = self._devices[number % len(self._devices)] if self._devices else None
+        return Replica(name, self._command, device)
+
+    def urls(self) -> list[str]:
+        """The endpoints; replicas that have died are started again first."""
+        for number, replica in enumerate(self._replicas):
+            if replica.is_alive:
+                continue
+            self._num_restarts += 1
+            said = f"replica {replica.name} of a teacher has died: {replica.last_lines()}"
+            if self._num_restarts > MAX_RESTARTS:
+                raise RuntimeError(f"{said}\nIt was started again {MAX_RESTARTS} times")
+            logger.warning("%s\nIt is started again", said)
+            self._replicas[number] = self._start(replica.name, number)
+            self._replicas[number].wait()
+        return [replica.url for replica in self._replicas]
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.close()

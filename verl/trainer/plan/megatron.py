@@ -1,0 +1,71 @@
+"""How Megatron divides the ranks of a run, and whether that divides the models.
+
+Checked before a worker starts. A model that is not here to read is checked when it is loaded.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from verl.config.engine import McoreEngineConfig
+from verl.config.faults import ConfigError, Fault
+from verl.config.roles import (
+    engine_of,
+    needs_critic,
+    needs_reference,
+    pool_devices,
+    ranks_per_sequence,
+    role_ranks,
+)
+from verl.workers.engine.megatron.layout import Layout, check_layout
+
+ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
+
+
+def megatron_layout(config: Any, role: str) -> Layout:
+    """Of a role that Megatron trains; refused where its ranks cannot be divided so."""
+    return Layout.of(engine_of(config, role), role_ranks(config, role))
+
+
+def layout_faults(config: Any) -> Iterator[Fault]:
+    """Layouts that divide neither ranks nor models, or differ on the same ranks."""
+    layouts = dict[str, Layout]()
+    for path, engine, ranks, model in megatron_roles(config):
+        if ranks % ranks_per_sequence(engine):
+            continue  # validation has named it
+        try:
+            layout = layouts[path] = Layout.of(engine, ranks)
+            folder = Path(model.path).expanduser()
+            if (folder / "config.json").is_file():
+                text = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+                check_layout(layout, text, engine.override_transformer_config)
+        except ConfigError as error:
+            yield from (
+                Fault(f"{path}.{fault.text}", (f"{path}.megatron",)) for fault in error.faults
+            )
+    shared = [REF] + ([CRITIC] if pool_devices(config, "critic") is None else [])
+    for path in shared:
+        if path in layouts and ACTOR in layouts and layouts[path] != layouts[ACTOR]:
+            text = (
+                f"{path}.megatron is {layouts[path]}, and {ACTOR}.megatron is {layouts[ACTOR]}; "
+                "on the same ranks Megatron has one layout: state the same sizes, or give the "
+                "critic devices of its own (resource_pool.critic.devices)"
+            )
+            yield Fault(text, (f"{path}.megatron",))
+
+
+def megatron_roles(config: Any) -> Iterator[tuple[str, McoreEngineConfig, int, Any]]:
+    """Where the section of each role that runs on Megatron is, it, its ranks and its model."""
+    section = config.actor_rollout_ref
+    engine = engine_of(config, "actor_rollout_ref")
+    if isinstance(engine, McoreEngineConfig):
+        ranks = role_ranks(config, "actor_rollout_ref")
+        yield ACTOR, engine, ranks, section.model
+        if needs_reference(config):
+            yield REF, section.ref.megatron, ranks, section.model
+    if needs_critic(config):
+        engine = engine_of(config, "critic")
+        if isinstance(engine, McoreEngineConfig):
+            yield CRITIC, engine, role_ranks(config, "critic"), config.critic.model
