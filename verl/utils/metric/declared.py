@@ -9,252 +9,41 @@ A metric that a user's own loss or recipe reports is averaged over response toke
 """
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from verl.utils.metric.utils import AggregationType
-
-MEAN, SUM, MAX, MIN = (
-    AggregationType.MEAN,
-    AggregationType.SUM,
-    AggregationType.MAX,
-    AggregationType.MIN,
+from verl.utils.metric.of_learning import REWARDS, UPDATE
+from verl.utils.metric.utils import (
+    MAX,
+    MEAN,
+    MIN,
+    SUM,
+    AggregationType,
+    DeclaredMetric,
+    section,
+    spread,
 )
 
-
-@dataclass(frozen=True)
-class DeclaredMetric:
-    """One row of the table; `name` may have `<parts>` that stand for any text."""
-
-    name: str
-    unit: str
-    combine: AggregationType
-    meaning: str
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    metrics: tuple[DeclaredMetric, ...]
-
-
-def _section(title: str, *rows: tuple[str, str, AggregationType, str]) -> Section:
-    return Section(title, tuple(DeclaredMetric(*row) for row in rows))
-
-
-def _spread(name: str, unit: str, what: str) -> list[tuple[str, str, AggregationType, str]]:
-    return [
-        (f"{name}/mean", unit, MEAN, f"Mean {what}."),
-        (f"{name}/max", unit, MAX, f"Largest {what}."),
-        (f"{name}/min", unit, MIN, f"Smallest {what}."),
-    ]
-
-
 SECTIONS = (
-    _section(
-        "Update",
-        (
-            "actor/pg_loss",
-            "loss",
-            SUM,
-            "Policy-gradient loss; passes and ranks report their share of it, optimizer steps are "
-            "averaged.",
-        ),
-        ("actor/kl_loss", "nats", SUM, "KL to the reference policy as it enters the loss."),
-        ("actor/ce_loss", "nats", SUM, "Cross-entropy on tokens with weights of their own."),
-        ("distillation/loss", "loss", SUM, "Distillation loss, its coefficient included."),
-        (
-            "distillation/divergence",
-            "nats",
-            MEAN,
-            "Divergence of `distillation_loss.loss_mode` per response token, after its clamp.",
-        ),
-        ("distillation/teacher_kl", "nats", MEAN, "k1 estimate of the KL to the teacher."),
-        (
-            "distillation/top1_agreement",
-            "ratio",
-            MEAN,
-            "Share of positions where student and teacher find the same token likeliest.",
-        ),
-        ("distillation/student_mass", "1", MEAN, "The student's mass on the teacher's top K."),
-        ("distillation/teacher_mass", "1", MEAN, "The teacher's mass on its top K."),
-        (
-            "distillation/num_missing_answers",
-            "responses",
-            SUM,
-            "Responses whose teacher's endpoint gave no answer; they left the step.",
-        ),
-        (
-            "actor/dpo_accuracy",
-            "ratio",
-            SUM,
-            "Share of pairs whose chosen response has the larger log-ratio.",
-        ),
-        (
-            "actor/dpo_margin",
-            "nats",
-            SUM,
-            "Mean of beta times the difference of log-ratios, chosen minus rejected.",
-        ),
-        (
-            "actor/dpo_chosen_reward",
-            "nats",
-            SUM,
-            "Mean of beta times the log-ratio of chosen responses.",
-        ),
-        ("actor/dpo_rejected_reward", "nats", SUM, "The same of rejected responses."),
-        ("actor/dpo_num_pairs", "count", SUM, "Pairs of an optimizer step."),
-        (
-            "actor/sequence_residual",
-            "1",
-            SUM,
-            "Mean distance of log-ratios of whole responses from their targets (SPPO, GVPO).",
-        ),
-        (
-            "actor/sequence_log_ratio",
-            "nats",
-            SUM,
-            "Mean log-ratio of whole responses to the old policy (SPPO, GVPO).",
-        ),
-        (
-            "actor/dppo_divergence",
-            "1",
-            MEAN,
-            "Divergence of new and old policy on a token, as DPPO bounds it.",
-        ),
-        ("actor/dro_penalty", "nats^2", MEAN, "Half the squared log-ratio of a token."),
-        ("training/replayed_ratio", "ratio", MEAN, "Share of PF-PPO's draws from earlier steps."),
-        ("actor/kl_coef", "1", MEAN, "What `actor/kl_loss` is multiplied by in the loss."),
-        ("actor/entropy_loss", "nats", SUM, "Entropy as it enters the loss."),
-        ("critic/vf_loss", "loss", SUM, "Value loss of the critic."),
-        ("actor/entropy", "nats", MEAN, "Entropy of the policy per response token."),
-        ("actor/pg_clipfrac", "ratio", MEAN, "Share of response tokens clipped by the loss."),
-        (
-            "actor/pg_clipfrac_lower",
-            "ratio",
-            MEAN,
-            "Share of response tokens clipped by the dual-clip bound.",
-        ),
-        ("actor/ppo_kl", "nats", MEAN, "KL of the updated policy to the one before the update."),
-        ("actor/lr", "1", MEAN, "Learning rate of the last optimizer step."),
-        ("critic/lr", "1", MEAN, "Learning rate of the critic's last optimizer step."),
-        ("actor/grad_norm", "1", MEAN, "Gradient norm before clipping, mean over optimizer steps."),
-        ("critic/grad_norm", "1", MEAN, "Gradient norm of the critic before clipping."),
-        ("<role>/num_optimizer_steps", "count", SUM, "Optimizer steps taken."),
-        ("<role>/num_skipped_steps", "count", SUM, "Optimizer steps skipped: not finite."),
-        ("<role>/num_oom_splits", "count", SUM, "Passes split in two because memory ran out."),
-        ("<role>/loss_scale", "1", MEAN, "Loss scale of fp16 training."),
-        (
-            "actor/old_log_prob_error",
-            "nats",
-            MEAN,
-            "Difference between old log-probs and those at the start of the update; 0 is exact.",
-        ),
-        ("actor/ref_kl", "nats", MEAN, "k1 estimate of the KL to the reference policy."),
-        ("actor/ref_distance", "nats", MEAN, "Absolute log-prob difference to the reference."),
-        ("actor/reward_kl_penalty", "nats", MEAN, "KL penalty subtracted from rewards."),
-        ("actor/reward_kl_penalty_coeff", "1", MEAN, "Coefficient of that penalty."),
-        ("critic/vf_clipfrac", "ratio", MEAN, "Share of response tokens with a clipped value."),
-        ("critic/vpred_mean", "reward", MEAN, "Mean predicted value."),
-        (
-            "critic/vf_explained_var",
-            "ratio",
-            MEAN,
-            "Variance of returns that values explain: 1 is perfect, 0 no better than their mean.",
-        ),
-    ),
-    _section(
-        "Rewards and credit",
-        *_spread("critic/score", "reward", "score of a response, before penalties"),
-        *_spread("critic/rewards", "reward", "reward of a response, after penalties"),
-        *_spread("critic/advantages", "reward", "advantage of a response token"),
-        *_spread("critic/returns", "reward", "return of a response token"),
-        *_spread("critic/values", "reward", "value of a response token"),
-        ("preference/num_pairs", "count", SUM, "Pairs of chosen and rejected responses."),
-        (
-            "preference/num_prompts_tied",
-            "count",
-            SUM,
-            "Prompts whose responses have equal rewards: no pair.",
-        ),
-        ("preference/num_prompts_alone", "count", SUM, "Prompts with one response left: no pair."),
-        (
-            "preference/num_same_as_answer",
-            "count",
-            SUM,
-            "Responses equal to the dataset's answer: no pair.",
-        ),
-        (
-            "preference/num_answers_too_long",
-            "count",
-            SUM,
-            "Answers of the dataset that no response could hold: no pair.",
-        ),
-        ("reward/num_errors", "count", SUM, "Calls of graders that failed."),
-        ("reward/num_abstained", "count", SUM, "Responses the grader gave no verdict on."),
-        ("reward/num_audited", "count", SUM, "Scored responses that math-verify graded too."),
-        (
-            "reward/num_audit_disagreements",
-            "count",
-            SUM,
-            "Responses that math-verify and the grader judge differently.",
-        ),
-        ("reward/num_groups_set_aside", "count", SUM, "Prompts dropped from the step."),
-        (
-            "reward/ratio_groups_without_spread",
-            "ratio",
-            MEAN,
-            "Share of prompts whose responses all have the same score: they teach nothing.",
-        ),
-        ("reward/<name>/mean", "as reported", MEAN, "Mean of a number the grader reported."),
-        ("reward_model/input_length/mean", "tokens", MEAN, "Mean input of the reward model."),
-        ("reward_model/input_length/max", "tokens", MAX, "Longest input of the reward model."),
-        ("reward_model/num_truncated", "count", SUM, "Inputs of the reward model that were cut."),
-        ("reward_model/dpo_loss", "nats", SUM, "PRIME: cross-entropy of the implicit model."),
-        ("reward_model/reward", "reward", MEAN, "PRIME: beta times the log-ratio of a response."),
-        (
-            "reward_model/dpo_acc",
-            "ratio",
-            MEAN,
-            "PRIME: how often the better of two responses to a prompt has the larger log-ratio.",
-        ),
-        (
-            "reward_model/dpo_acc_abs",
-            "ratio",
-            MEAN,
-            "PRIME: share of responses whose log-ratio is above 0 exactly if they are right.",
-        ),
-        ("reward_model/grad_norm", "1", MEAN, "PRIME: gradient norm before clipping."),
-        ("reward_model/lr", "1", MEAN, "PRIME: learning rate of the implicit model."),
-        ("variance_proxy/proxy1_signal_strength", "1", MEAN, "Squared norm of the mean gradient."),
-        ("variance_proxy/proxy2_total_power", "1", MEAN, "Mean power of per-response gradients."),
-        (
-            "variance_proxy/proxy3_pure_noise",
-            "1",
-            MEAN,
-            "Variance of the mean gradient, 0 or more.",
-        ),
-        ("variance_proxy/expected_a_squared", "1", MEAN, "Mean squared advantage."),
-        ("variance_proxy/expected_w", "1", MEAN, "Mean squared norm of the score function."),
-    ),
-    _section(
+    UPDATE,
+    REWARDS,
+    section(
         "Generation",
-        *_spread("response_length", "tokens", "response length"),
+        *spread("response_length", "tokens", "response length"),
         ("response_length/clip_ratio", "ratio", MEAN, "Share of responses at the length limit."),
-        *_spread("response_length_non_aborted", "tokens", "length of responses with tokens"),
+        *spread("response_length_non_aborted", "tokens", "length of responses with tokens"),
         (
             "response_length_non_aborted/clip_ratio",
             "ratio",
             MEAN,
             "Share of those at the length limit.",
         ),
-        *_spread("prompt_length", "tokens", "prompt length"),
+        *spread("prompt_length", "tokens", "prompt length"),
         ("prompt_length/clip_ratio", "ratio", MEAN, "Share of prompts at the length limit."),
         ("response/aborted_ratio", "ratio", MEAN, "Share of responses without a token."),
-        *_spread("num_turns", "turns", "number of turns of a conversation"),
-        *_spread("training/num_turns", "turns", "number of turns of a conversation"),
-        *_spread("tool_call_counts", "calls", "number of tool calls of a session"),
+        *spread("num_turns", "turns", "number of turns of a conversation"),
+        *spread("training/num_turns", "turns", "number of turns of a conversation"),
+        *spread("tool_call_counts", "calls", "number of tool calls of a session"),
         ("rollout/rows_per_session", "rows", MEAN, "Rows that one session became, mean."),
         ("rollout/empty_sessions", "count", SUM, "Sessions with nothing to train on."),
         (
@@ -313,7 +102,7 @@ SECTIONS = (
             "Correlation of token probabilities between rollout and training.",
         ),
     ),
-    _section(
+    section(
         "Rollout correction",
         ("rollout_corr/kl", "nats", MEAN, "k1 estimate of KL(rollout, training) per token."),
         ("rollout_corr/k3_kl", "nats", MEAN, "k3 estimate of the same."),
@@ -377,19 +166,19 @@ SECTIONS = (
             "Of one criterion (k1 is -log r): mean, std, and the shares above, below and masked.",
         ),
     ),
-    _section(
+    section(
         "Asynchronous training",
-        *_spread(
+        *spread(
             "training/off_policy/trajectory_spans",
             "steps",
             "number of training steps between the oldest and the youngest token of a trajectory",
         ),
-        *_spread(
+        *spread(
             "training/off_policy/trajectory_staleness",
             "steps",
             "age of a trajectory: the mean over its trained tokens",
         ),
-        *_spread(
+        *spread(
             "training/off_policy/trajectory_staleness_worst",
             "steps",
             "age of the oldest trained token of a trajectory",
@@ -505,7 +294,7 @@ SECTIONS = (
         ("rollouter/version_time", "s", MAX, "Seconds between two publishes."),
         ("rollouter/validate_time", "s", MAX, "Seconds of validation."),
     ),
-    _section(
+    section(
         "Validation",
         (
             "val-core/<source>/<variable>/<statistic>",
@@ -523,7 +312,7 @@ SECTIONS = (
         ("val-aux/num_turns/<statistic>", "turns", MEAN, "Turns of validation conversations."),
         ("val/<name>", "as reported", MEAN, "Validation of supervised training, such as val/loss."),
     ),
-    _section(
+    section(
         "Experts",
         ("actor/router_aux_loss", "1", SUM, "Load-balance loss per row; k when even."),
         ("actor/router_mismatch", "ratio", SUM, "Replayed routes the router would not choose."),
@@ -532,7 +321,7 @@ SECTIONS = (
         ("actor/expert_load_max_mean", "1", MAX, "Its mean over layers."),
         ("actor/idle_experts", "ratio", MAX, "Share of experts that no token went to."),
     ),
-    _section(
+    section(
         "Time, speed, memory",
         ("timing_s/update_weights", "s", MAX, "Seconds until engines had new, checked weights."),
         (
@@ -554,13 +343,13 @@ SECTIONS = (
         ("perf/max_memory_reserved_gb", "GiB", MAX, "Largest device memory reserved."),
         ("global_seqlen/<what>", "tokens", MEAN, "How evenly tokens are spread over ranks."),
     ),
-    _section(
+    section(
         "Run",
         ("training/global_step", "steps", MAX, "Number of the step."),
         ("training/epoch", "epochs", MAX, "Passes over the data, counted from 0."),
         ("tripwire/<name>", "count", SUM, "Times a warning sign has shown so far."),
     ),
-    _section(
+    section(
         "Supervised training",
         ("train/loss", "nats", MEAN, "Mean loss per trained token."),
         ("train/grad_norm", "1", MEAN, "Gradient norm before clipping."),
@@ -589,7 +378,7 @@ def declare(name: str, unit: str, combine: str | AggregationType, meaning: str) 
 @cache
 def declared_metric(name: str) -> DeclaredMetric | None:
     """The row for this name, the first that fits; None if nobody has declared it."""
-    rows = [*_own, *(metric for section in SECTIONS for metric in section.metrics)]
+    rows = [*_own, *(metric for one in SECTIONS for metric in one.metrics)]
     for metric in rows:
         if re.fullmatch(re.sub(r"<\w+>", ".+", re.escape(metric.name)), name):
             return metric
@@ -610,10 +399,10 @@ def as_markdown() -> str:
         "parts that",
         "micro-batches, optimizer steps and ranks report become one number.",
     ]
-    for section in SECTIONS:
-        lines += ["", f"## {section.title}", "", "| metric | unit | combine | meaning |"]
+    for one in SECTIONS:
+        lines += ["", f"## {one.title}", "", "| metric | unit | combine | meaning |"]
         lines.append("|---|---|---|---|")
-        for metric in section.metrics:
+        for metric in one.metrics:
             name = metric.name.replace("<", "&lt;").replace(">", "&gt;")
             lines.append(f"| {name} | {metric.unit} | {metric.combine.value} | {metric.meaning} |")
     return "\n".join(lines) + "\n"
