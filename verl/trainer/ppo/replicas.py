@@ -178,14 +178,14 @@ class Replicas:
     def _join(self, replica: Replica) -> None:
         """Weights first, then requests."""
         assert isinstance(self._publisher, SentWeights)
-        try:
-            engine = replica.started.result(timeout=0)
-        except Exception as error:
+        error = replica.started.exception(timeout=0)
+        if error is not None:
             self._replicas.remove(replica)
             self._can_start = False
             logger.error("a rollout replica could not be started; write the number into %s again "
                          "to try again: %s", self._file, error)  # fmt: skip
             return
+        engine = replica.started.result(timeout=0)
         try:
             self._publisher.join(engine)
         except WorkerDied as error:
