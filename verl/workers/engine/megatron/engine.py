@@ -106,10 +106,12 @@ class MegatronEngine(SteppingEngine, DividedModel):
         assert self._compute_device is not None
         config, skeleton = self._config, self._build_skeleton()
         refuse_layout(self.layout, skeleton.config)
-        self._padding_id = skeleton.get_input_embeddings().padding_idx
+        embedding = skeleton.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        self._padding_id = embedding.padding_idx
         check_layout(self.layout, skeleton.config, config.override_transformer_config)
-        self.ranks = join_layout(self.layout, self._compute_device)
-        self.sequence_group = self.ranks.sequence
+        ranks = join_layout(self.layout, self._compute_device)
+        self.ranks, self.sequence_group = ranks, ranks.sequence
         without_random_state()
         chunks = build_chunks(
             skeleton.config,

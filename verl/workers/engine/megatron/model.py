@@ -10,6 +10,10 @@ A value model has, in place of the output layer, `ValueHead`: the layer `score` 
 Weights are not initialized here: `weights.load_weights` fills every one.
 """
 
+# megatron-core's own annotations leave out or mix up types of groups and modules.
+# pyright: reportArgumentType=false, reportOptionalIterable=false
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
+
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import fields

@@ -12,6 +12,9 @@ and moments each (ZeRO stage 1); otherwise each keeps them whole. Learning rate 
 follow megatron-core's own schedule.
 """
 
+# megatron-core's own annotations leave out or mix up types of groups and modules.
+# pyright: reportArgumentType=false, reportOptionalOperand=false
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
