@@ -62,6 +62,7 @@ def test_ranks_that_the_sizes_do_not_divide_are_refused(num_ranks, sizes, text):
         ("llama", 2, {"virtual_pipeline": 2}, r"is 2, but there is one pipeline stage"),
         ("llama", 2, {"expert": 2}, "llama has no experts; set it to 1"),
         ("qwen3_moe", 3, {"expert": 3}, r"\(3\) must divide the model's 4 experts: 2 and 4"),
+        ("qwen3_moe", 4, {"expert": 2, "tensor": 2}, "spread over ranks or divided by columns"),
         ("qwen3_moe", 3, {"expert_tensor": 3}, r"\(3\) must divide the model's 16 columns"),
     ],
 )

@@ -148,6 +148,12 @@ def expert_faults(layout: Layout, model: Any) -> Iterator[str]:
         return
     if experts % layout.expert:
         yield must_divide("expert_model_parallel_size", layout.expert, experts, "experts")
+    if layout.expert > 1 and layout.expert_tensor > 1:
+        yield (
+            f"megatron: expert_model_parallel_size is {layout.expert} and "
+            f"expert_tensor_parallel_size {layout.expert_tensor} (null takes the tensor size); "
+            "experts are spread over ranks or divided by columns: set one of them to 1"
+        )
     width = expert_width(model)
     if width % layout.expert_tensor:
         yield must_divide(
