@@ -113,7 +113,7 @@ def median_seconds(run: Callable[[], Any], device: str, repeats: int = 10) -> fl
 def environment(device: str, seed: int) -> dict[str, Any]:
     """What somebody needs to run it again."""
     return {
-        "command": f"python -m benchmarks.gpu.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}",
+        "command": f"python -m {module_name(sys.argv[0])} {' '.join(sys.argv[1:])}",
         "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         "device": "cpu" if device == "cpu" else torch.cuda.get_device_name(),
         "promised_tflops": None if device == "cpu" else get_device_flops("T"),
@@ -123,6 +123,14 @@ def environment(device: str, seed: int) -> dict[str, Any]:
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "load_average": os.getloadavg(),
     }
+
+
+def module_name(path: str) -> str:
+    """The name by which `python -m` finds a file of this folder or of the one above."""
+    file = Path(path).resolve()
+    root = Path(__file__).resolve().parents[2]
+    inside = file.relative_to(root) if file.is_relative_to(root) else Path(file.name)
+    return ".".join(inside.with_suffix("").parts)
 
 
 def installed(package: str) -> str | None:

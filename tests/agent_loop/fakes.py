@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from verl.config.data import DataConfig
@@ -11,6 +12,7 @@ from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.rollout import AgentLoopConfig, RolloutConfig
 from verl.config.serving import SamplingConfig
 from verl.workers.rollout.base import GenerationRequest, Rollout, TokenOutput
+from verl.workers.rollout.fleet import Fleet
 
 
 @functools.cache
@@ -113,3 +115,11 @@ def loop_config(*, agent: AgentLoopConfig | None = None, **rollout) -> PPOConfig
             )
         ),
     )
+
+
+def idle_load(fleet: Fleet) -> list[int]:
+    """Outstanding tokens when no request runs any more."""
+    deadline = time.monotonic() + 30
+    while any(slot.num_running for slot in fleet.slots) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return fleet.outstanding

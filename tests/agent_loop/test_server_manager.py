@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from tests.agent_loop.fakes import FakeRollout, held_engines, loop_config
+from tests.agent_loop.fakes import FakeRollout, held_engines, idle_load, loop_config
 from verl.agent_loop.server_manager import AsyncLLMServerManager
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "logprobs": True}
@@ -49,8 +49,7 @@ def test_prompts_go_to_the_engine_with_least_to_do():
     assert loads == [[2], [1, 1]], (
         "the second engine gets two prompts for the first one's two samples"
     )
-    manager.fleet.pause(keep=False)
-    assert manager.fleet.outstanding == [0, 0]
+    assert idle_load(manager.fleet) == [0, 0]
 
 
 def test_what_an_engine_has_to_do_is_counted_in_tokens():
@@ -110,8 +109,7 @@ def test_an_engine_that_fails_fails_those_who_wait_for_it():
     manager = AsyncLLMServerManager(loop_config(), [FakeRollout(error=OSError("gone"))])
     with pytest.raises(RuntimeError, match=r"request a failed: OSError\('gone'\)"):
         ask(manager, ("a", [1], 1))
-    manager.fleet.pause(keep=False)
-    assert manager.fleet.outstanding == [0]
+    assert idle_load(manager.fleet) == [0]
 
 
 def test_a_request_that_is_refused_says_why_in_its_own_words():
@@ -167,8 +165,7 @@ def test_a_request_is_aborted_when_nobody_waits_for_any_of_its_samples():
             await asyncio.sleep(0.001)
 
     asyncio.run(asyncio.wait_for(run(), timeout=30))
-    manager.fleet.pause(keep=False)
-    assert manager.fleet.outstanding == [0]
+    assert idle_load(manager.fleet) == [0]
 
 
 def test_one_callback_delivers_all_samples_that_have_come():

@@ -1,8 +1,9 @@
 import time
+from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.measuring import Phases, back_and_forth, ceilings, environment
+from benchmarks.gpu.measuring import Phases, back_and_forth, ceilings, environment, module_name
 from benchmarks.gpu.workload import Workload, prompt_ids, requests, reward, word_tokenizer
 
 
@@ -34,6 +35,13 @@ def test_the_record_names_versions_and_seed():
     assert record["device"] == "cpu"
     assert "torch" in record["versions"]
     assert "trl" not in record["versions"] or record["versions"]["trl"]
+
+
+def test_the_record_has_the_command_of_a_file_of_this_folder_and_of_the_one_above():
+    root = Path(__file__).parents[2] / "benchmarks"
+    assert module_name(str(root / "gpu" / "decode.py")) == "benchmarks.gpu.decode"
+    assert module_name(str(root / "kept_cache.py")) == "benchmarks.kept_cache"
+    assert module_name("/elsewhere/pytest") == "pytest"
 
 
 def test_a_workload_counts_its_tokens():

@@ -4,8 +4,17 @@ import json
 
 import pytest
 
-from benchmarks import host_cost
-from benchmarks.gpu import decode, distillation, filtered, grpo_step, kernels, train, trainer_step
+from benchmarks import host_cost, kept_cache
+from benchmarks.gpu import (
+    decode,
+    distillation,
+    filtered,
+    grpo_step,
+    kernels,
+    publish_stall,
+    train,
+    trainer_step,
+)
 from benchmarks.gpu.policy import whole_groups
 from benchmarks.gpu.summary import summarise
 from benchmarks.gpu.workload import Workload
@@ -166,3 +175,28 @@ def test_every_way_of_comparing_with_a_teacher_is_measured(run):
     exact, estimate = (found["variants"][name]["metrics"] for name in ("reverse_kl_full", "k3"))
     assert exact["distillation/divergence"] > 0
     assert estimate["distillation/divergence"] > 0
+
+
+@pytest.mark.slow
+def test_the_stall_of_an_update_is_measured_for_every_place_of_an_engine(run):
+    found = run(publish_stall, "--updates=3", "--between=3", "--new-tokens=400",
+                "--pause-seconds=0.01")  # fmt: skip
+    lines = found["milliseconds_median_and_worst"]
+    assert set(lines) == {
+        f"{way}, {cache}"
+        for way in ("shared", "copy", "process")
+        for cache in ("kept", "recomputed")
+    }
+    for label, line in lines.items():
+        middle, worst = line["pause"]
+        assert (middle == worst == 0) if label.startswith("shared") else (0 < middle <= worst)
+
+
+def test_kept_keys_and_values_are_compared_with_recomputed_ones_at_every_age(tmp_path):
+    path = tmp_path / "kept.json"
+    kept_cache.main(["--shape=tiny", "--device=cpu", "--ages=2", "--segment=4", "--rates=1e-3",
+                     "--prompts=2", "--samples=2", f"--out={path}"])  # fmt: skip
+    lines = json.loads(path.read_text())["lines"]
+    assert [line["kept"]["age"] for line in lines] == [0, 1, 2]
+    assert lines[0]["kept"]["kl"] < 1e-10 < lines[2]["kept"]["kl"]
+    assert max(line["recomputed"]["kl"] for line in lines) < 1e-10

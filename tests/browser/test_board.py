@@ -166,6 +166,26 @@ def test_time_health_and_comparison_have_something_to_say(page):
     page.get_by_text("They part at step 1: critic/score/mean: 0.02 against 0.12").wait_for()
 
 
+def test_a_step_appears_by_itself_when_it_is_committed(browser, tmp_path):
+    store = StoreWriter(tmp_path, facts={"name": "live"}, decode=str, max_bytes=1 << 20)
+    store.add(Step(number=1, metrics={"actor/entropy": 2.0}, seconds={"gen": 1.0}))
+    store.close()
+    store = StoreWriter(
+        tmp_path, facts={"name": "live"}, decode=str, max_bytes=1 << 20, first_step=1
+    )
+    board = Board([tmp_path])
+    with board_server(board) as running:
+        tab = browser.new_page()
+        tab.set_default_timeout(PATIENCE)
+        tab.goto(page_address(running))
+        tab.get_by_text("actor/entropy").first.wait_for()
+        store.add(Step(number=2, metrics={"actor/entropy": 1.0}, seconds={"gen": 1.0}))
+        tab.get_by_text("step 2", exact=True).wait_for()
+        tab.close()
+        board.close()
+    store.close()
+
+
 def test_without_the_token_the_page_says_what_is_missing(browser, server):
     tab = browser.new_page()
     tab.goto(server.url)

@@ -304,8 +304,9 @@ ROWS = (
         "an asynchronous run loses an engine, a rank that generates or one that trains, its data "
         "plane or the server of its tools, in each phase, by kill -9 or SIGSTOP",
         "A lost engine gets what is published, not what is trained meanwhile; with a lost rank or "
-        "data plane it starts anew from the last commit; it ends bit for bit the same, also if it "
-        "goes on with more engines or fewer. Rows whose tools are lost have no score.",
+        "data plane it starts anew from the last commit; one that joined later is replaced. It "
+        "ends bit for bit the same, also with more engines or fewer. Rows whose tools are lost "
+        "have no score.",
         (
             f"{T}/trainer/test_async_placing.py::"
             "test_an_engine_lost_while_a_step_is_trained_gets_what_is_published",
@@ -316,6 +317,8 @@ ROWS = (
             f"{T}/data_plane/test_ray_faults.py",
             f"{T}/chaos/test_async_tools.py::test_a_tool_server_may_be_lost_in_any_phase",
             f"{T}/trainer/test_async_placing.py::test_a_run_goes_on_with_more_engines_or_fewer",
+            f"{T}/trainer/test_replicas.py",
+            f"{T}/trainer/test_lending.py",
         ),
     ),
     Row(

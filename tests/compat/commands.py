@@ -258,6 +258,17 @@ ACCEPTED = {
         "optim.lr_warmup_steps_ratio=0.01 optim.weight_decay=0.1 optim.betas='[0.9,0.95]' "
         "optim.clip_grad=1.0 optim.min_lr_ratio=0.1 optim.warmup_style=cosine"
     ),
+    "Megatron beside a critic": (
+        f"main_ppo {DATA} {TRAINER} actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct "
+        "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.rollout.name=vllm "
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 "
+        "critic.megatron.tensor_model_parallel_size=4 "
+        "critic.megatron.pipeline_model_parallel_size=2 "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 "
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 "
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"
+    ),
     "GRPO on Megatron": (
         f"main_ppo --config-name=ppo_megatron_trainer.yaml {DATA} {KL_LOSS} {TRAINER} "
         "algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct "

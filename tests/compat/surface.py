@@ -17,7 +17,6 @@ PRESENT = {**BATCH_AND_CONTROLLER, **LOOP, **TRAINING, **UTILITIES, **RECIPES, *
 
 LATER = {
     "verl.experimental.agent_loop.prometheus_utils": "update_prometheus_config",
-    "verl.trainer.ppo.v1.replay_buffer": "ReplayBuffer",
     "verl.utils.skip": "SkipManager",
     "verl.utils.tokenizer.continuous_token": "",
     "verl.workers.engine_workers": "TrainingWorker",

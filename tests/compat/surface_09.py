@@ -4,6 +4,18 @@ SECOND_GENERATION = {
     "verl.checkpoint_engine": """
         CheckpointEngineManager(config, trainer, replicas=...)
         CheckpointEngineManager.update_weights(global_steps=None)
+        CheckpointEngineManager.add_replicas(replicas)
+        CheckpointEngineManager.remove_replicas(replicas)
+    """,
+    "verl.experimental.separation": """
+        DetachActorWorker
+        SeparateRayPPOTrainer
+    """,
+    "verl.experimental.separation.engine_workers": "DetachActorWorker",
+    "verl.experimental.separation.ray_trainer": "SeparateRayPPOTrainer",
+    "verl.trainer.ppo.v1.replay_buffer": """
+        ReplayBuffer
+        ReplayBuffer.sample(global_steps, partition_id, batch_size)
     """,
     "verl.workers.rollout.llm_server": """
         AgentLoopWorker(config, llm_client, teacher_client=None, reward_loop_worker_handles=None)

@@ -16,6 +16,8 @@ R = "actor_rollout_ref.rollout"
 APART = ("actor_rollout_ref.hybrid_engine=False", f"{R}.nnodes=1", f"{R}.free_cache_engine=False")
 CLIP = "algorithm.rollout_correction.bypass_mode=True"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=32"
+LENDS = "async_training.use_dynamic_resource_scheduling=True"
+SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch=True"
 FULL = (MINI, "rollout.total_rollout_steps=2048", "async_training.require_batches=2")
 
 
@@ -130,6 +132,26 @@ REFUSED = [
     ),
     ("fully_async_ppo_trainer", (*FULL, "data.gen_batch_size=7"), "data.gen_batch_size=1"),
     ("fully_async_ppo_trainer", (MINI, "rollout.total_rollout_steps=31"), "raise it"),
+    (
+        "fully_async_ppo_trainer",
+        (
+            *FULL,
+            LENDS,
+            "async_training.staleness_threshold=0",
+            "async_training.trigger_parameter_sync_step=1",
+        ),
+        "the trainer and generation take turns anyway",
+    ),
+    (
+        "fully_async_ppo_trainer",
+        (*FULL, LENDS, f"{R}.name=vllm"),
+        "devices are lent to the built-in engine on ranks of its own",
+    ),
+    (
+        "ppo_trainer",
+        ("trainer.v1.trainer_mode=separate_async", f"{R}.name=native_process", SWITCH),
+        "set hybrid_engine=False",
+    ),
     (
         "ppo_trainer",
         (

@@ -9,6 +9,7 @@ from verl.config.load import load_config, load_yaml
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.sft import SFTConfig
 from verl.config.validate import validate
+from verl.trainer.plan.layout import placement
 
 SFT_FILE = """
 data:
@@ -336,8 +337,8 @@ def test_scaling_and_megatron():
     assert config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 4
     assert config.actor_rollout_ref.ref.megatron.pipeline_model_parallel_size == 2  # follows
     assert config.critic.strategy == "megatron"
-    (refusal,) = mistakes(composed.loaded)
-    assert "not built in yet: use fsdp" in refusal
+    assert mistakes(composed.loaded) == []
+    assert placement(config).roles[0].layout == "megatron: tensor 4, pipeline 2, context 1, data 1"
 
 
 def test_the_overview_command():

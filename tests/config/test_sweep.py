@@ -210,7 +210,6 @@ BY_VALUE = [
     "actor_rollout_ref.rollout.name=trtllm",
     "actor_rollout_ref.rollout.quantization=torchao",
     "actor_rollout_ref.actor.peft.peft_type=dora",
-    "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
     "trainer.v1.sampler.custom_sampler.path=mine.py",
 ]
 

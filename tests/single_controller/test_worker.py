@@ -109,3 +109,8 @@ def test_local_pools_only_count():
     assert manager.get_n_gpus() == 2
     with pytest.raises(ValueError, match="unknown pool 'other'"):
         manager.get_resource_pool("critic")
+    manager.add_pool("other", [3])
+    assert manager.get_resource_pool("critic").world_size == 3
+    assert manager.get_n_gpus() == 5
+    manager.remove_pool("other")
+    assert manager.get_n_gpus() == 2

@@ -22,6 +22,7 @@ from verl.trainer.main_ppo import run_ppo
 from verl.trainer.on_ray import wait_for_start
 from verl.trainer.ppo.asynchronous import AsyncTrainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.replicas import FILE as REPLICAS
 from verl.trainer.ppo.utils import Role
 from verl.trainer.task_runner import TaskRunner
 from verl.utils.environment import BadData, temp_env_var
@@ -87,6 +88,29 @@ def test_actors_that_generate_while_others_train_give_the_run_of_one_engine(toy,
     found = ray_run(
         toy, tmp_path / "ray", *changes, f"{ROLLOUT}.name={name}", "trainer.n_gpus_per_node=1"
     )
+    assert_same_run(
+        without_waiting(without_engine_metrics(found)),
+        without_waiting(without_engine_metrics(expected)),
+    )
+
+
+@pytest.mark.slow
+def test_a_replica_joins_in_a_placement_group_of_its_own_and_the_run_is_the_same(toy, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "ray"
+    expected, trainer = toy_run(toy, here, *separate(here), trainer_class=AsyncTrainer)
+    trainer.stop_workers()
+    there.mkdir()
+    (there / REPLICAS).write_text("2")
+    found = ray_run(
+        toy,
+        there,
+        *separate(there, "rank"),
+        "trainer.controller=ray",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.default_local_dir={there}",
+        "actor_rollout_ref.model.external_lib=tests.patient_trainer",
+    )
+    assert [step.pop("rollout/num_engines") for step in found] == [1, 2, 2, 2, 2, 2]
     assert_same_run(
         without_waiting(without_engine_metrics(found)),
         without_waiting(without_engine_metrics(expected)),

@@ -6,6 +6,8 @@ are the model's own: only those are trained. Loops are chosen per row by `agent_
 """
 
 import asyncio
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +24,15 @@ from verl.protocol.trajectory import AgentLoopMetrics, InfraFault
 from verl.utils.dataset.continuation import Continuation, continuation_of
 from verl.utils.dataset.media import UnreadableImage, load_media, media_encoder_of
 from verl.utils.dataset.prompts import Prompt, encode_prompt, has_media, render
+from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.media import Media
 from verl.utils.registry import Registry
 from verl.utils.rollout_trace import rollout_trace_attr
 
+logger = logging.getLogger(__name__)
+
+SINGLE_TURN = "single_turn_agent"
 Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
 
 
@@ -375,3 +381,54 @@ def listed_loops(path: str | None) -> dict[str, LoopClass]:
             load_class_from_fqn(entry["_target_"], "agent loop"), kwargs
         )
     return loops
+
+
+class PreparedLoops:
+    """The loop classes of a run, each prepared (`init_class`) when a row first names it."""
+
+    def __init__(self, config: Any, tokenizer: Any, processor: Any) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        self.config, self.tokenizer, self.processor = config, tokenizer, processor
+        self.default: str = rollout.agent.default_agent_loop
+        """The loop of rows that name none: with tools or users, where the run is multi-turn."""
+
+        if rollout.multi_turn.enable and self.default == SINGLE_TURN:
+            logger.info("multi_turn.enable: rows that name no agent run tool_agent")
+            self.default = "tool_agent"
+        self._listed = listed_loops(rollout.agent.agent_loop_config_path)
+        self._prepared: dict[str, LoopClass] = {}
+        self._preparing = threading.Lock()
+        self._dataset_cls = get_dataset_class(config.data)
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        return row.get("agent_name") or self.default
+
+    def prepare(self, name: str) -> LoopClass:
+        """The class of that name; on first use it may connect to servers."""
+        with self._preparing:
+            if name not in self._prepared:
+                chosen = self._listed.get(name) or LoopClass(agent_loops[name])
+                if chosen.cls not in {other.cls for other in self._prepared.values()}:
+                    prepare = chosen.cls.init_class
+                    prepare(self.config, self.tokenizer, self.processor, **chosen.kwargs)
+                self._prepared[name] = chosen
+            return self._prepared[name]
+
+    def make(self, chosen: LoopClass, servers: AsyncLLMServerManager) -> AgentLoopBase:
+        """A loop for one sample."""
+        return chosen.cls(
+            trainer_config=DictConfigWrap(self.config),
+            server_manager=servers,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            dataset_cls=self._dataset_cls,
+            dataset_config=DictConfigWrap(self.config.data),
+            **chosen.kwargs,
+        )
+
+    def close(self) -> None:
+        """End what the classes keep for the run; whoever prepares them again begins anew."""
+        with self._preparing:
+            classes, self._prepared = self._prepared, {}
+        for cls in {chosen.cls for chosen in classes.values()}:
+            cls.close_class(self.config)

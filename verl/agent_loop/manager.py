@@ -45,7 +45,6 @@ class AgentLoopManager:
         rollout = config.actor_rollout_ref.rollout
         if rollouts is None:
             rollouts = engines_of(worker_group, rollout)
-        self.rollout_replicas = list(rollouts)
         trace = rollout.trace
         if trace.backend is not None:
             RolloutTraceConfig.init(
@@ -58,11 +57,16 @@ class AgentLoopManager:
             )
         self.rollouter = Rollouter(
             config,
-            AsyncLLMServerManager(config, self.rollout_replicas),
+            AsyncLLMServerManager(config, rollouts),
             tokenizer=tokenizer,
             processor=processor,
             wake_up=self.wake_up if has_own_process(rollout.name) else None,
         )
+
+    @property
+    def rollout_replicas(self) -> list[Rollout]:
+        """The engines; they may join and leave."""
+        return self.rollouter.servers.server_handles
 
     @property
     def server_handles(self) -> list[Rollout]:

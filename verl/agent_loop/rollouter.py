@@ -5,13 +5,13 @@
       buffer.demands, buffer.take wait    each trajectory is graded as it ends
                           <-------------  buffer.put(group)
 
+
 What happens to a trajectory follows from its row and its seed, so groups are the same whatever else
 runs beside them.
 """
 
 import asyncio
 import functools
-import logging
 import os
 import threading
 import time
@@ -24,15 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from verl.agent_loop.base import (
-    AgentLoopBase,
-    DictConfigWrap,
-    LoopClass,
-    LoopResult,
-    LoopSample,
-    agent_loops,
-    listed_loops,
-)
+from verl.agent_loop.base import LoopResult, LoopSample, PreparedLoops
 from verl.agent_loop.buffer import Buffer
 from verl.agent_loop.gate import Gate
 from verl.agent_loop.journal import Journal, Phase
@@ -44,15 +36,12 @@ from verl.protocol.padded import Padding, padded_batch
 from verl.protocol.trajectory import Group, InfraFault, Trajectory, trajectory_timing
 from verl.utils.dataset.media import media_encoder_of
 from verl.utils.dataset.prompts import MAX_REMEMBERED, Prompt, has_media
-from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager.adapters import as_grader
 from verl.workers.reward_manager.service import GradingService
+from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.sequences import SEED_COLUMN, sampling_options
 
-logger = logging.getLogger(__name__)
-
-SINGLE_TURN = "single_turn_agent"
 MIN_ROWS_AHEAD = 16
 MAX_ENCODING_THREADS = 8
 
@@ -188,13 +177,10 @@ class Rollouter(GroupSource):
                 tokenizer, processor, config.data.mm_processor_kwargs
             ).find
         self._wake_up = wake_up
-        self._default_loop = default_loop(rollout)
-        self._listed_loops = listed_loops(rollout.agent.agent_loop_config_path)
-        self._loop_classes: dict[str, LoopClass] = {}
-        self._preparing = threading.Lock()
-        self._dataset_cls = get_dataset_class(config.data)
+        self._loops = PreparedLoops(config, tokenizer, processor)
         self._seconds: dict[str, float] = {}
-        self._num_restarts = self._num_redispatched = 0
+        self._num_restarts: dict[Rollout, int] = {}
+        self._num_redispatched = 0
 
     def grade_with(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """From now on grade each trajectory as soon as it ends, with a grader of that scope."""
@@ -217,10 +203,7 @@ class Rollouter(GroupSource):
         )
 
     def close_loops(self) -> None:
-        with self._preparing:
-            classes, self._loop_classes = self._loop_classes, {}
-        for cls in {chosen.cls for chosen in classes.values()}:
-            cls.close_class(self.config)
+        self._loops.close()
 
     def take_report(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, float]]:
         trajectories = [t for group in groups for t in group.trajectories]
@@ -228,12 +211,23 @@ class Rollouter(GroupSource):
         seconds = {**trajectory_timing(trajectories), **self._seconds}
         self._seconds = {}
         if self._wake_up is not None:
-            before = self._num_restarts, self._num_redispatched
-            self._num_restarts = sum(engine.num_restarts for engine in self.servers.server_handles)
+            before, redispatched = self._num_restarts, self._num_redispatched
+            self._num_restarts = self._count_restarts()
             self._num_redispatched = self.servers.num_redispatched
-            metrics["rollout/engine_restarts"] = self._num_restarts - before[0]
-            metrics["rollout/redispatched"] = self._num_redispatched - before[1]
+            metrics["rollout/engine_restarts"] = sum(
+                number - before.get(engine, 0) for engine, number in self._num_restarts.items()
+            )
+            metrics["rollout/redispatched"] = self._num_redispatched - redispatched
         return metrics, seconds
+
+    def _count_restarts(self) -> dict[Rollout, int]:
+        counts: dict[Rollout, int] = {}
+        for engine in self.servers.server_handles:
+            try:
+                counts[engine] = engine.num_restarts
+            except EngineLostError:  # its process is gone, and the count with it
+                counts[engine] = self._num_restarts.get(engine, 0)
+        return counts
 
     async def _generate(
         self, groups: Sequence[Group], options: RolloutOptions, put: Callable[[Group], None]
@@ -248,8 +242,8 @@ class Rollouter(GroupSource):
         params = sampling_options(self.config.actor_rollout_ref.rollout, options.meta_info)
         traces = trace_infos(groups, options)
         rows = [trajectory.row for group in groups for trajectory in group.trajectories]
-        for name in dict.fromkeys(row.get("agent_name") or self._default_loop for row in rows):
-            await asyncio.to_thread(self._loop_class, name)  # it may connect to servers
+        for name in dict.fromkeys(self._loops.name_of(row) for row in rows):
+            await asyncio.to_thread(self._loops.prepare, name)  # it may connect to servers
         await self._encode_ahead(groups)
         if self.journal is not None:
             await self.journal.begin(options.step)
@@ -277,12 +271,12 @@ class Rollouter(GroupSource):
         The loops find their prompts encoded and still reach the engine in order.
         """
         rows = [group.trajectories[0].row for group in groups[:MAX_REMEMBERED]]
-        chosen = self._loop_class(self._default_loop)
+        chosen = self._loops.prepare(self._loops.default)
         if len(rows) < MIN_ROWS_AHEAD or chosen.cls is not SingleTurnAgentLoop:
             return
         prompts = [row["raw_prompt"] for row in rows if not row.get("agent_name")]
         prompts = [prompt for prompt in prompts if not has_media(prompt)]
-        loop = self._make_loop(chosen)
+        loop = self._loops.make(chosen, self.servers)
 
         def encode(part: Sequence[Prompt]) -> None:
             for prompt in part:
@@ -341,10 +335,11 @@ class Rollouter(GroupSource):
                 zip(group.trajectories, traces, gated, strict=True)
             )
         ]
-        chosen = self._loop_class(row.get("agent_name") or self._default_loop)
+        chosen = self._loops.prepare(self._loops.name_of(row))
         versions = self.servers.fleet.versions() if gate is None else set[int]()
         try:
-            await chosen.cls.run_group(functools.partial(self._make_loop, chosen), samples)
+            make = functools.partial(self._loops.make, chosen, self.servers)
+            await chosen.cls.run_group(make, samples)
         except InfraFault as fault:
             for number in set(range(len(samples))) - rows_of_sample.keys():
                 end(number, fault, SampledTurns())
@@ -367,38 +362,6 @@ class Rollouter(GroupSource):
             await grading.finish(group)
             self._seconds["reward_wait"] = grading.seconds_after_last_response()
         put(group)
-
-    def _loop_class(self, name: str) -> LoopClass:
-        """The class of that name, prepared on first use."""
-        with self._preparing:
-            if name not in self._loop_classes:
-                chosen = self._listed_loops.get(name) or LoopClass(agent_loops[name])
-                known = {other.cls for other in self._loop_classes.values()}
-                if chosen.cls not in known:
-                    prepare = chosen.cls.init_class
-                    prepare(self.config, self.tokenizer, self.processor, **chosen.kwargs)
-                self._loop_classes[name] = chosen
-            return self._loop_classes[name]
-
-    def _make_loop(self, chosen: LoopClass) -> AgentLoopBase:
-        return chosen.cls(
-            trainer_config=DictConfigWrap(self.config),
-            server_manager=self.servers,
-            tokenizer=self.tokenizer,
-            processor=self.processor,
-            dataset_cls=self._dataset_cls,
-            dataset_config=DictConfigWrap(self.config.data),
-            **chosen.kwargs,
-        )
-
-
-def default_loop(rollout: Any) -> str:
-    """The loop of rows that name none: with tools or users, where the run is multi-turn."""
-    name: str = rollout.agent.default_agent_loop
-    if rollout.multi_turn.enable and name == SINGLE_TURN:
-        logger.info("multi_turn.enable: rows that name no agent run tool_agent")
-        return "tool_agent"
-    return name
 
 
 class GradedGeneration:

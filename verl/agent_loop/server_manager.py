@@ -123,7 +123,6 @@ class AsyncLLMServerManager:
             max_sticky=max_cache_size,
             keep_sessions=rollout.multi_turn.enable,
         )
-        self.server_handles = self.fleet.engines
         self._max_response_tokens: int = rollout.response_length
         self._max_num_seqs: int = rollout.max_num_seqs
         self._params: dict[tuple[tuple[str, Any], ...], SamplingParams] = {}
@@ -132,6 +131,11 @@ class AsyncLLMServerManager:
         self._calls: list[Call] = []
         self.find_media: FindMedia | None = None
         """Finds images, given in order, in ids that hold their tokens; None without a processor."""
+
+    @property
+    def server_handles(self) -> list[Rollout]:
+        """The engines; they may join and leave."""
+        return self.fleet.engines
 
     @property
     def num_redispatched(self) -> int:

@@ -148,13 +148,17 @@ def batch_samples(batch: DataProto, tokenizer: Any) -> Iterator[Sample]:
     prompts, responses = tensors["prompts"].numpy(), tensors["responses"].numpy()
     scores = tensors["token_level_scores"].sum(-1).tolist()
     extras = batch.meta_info.get("reward_extra_keys", [])
+    texts: dict[bytes, str] = {}  # samples of a prompt share it
     for row in range(len(batch)):
         in_prompt, in_response = present[row, :num_prompt], present[row, num_prompt:]
-        prompt_ids = prompts[row][in_prompt].tolist()
+        prompt = prompts[row][in_prompt]
+        prompt_ids, key = prompt.tolist(), prompt.tobytes()
+        if key not in texts:
+            texts[key] = tokenizer.decode(prompt_ids, skip_special_tokens=True)
         response_ids = responses[row][in_response].tolist()
         yield Sample(
             uid=str(objects["uid"][row]),
-            prompt=tokenizer.decode(prompt_ids, skip_special_tokens=True),
+            prompt=texts[key],
             response=tokenizer.decode(response_ids, skip_special_tokens=True),
             truth=truth_of(objects, row),
             source=text_of(objects, "data_source", row),

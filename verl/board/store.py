@@ -203,11 +203,20 @@ class StoreWriter:
                 "INSERT INTO events (step, time, kind, text) VALUES (?, ?, ?, ?)",
                 [(step.number, step.time, kind, text) for kind, text in step.events],
             )
+            columns: list[tuple[int | None, str, bytes]] = []
             for sample in samples:
-                self._write_sample(connection, step.number, sample)
+                number = self._write_sample(connection, step.number, sample)
+                columns += [
+                    (number, name, np.asarray(values, dtype="<f4").tobytes())
+                    for name, values in sample.columns.items()
+                ]
+            connection.executemany("INSERT INTO columns VALUES (?, ?, ?)", columns)
         self._keep_within_limit(connection)
 
-    def _write_sample(self, connection: sqlite3.Connection, step: int, sample: Sample) -> None:
+    def _write_sample(
+        self, connection: sqlite3.Connection, step: int, sample: Sample
+    ) -> int | None:
+        """Write all but the token columns; the number of the sample."""
         mask, advantage = (sample.columns.get(name) for name in ("mask", "advantage"))
         mean = None
         if advantage is not None and mask is not None and mask.any():
@@ -233,19 +242,14 @@ class StoreWriter:
                 np.asarray(sample.response_ids, dtype="<i4").tobytes(),
             ),
         )
-        connection.executemany(
-            "INSERT INTO columns VALUES (?, ?, ?)",
-            [
-                (cursor.lastrowid, name, np.asarray(values, dtype="<f4").tobytes())
-                for name, values in sample.columns.items()
-            ],
-        )
         new = {*sample.prompt_ids, *sample.response_ids} - self._known_ids
-        connection.executemany(
-            "INSERT OR IGNORE INTO vocabulary VALUES (?, ?)",
-            [(token, self._decode(token)) for token in sorted(new)],
-        )
-        self._known_ids |= new
+        if new:
+            connection.executemany(
+                "INSERT OR IGNORE INTO vocabulary VALUES (?, ?)",
+                [(token, self._decode(token)) for token in sorted(new)],
+            )
+            self._known_ids |= new
+        return cursor.lastrowid
 
     def _keep_within_limit(self, connection: sqlite3.Connection) -> None:
         size = _pragma(connection, "page_size")

@@ -260,6 +260,24 @@ def placing_faults(config: Any, plan: AsyncPlan) -> Iterator[Fault]:
             f"trained, but in {mode} they generate meanwhile: set it to False"
         )
         yield Fault(text, (f"{ROLLOUT}.free_cache_engine",))
+    lends = lending_key(config)
+    if lends is not None and not plan.lag:
+        text = (
+            f"{lends} is True, but nothing is generated ahead, so the trainer and generation take "
+            "turns anyway: set it to False, or generate ahead (num_warmup_batches or "
+            "staleness_threshold above 0)"
+        )
+        yield Fault(text, (lends,))
+    elif lends is not None and (
+        section.hybrid_engine or not rollout_traits(rollout.name).is_builtin
+    ):
+        text = (
+            f"{lends} is True, but {ROLLOUT}.name is {shown(rollout.name)} with "
+            f"actor_rollout_ref.hybrid_engine={section.hybrid_engine}: devices are lent to the "
+            f"built-in engine on ranks of its own; set hybrid_engine=False and {ROLLOUT}.name="
+            f"native, or {lends}=False"
+        )
+        yield Fault(text, (lends, f"{ROLLOUT}.name"))
     if plan.kv_after_update == "keep" and not plan.lag and rollout.free_cache_engine:
         text = (
             f"{ROLLOUT}.kv_after_update is keep, but {ROLLOUT}.free_cache_engine is True: the keys "
@@ -274,6 +292,16 @@ def placing_faults(config: Any, plan: AsyncPlan) -> Iterator[Fault]:
             "True"
         )
         yield Fault(text, (f"{ROLLOUT}.calculate_log_probs",))
+
+
+def lending_key(config: Any) -> str | None:
+    """The key that lends devices of the trainer to generation, if it is set."""
+    mode = async_mode(config)
+    if mode == "separate_async" and config.trainer.v1.separate_async.hybrid_rollout.enable_switch:
+        return "trainer.v1.separate_async.hybrid_rollout.enable_switch"
+    if mode == "fully_async" and config.async_training.use_dynamic_resource_scheduling:
+        return "async_training.use_dynamic_resource_scheduling"
+    return None
 
 
 def algorithm_faults(config: Any, plan: AsyncPlan) -> Iterator[Fault]:

@@ -12,11 +12,21 @@ from verl.config.base import Absent, BaseConfig, When, never, option
 from verl.config.roles import FULLY_ASYNC, async_mode
 
 ASYNCHRONOUS = When(lambda here, run: async_mode(run) != "sync", "training is synchronous")
-LENDING = Absent(
-    "devices are not lent between training and generation: leave it out, or let both have all of "
-    "them with trainer.v1.trainer_mode=colocate_async"
+SEPARATE = When(
+    lambda here, run: async_mode(run) == "separate_async", "trainer_mode is not separate_async"
 )
-SWITCHED = never("devices are not lent between training and generation")
+LENDS = When(
+    lambda here, run: async_mode(run) == "fully_async" and here.use_dynamic_resource_scheduling,
+    "async_training.use_dynamic_resource_scheduling is False: no devices are lent",
+)
+SWITCHES = When(
+    lambda here, run: async_mode(run) == "separate_async" and here.enable_switch,
+    "hybrid_rollout.enable_switch is False: no devices are lent",
+)
+ADAPTS = When(
+    lambda here, run: SWITCHES.holds(here, run) and here.adaptive_switch_threshold,
+    "enable_switch or adaptive_switch_threshold is False: the threshold stays",
+)
 BY_SCHEDULE = "which prompts a step trains on follows from the schedule (docs/async.md)"
 
 
@@ -68,17 +78,19 @@ class AsyncTrainingConfig(BaseConfig):
     )
     """Accepted for older scripts; the rollout's engines always validate."""
 
-    use_dynamic_resource_scheduling: bool = option(False, absent=LENDING)
-    """Lend idle devices of the trainer to generation."""
+    use_dynamic_resource_scheduling: bool = option(False, used_if=FULLY_ASYNC)
+    """While the trainer waits for responses, its devices generate too, with engines and weights of
+    their own there; needs generation on ranks of its own."""
 
-    dynamic_schedule_policy: str = option("default", used_if=SWITCHED)
-    """Who decides when."""
+    dynamic_schedule_policy: str = option("default", choices=("default",), used_if=LENDS)
+    """`default` lends when few of the responses that are waited for have ended."""
 
-    dynamic_schedule_deactivate_ratio: float = option(0.3, minimum=0, used_if=SWITCHED)
-    """Share of finished prompts at which they are given back."""
+    dynamic_schedule_deactivate_ratio: float = option(0.3, minimum=0, maximum=1, used_if=LENDS)
+    """Devices are lent while at most this share of them has ended."""
 
-    dynamic_schedule_enable_rebalance: bool = option(True, used_if=SWITCHED)
-    """Move requests between replicas when that happens."""
+    dynamic_schedule_enable_rebalance: bool = option(True, used_if=LENDS)
+    """Spread the responses that run over all engines when devices are lent; off, lent engines get
+    those that begin later."""
 
     concurrent_samples_per_replica: int = option(
         16, minimum=1, used_if=never("rollout.max_num_seqs bounds what an engine runs at once")
@@ -105,26 +117,27 @@ class ColocateAsyncConfig(BaseConfig):
 class HybridRolloutConfig(BaseConfig):
     """Devices of the trainer lent to generation."""
 
-    enable_switch: bool = option(False, absent=LENDING)
-    """Lend them."""
+    enable_switch: bool = option(False, used_if=SEPARATE)
+    """While the trainer waits for responses, its devices generate too, with engines and weights of
+    their own there; needs generation on ranks of its own."""
 
-    switch_threshold_ratio: float = option(0.4, used_if=SWITCHED)
-    """Share of finished prompts at which they return to training."""
+    switch_threshold_ratio: float = option(0.4, minimum=0, maximum=1, used_if=SWITCHES)
+    """Devices are lent if at most this share of the responses that are waited for has ended."""
 
-    adaptive_switch_threshold: bool = option(True, used_if=SWITCHED)
-    """Adapt that share to what switching costs."""
+    adaptive_switch_threshold: bool = option(True, used_if=SWITCHES)
+    """Raise the share after a wait that was longer than switching takes, lower it after others."""
 
-    switch_threshold_step_up: float = option(0.05, used_if=SWITCHED)
+    switch_threshold_step_up: float = option(0.05, minimum=0, used_if=ADAPTS)
     """How far it rises at a time."""
 
-    switch_threshold_step_down: float = option(0.03, used_if=SWITCHED)
+    switch_threshold_step_down: float = option(0.03, minimum=0, used_if=ADAPTS)
     """How far it falls at a time."""
 
-    switch_threshold_release_steps: int = option(2, used_if=SWITCHED)
-    """Steps before it falls."""
+    switch_threshold_release_steps: int = option(2, minimum=1, used_if=ADAPTS)
+    """Waits in a row that were too short before it falls."""
 
-    switch_cost_window_size: int = option(3, used_if=SWITCHED)
-    """Switches whose cost is averaged."""
+    switch_cost_window_size: int = option(3, minimum=1, used_if=ADAPTS)
+    """Switches whose seconds are averaged."""
 
 
 @dataclass(kw_only=True)
@@ -134,20 +147,14 @@ class SeparateAsyncConfig(BaseConfig):
     num_warmup_batches: int = option(
         1,
         minimum=0,
-        used_if=When(
-            lambda here, run: async_mode(run) == "separate_async",
-            "trainer_mode is not separate_async",
-        ),
+        used_if=SEPARATE,
     )
     """Batches generated ahead of the weights they will train."""
 
     parameter_sync_step: int = option(
         4,
         minimum=1,
-        used_if=When(
-            lambda here, run: async_mode(run) == "separate_async",
-            "trainer_mode is not separate_async",
-        ),
+        used_if=SEPARATE,
     )
     """Training steps between updates of the rollout's weights."""
 

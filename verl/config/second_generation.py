@@ -8,7 +8,8 @@ one says nothing at all, since it stands behind a switch that has an entry of it
 from typing import Any, NamedTuple
 
 OFF = (False, None, 0, "")
-MEGATRON = "it belongs to Megatron's engine"
+MBRIDGE = "our own table converts Megatron's weights"
+RESHARDED = "checkpoints are read by any layout"
 MUON = "Megatron's Muon is not built in; optim.optimizer and optim.optimizer_impl name another"
 PACKED = "sequences are packed without padding"
 HOOKS = "results stay where the profiler writes them: start what should follow after the run"
@@ -106,7 +107,7 @@ ENTRIES: tuple[Entry, ...] = (
     idle("*.pad_to_length", PACKED, *OFF),
     idle("*.pad_to_length_bucket", PACKED, 1024, 512, None),
     idle("*.checkpoint.strict", "a checkpoint is always read as a whole", True, None),
-    idle("*.checkpoint.mbridge_config", MEGATRON, {}, None),
+    idle("*.checkpoint.mbridge_config", MBRIDGE, {}, None),
     refused("critic.loss_scale_factor", "the critic's loss divides by the padded response length"),
     idle("critic.model.hf_config_path", ROLES, None),
     idle("critic.model.custom_chat_template", ROLES, None),
@@ -156,14 +157,13 @@ ENTRIES: tuple[Entry, ...] = (
             ),
         )
     ),
-    *(
-        Entry(f"*.megatron.{name}", None, MEGATRON, is_quiet=True)
-        for name in (
-            "dynamic_context_parallel", "max_seqlen_per_dp_cp_rank",
-            "dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient",
-            "entropy_from_logits_with_chunking", "pad_bshd_to_minibatch_max", "use_megatron_fsdp",
-            "router_replay",
-        )
-    ),
+    refused("*.megatron.dynamic_context_parallel", "context_parallel_size holds for every pass"),
+    idle("*.megatron.max_seqlen_per_dp_cp_rank", "it belongs to dynamic_context_parallel", None),
+    idle("*.megatron.dist_ckpt_optim_fully_reshardable", RESHARDED, *OFF, True),
+    idle("*.megatron.distrib_optim_fully_reshardable_mem_efficient", RESHARDED, *OFF, True),
+    idle("*.megatron.entropy_from_logits_with_chunking", "entropy is always in chunks", *OFF),
+    idle("*.megatron.pad_bshd_to_minibatch_max", PACKED, *OFF),
+    refused("*.megatron.use_megatron_fsdp", "it is not built in: strategy=fsdp shards weights"),
+    Entry("*.megatron.router_replay", None, "the actor's counts", is_quiet=True),
 )  # fmt: skip
 """In order: the first that fits a key is taken."""

@@ -65,7 +65,7 @@ def expert_tensors(model: nn.Module) -> list[str]:
     )
 
 
-def is_expert_layer(layer: nn.Module) -> bool:
+def is_expert_layer(layer: Any) -> bool:
     """Whether this is peft's layer around a tensor of experts."""
     wrapper = require("peft.tuners.lora.layer", "peft").ParamWrapper
     return isinstance(layer, wrapper) and is_experts(layer.get_base_layer())

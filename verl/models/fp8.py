@@ -85,7 +85,7 @@ def fp8_grouped_product(rows: Tensor, weight: Tensor, scale: Tensor, ends: Tenso
     """
     x8, x_scale = quantize_rows(rows)
     if rows.device.type == "cuda":
-        return torch._scaled_grouped_mm(  # pyright: ignore[reportAttributeAccessIssue]
+        return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
             x8, weight.transpose(1, 2), x_scale.squeeze(1), scale.squeeze(2),
             offs=ends, out_dtype=rows.dtype, use_fast_accum=True,
         )  # fmt: skip

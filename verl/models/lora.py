@@ -170,7 +170,7 @@ def targets(
     MLPs for those of experts (and gives gate and up a common, doubled rank), which is refused:
     `experts` names them. Routers stay frozen.
     """
-    names = [target_modules] if target_modules == ALL_LINEAR else target_modules
+    names = [ALL_LINEAR] if target_modules == ALL_LINEAR else target_modules
     if isinstance(names, str):
         return names, None
     if Routing.of(model) is None:

@@ -27,6 +27,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from verl.utils.environment import is_torchrun
 from verl.utils.tracking import metrics_path
@@ -146,6 +147,14 @@ class RunSummary:
         lines.append(f"time: {', '.join(shares)}")
         lines += [f"{name}: {count:g} steps" for name, count in self._counts.items() if count]
         return lines
+
+    def show(self, folder: Path, saved_step: int) -> None:
+        """Print it, and where the newest checkpoint is; nothing where no step has ended."""
+        lines = self.lines()
+        if lines and saved_step:
+            lines.append(f"checkpoint: {folder / f'global_step_{saved_step}'}")
+        if lines:
+            Console().print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def _clock(seconds: float) -> str:

@@ -22,10 +22,11 @@ from verl.single_controller.base.failures import WorkerDied, WorkerError, Worker
 from verl.single_controller.controllers import Controller, controllers
 from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.asynchronous import AsyncTrainer
+from verl.trainer.ppo.checkpointing import run_locks
 from verl.trainer.ppo.placing import REWARD_POOL, ROLLOUT_POOL, TEACHER_POOL, make_pools, pool_of
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.scoring import asks_over_http
-from verl.trainer.ppo.session import as_ppo_config, run_locks
+from verl.trainer.ppo.session import as_ppo_config
 from verl.trainer.ppo.stored import with_stored_batches
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model

@@ -28,11 +28,19 @@ _PROCESS = "verl.workers.rollout.replica:EngineProcessRollout"
 _PROFILER = "verl.utils.profiler"
 _VISION = "verl.utils.dataset.vision_utils"
 _MANAGERS = "verl.workers.reward_manager"
+_SEPARATION = {
+    "SeparateRayPPOTrainer": "verl.trainer.ppo.v1:PPOTrainerSeparateAsync",
+    "DetachActorWorker": "verl.workers.roles:ActorRolloutRefWorker",
+    "RolloutWorker": "verl.workers.roles:RolloutWorker",
+}
 
 OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.base_config": "verl.config.base",
     "verl.checkpoint_engine": names(_HELPERS, "CheckpointEngineManager"),
     "verl.experimental.dataset": {},
+    "verl.experimental.separation": _SEPARATION,
+    "verl.experimental.separation.engine_workers": _SEPARATION,
+    "verl.experimental.separation.ray_trainer": _SEPARATION,
     "verl.experimental.dataset.sampler": names(
         "verl.utils.dataset.rl_dataset", "AbstractCurriculumSampler", "AbstractSampler"
     ),

@@ -29,6 +29,12 @@ from typing import IO
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+"""`python -c` of it, with further arguments of the interpreter, is a program that is killed when
+the thread that started it ends: 1 is PR_SET_PDEATHSIG, 9 is SIGKILL, and both stay in force."""
 END_SECONDS = 5.0
 LOOK_SECONDS = 0.002
 

@@ -181,6 +181,14 @@ class CheckpointEngineManager:
         """What the workers report; `config.checkpoint_engine` says how the weights travel."""
         return self.trainer.update_weights()
 
+    def add_replicas(self, replicas: Sequence[Any]) -> None:
+        """These sleep and wake with the others; a run takes in further engines by itself
+        (`verl.trainer.ppo.replicas`)."""
+        self.replicas += replicas
+
+    def remove_replicas(self, replicas: Sequence[Any]) -> None:
+        self.replicas = [replica for replica in self.replicas if replica not in replicas]
+
     def sleep_replicas(self) -> None:
         for replica in self.replicas:
             replica.sleep()

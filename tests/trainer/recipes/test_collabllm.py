@@ -167,6 +167,7 @@ def test_a_run_is_graded_by_the_judge(toy, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_conversations_teach_where_controls_do_not(toy, tmp_path):
     assert learn_collab(toy, tmp_path / "a")[-1] > 0.3
     assert max(learn_collab(toy, tmp_path / "b", f"{ACTOR}.optim.lr=0.0")) < 0.1

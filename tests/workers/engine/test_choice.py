@@ -90,9 +90,9 @@ def test_an_engine_of_ones_own_is_built_by_the_name_it_registered(tmp_path):
     class Counting(OneDeviceEngine):
         num_steps = 0
 
-        def optimizer_step(self):
+        def train_batch(self, *args, **kwargs):
             self.num_steps += 1
-            return super().optimizer_step()
+            return super().train_batch(*args, **kwargs)
 
     EngineRegistry.register(model_type="language_model", backend="counting", device="cpu")(Counting)
     plain_twin(tiny_model("llama")).save_pretrained(tmp_path)

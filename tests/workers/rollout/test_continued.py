@@ -170,8 +170,8 @@ def test_a_fleet_aborts_what_runs_and_what_waits_and_a_rest_completes_it():
 
 
 def test_requests_that_no_engine_has_end_without_tokens():
-    fleet = Fleet([FakeRollout()])
-    fleet.pause(keep=True)
+    fleet = Fleet([engine := FakeRollout()])
+    assert fleet.retire(engine)
     ended = []
     held = [
         fleet.submit(
@@ -187,7 +187,6 @@ def test_requests_that_no_engine_has_end_without_tokens():
     assert not held[1].done()
     fleet.abort()
     assert held[1].result(0)[0].stop_reason == "abort"
-    fleet.resume()
 
 
 def test_an_aborted_request_whose_engine_is_lost_is_not_given_to_another():

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.agent_loop.fakes import FakeRollout, held_engines, loop_config
+from tests.agent_loop.fakes import FakeRollout, held_engines, idle_load, loop_config
 from tests.agent_loop.test_server_manager import ask
 from tests.server.engines import ScriptedRollout, saying
 from verl.agent_loop.server_manager import AsyncLLMServerManager
@@ -61,13 +61,6 @@ def a_request(
 
 def results(futures):
     return [future.result(timeout=30) for future in list(futures)]
-
-
-def idle_load(fleet: Fleet) -> list[int]:
-    """Outstanding tokens when no request runs any more."""
-    fleet.pause(keep=False)
-    fleet.resume()
-    return fleet.outstanding
 
 
 def manager(*engines, attempts=3, recover=LosableRollout.recover):
@@ -151,25 +144,42 @@ def test_a_request_whose_future_is_cancelled_ends_on_its_engine():
     assert idle_load(fleet) == [0]
 
 
-# ---- pause ---------------------------------------------------------------------------------------
+# ---- joining and leaving -------------------------------------------------------------------------
 
 
-def test_a_paused_fleet_lets_running_requests_end_and_holds_new_ones():
+def test_an_engine_that_joins_gets_requests_and_one_that_leaves_finishes_those_it_has():
     is_open = threading.Event()
-    engine = FakeRollout(hold=lambda: not is_open.is_set())
-    fleet = Fleet([engine])
-    running = fleet.submit(a_request("a"))
-    fleet.pause(keep=True)
-    held = fleet.submit(a_request("b"))
-    assert not running.done()
-    threading.Timer(0.05, is_open.set).start()
-    fleet.pause(keep=False)
-    assert running.done()
+    first, second = (FakeRollout(hold=lambda: not is_open.is_set()) for _ in range(2))
+    fleet = Fleet([first])
+    futures = [fleet.submit(a_request("a", 1))]
+    fleet.add(second)
+    futures.append(fleet.submit(a_request("b", 2)))
+    assert [slot.num_requests for slot in fleet.slots] == [1, 1]
+    assert not fleet.retire(second)
+    futures.append(fleet.submit(a_request("c", 2)))  # the second has the beginning of its prompt
+    assert [slot.num_requests for slot in fleet.slots] == [2, 1]
+    assert fleet.engines == [first, second]
+    is_open.set()
+    results(futures)
+    assert idle_load(fleet) == [0, 0]
+    assert fleet.retire(second)
+    assert fleet.engines == [first]
+    assert [request.request_id for request in second.requests] == ["b"]
+    fleet.add(FakeRollout())
+    assert [slot.index for slot in fleet.slots] == [0, 1]
+
+
+def test_requests_that_wait_for_an_engine_are_given_to_one_that_joins():
+    wait = threading.Event()
+    fleet = Fleet([LosableRollout(num_losses=1)], recover=lambda engine: wait.wait(30) and None)
+    held = fleet.submit(a_request("a"))
+    assert idle_load(fleet) == [0]
     assert not held.done()
-    assert [request.request_id for request in engine.requests] == ["a"]
-    fleet.resume()
+    joined = FakeRollout()
+    fleet.add(joined)
     results([held])
-    assert fleet.versions() == {0}
+    assert [request.request_id for request in joined.requests] == ["a"]
+    wait.set()
 
 
 # ---- loss ----------------------------------------------------------------------------------------

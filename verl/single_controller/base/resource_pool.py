@@ -66,9 +66,24 @@ class PoolManager(ABC, Generic[Pool]):
 
     resource_pool_dict: dict[str, Pool] = field(default_factory=dict)
 
-    @abstractmethod
     def create_resource_pool(self) -> None:
         """Create all pools, or raise `ValueError` when the machines are not enough."""
+        for name, process_on_nodes in self.resource_pool_spec.items():
+            self.resource_pool_dict[name] = self.new_pool(name, process_on_nodes)
+
+    @abstractmethod
+    def new_pool(self, name: str, process_on_nodes: list[int]) -> Pool:
+        """A pool of so many processes per node."""
+
+    def add_pool(self, name: str, process_on_nodes: list[int]) -> None:
+        """Create a further pool while others are in use."""
+        self.resource_pool_dict[name] = self.new_pool(name, process_on_nodes)
+        self.resource_pool_spec[name] = process_on_nodes
+
+    def remove_pool(self, name: str) -> None:
+        """Give back what the pool holds."""
+        self.resource_pool_dict.pop(name).release()
+        del self.resource_pool_spec[name]
 
     def get_resource_pool(self, role: Hashable) -> Pool:
         if role not in self.mapping:

@@ -107,9 +107,8 @@ def rank_variables(pool: ResourcePool, address: str, port: str) -> list[dict[str
 class LocalResourcePoolManager(PoolManager[ResourcePool]):
     """Pools on this machine: they only count processes."""
 
-    def create_resource_pool(self) -> None:
-        for name, process_on_nodes in self.resource_pool_spec.items():
-            self.resource_pool_dict[name] = ResourcePool(process_on_nodes, max_colocate_count=3)
+    def new_pool(self, name: str, process_on_nodes: list[int]) -> ResourcePool:
+        return ResourcePool(process_on_nodes, max_colocate_count=3)
 
 
 class LocalColocatedClass(ClassWithInitArgs):

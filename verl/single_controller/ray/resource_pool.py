@@ -232,11 +232,13 @@ class ResourcePoolManager(PoolManager[RayResourcePool]):
 
     def create_resource_pool(self) -> None:
         self._check_resource_available()
-        for name, process_on_nodes in self.resource_pool_spec.items():
-            # Three roles share a device in a PPO run: actor with rollout, critic, reward model.
-            self.resource_pool_dict[name] = RayResourcePool(
-                process_on_nodes, use_gpu=self.use_gpu, max_colocate_count=3, name_prefix=name
-            )
+        super().create_resource_pool()
+
+    def new_pool(self, name: str, process_on_nodes: list[int]) -> RayResourcePool:
+        # Three roles share a device in a PPO run: actor with rollout, critic, reward model.
+        return RayResourcePool(
+            process_on_nodes, use_gpu=self.use_gpu, max_colocate_count=3, name_prefix=name
+        )
 
     def _check_resource_available(self) -> None:
         if not self.use_gpu:

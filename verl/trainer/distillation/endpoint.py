@@ -4,8 +4,8 @@
       -> choices[0].prompt_logprobs = [null, {"<id>": {"logprob": ...}, ...}, ...]
 
 One request for each row, some at a time, each with a deadline; the second attempt asks the next
-server. An answer that does not come, or
-that is not about the tokens that were sent, is a missing one: it never counts as 0.
+server. An answer that does not come, or that is not about the tokens that were sent, is a missing
+one: it never counts as 0.
 """
 
 import logging

@@ -5,7 +5,7 @@
            ==requests of EndpointTeacher, spread over the replicas==>
 
 Replicas end with the driver, however it ends. One that has died is started again before the next
-step, a few times; what it was asked meanwhile is asked of the others.
+step, a few times; what it was asked meanwhile is asked of the next one.
 """
 
 import contextlib
@@ -19,14 +19,9 @@ from collections.abc import Sequence
 
 from verl.config.distillation import TeacherConfig
 from verl.utils import environment
+from verl.utils.processes import DIE_WITH_PARENT
 
 logger = logging.getLogger(__name__)
-
-DIE_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-)
-"""1 is PR_SET_PDEATHSIG, 9 is SIGKILL; both stay in force when the program is replaced."""
 
 START_SECONDS = 600.0
 END_SECONDS = 15.0
@@ -41,7 +36,9 @@ class Replica:
         self.name = name
         variables = environment.all_variables()
         if device is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = str(device)
+            visible = variables.get("CUDA_VISIBLE_DEVICES")
+            name = visible.split(",")[device] if visible else str(device)
+            variables["CUDA_VISIBLE_DEVICES"] = name
         self._process = subprocess.Popen(
             [sys.executable, "-c", DIE_WITH_PARENT, *command],
             stdin=subprocess.DEVNULL,
@@ -52,7 +49,10 @@ class Replica:
         )
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._endpoint: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, name=f"output of {name}", daemon=True).start()
+        self._listener = threading.Thread(
+            target=self._listen, name=f"output of {name}", daemon=True
+        )
+        self._listener.start()
         self.url = ""
 
     def _listen(self) -> None:
@@ -64,14 +64,14 @@ class Replica:
                 self._endpoint.put(line.removeprefix("endpoint: ").strip())
         self._endpoint.put("")
 
-    def wait(self, timeout_seconds: float = START_SECONDS) -> None:
+    def wait(self, timeout_seconds: float) -> None:
         """Until it serves; RuntimeError with its last lines if it does not."""
         with contextlib.suppress(queue.Empty):
             self.url = self._endpoint.get(timeout=timeout_seconds)
         if not self.url:
             raise RuntimeError(
-                f"replica {self.name} of a teacher did not start within {timeout_seconds:g} s: "
-                f"{self.last_lines()}"
+                f"replica {self.name} of a teacher does not serve after at most "
+                f"{timeout_seconds:g} s: {self.last_lines()}"
             )
 
     @property
@@ -91,12 +91,17 @@ class Replica:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(timeout=END_SECONDS)
+        self._listener.join(timeout=END_SECONDS)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 class Replicas:
     """The processes of one teacher, all started at once."""
 
-    def __init__(self, name: str, teacher: TeacherConfig, device: str, devices: Sequence[int]):
+    def __init__(
+        self, name: str, teacher: TeacherConfig, device: str, devices: Sequence[int]
+    ) -> None:
         """`device` is `cpu` or `cuda`; replica i of a GPU has `devices[i % len(devices)]`."""
         settings = teacher.inference
         assert teacher.model_path is not None
@@ -119,7 +124,7 @@ class Replicas:
         ]
         try:
             for replica in self._replicas:
-                replica.wait()
+                replica.wait(START_SECONDS)
         except RuntimeError:
             self.close()
             raise
@@ -138,8 +143,9 @@ class Replicas:
             if self._num_restarts > MAX_RESTARTS:
                 raise RuntimeError(f"{said}\nIt was started again {MAX_RESTARTS} times")
             logger.warning("%s\nIt is started again", said)
+            replica.close()
             self._replicas[number] = self._start(replica.name, number)
-            self._replicas[number].wait()
+            self._replicas[number].wait(START_SECONDS)
         return [replica.url for replica in self._replicas]
 
     def close(self) -> None:

@@ -31,7 +31,8 @@ from verl.workers.engine import EngineRegistry, EngineSpec
 from verl.workers.engine.outputs import Outputs
 
 MAX_BODY_BYTES = 16 << 20
-TIMEOUT_SECONDS = 600.0
+TIMEOUT_SECONDS, IDLE_SECONDS = 600.0, 60.0
+NAMES = ("log_probs", "top_ids", "top_log_probs")
 
 Positions = list[Any]
 """Of each token but the first: its log-probability and the likeliest ones, by token id."""
@@ -112,7 +113,8 @@ class TeacherService:
     def _run_passes(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
+                if not self._changed.wait_for(lambda: bool(self._waiting), IDLE_SECONDS):
+                    continue
                 rows = self._admitted()
             try:
                 for waiting, positions in zip(rows, self._computed(rows), strict=True):
@@ -151,9 +153,6 @@ class TeacherService:
             positions_of(row, *(found[name][number] for name in NAMES))
             for number, row in enumerate(rows)
         ]
-
-
-NAMES = ("log_probs", "top_ids", "top_log_probs")
 
 
 def positions_of(row: Waiting, own: Tensor, best: Tensor, values: Tensor) -> Positions:

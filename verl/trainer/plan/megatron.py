@@ -5,9 +5,7 @@ Checked before a worker starts. A model that is not here to read is checked when
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig
+from typing import TYPE_CHECKING, Any
 
 from verl.config.engine import McoreEngineConfig
 from verl.config.faults import ConfigError, Fault
@@ -19,20 +17,31 @@ from verl.config.roles import (
     ranks_per_sequence,
     role_ranks,
 )
-from verl.workers.engine.megatron.layout import Layout, check_layout
+
+if TYPE_CHECKING:
+    from verl.workers.engine.megatron.layout import Layout
 
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
 
 
-def megatron_layout(config: Any, role: str) -> Layout:
+def megatron_layout(config: Any, role: str) -> "Layout":
     """Of a role that Megatron trains; refused where its ranks cannot be divided so."""
+    from verl.workers.engine.megatron.layout import Layout  # noqa: PLC0415 - beside engines
+
     return Layout.of(engine_of(config, role), role_ranks(config, role))
 
 
 def layout_faults(config: Any) -> Iterator[Fault]:
     """Layouts that divide neither ranks nor models, or differ on the same ranks."""
+    roles = list(megatron_roles(config))
+    if not roles:
+        return  # nothing is imported for other back-ends
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    from verl.workers.engine.megatron.layout import Layout, check_layout  # noqa: PLC0415
+
     layouts = dict[str, Layout]()
-    for path, engine, ranks, model in megatron_roles(config):
+    for path, engine, ranks, model in roles:
         if ranks % ranks_per_sequence(engine):
             continue  # validation has named it
         try:

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,16 @@ from verl.config.correction import correction_of
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group
 from verl.trainer.ppo.context import StepBatch, StepContext
-from verl.trainer.ppo.session import as_prompts
+from verl.trainer.ppo.data import as_prompts
+from verl.trainer.ppo.lending import Lending, lending_rule
+from verl.trainer.ppo.replicas import expendable_engines
 from verl.trainer.ppo.trainer import PPOTrainer
+from verl.trainer.ppo.utils import Role
 from verl.utils.checkpoint.layout import make_folders
 from verl.utils.scramble import keyed_seed
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.kept_cache import measure_step
-from verl.workers.rollout.publish import Publisher
+from verl.workers.rollout.publish import Publisher, SentWeights
 
 TIMELINE = "timeline.jsonl"
 
@@ -62,6 +65,11 @@ class AsyncBuffer(Buffer):
     def num_ended(self) -> int:
         """Groups that were generated since the run began."""
         return self._state.num_drawn - len(self._state.running)
+
+    def num_running(self, step: int) -> int:
+        """Groups of a step that are still generated."""
+        with self._changed:
+            return self._state.num_running(step)
 
     def fail(self, error: BaseException) -> None:
         self.gate.fail(error)
@@ -119,11 +127,32 @@ class AsyncTrainer(PPOTrainer):
             rollout_loop(os.getpid()),
             lambda: rollouter.servers.abort_turns(),
         )
+        self.lending = self._lent_engines()
         self._num_started = self._num_cut = 0
         self._closed = 0.0
         self._drawn: dict[int, list[Group]] = {}
         self._loader_before: dict[int, dict[str, Any]] = {}
         self._works: set[Future[None]] = set()
+
+    def _lent_engines(self) -> Lending | None:
+        """Engines on the devices of the trainer, for the time that it waits."""
+        rule, spec = lending_rule(self.config), self._replica_spec()
+        if rule is None or not self.plan.lag:
+            return None
+        assert spec is not None, "checked with the configuration"
+        assert isinstance(self.publisher, SentWeights)
+        pool_name = self.resource_pool_manager.mapping[self._policy_role()]
+        group = self.placer.start_beside(pool_name, str(Role.Rollout), spec)
+        engines = expendable_engines(group, self.config, self.seed)
+        servers, loop = self.async_rollout_manager.rollouter.servers, rollout_loop(os.getpid())
+        return Lending(rule, group, engines, self.publisher, servers, loop)
+
+    def _waiting(self, num_running: int, step: StepContext) -> AbstractContextManager[None]:
+        """While the trainer waits for so many rows."""
+        num_rows = self.plan.batch * self.config.actor_rollout_ref.rollout.n
+        if self.lending is None:
+            return nullcontext()
+        return self.lending.while_waiting(num_running / num_rows, step.report)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -146,7 +175,9 @@ class AsyncTrainer(PPOTrainer):
         rollout = self.config.actor_rollout_ref.rollout
         with step.report.timed("gen"):
             self._admit()
-            taken = self.buffer.take(step.step)
+            num_running = self.buffer.num_running(step.step) * rollout.n
+            with self._waiting(num_running, step):
+                taken = self.buffer.take(step.step)
             require_working_world(taken.groups, rollout.multi_turn.max_infra_ratio)
             step.groups = taken.groups
             batch = StepBatch(taken.groups, self.padding, with_versions=True).data
@@ -235,7 +266,8 @@ class AsyncTrainer(PPOTrainer):
 
     def _make_visible(self, step: StepContext) -> dict[str, float]:
         if self.plan.lag:
-            with step.report.timed("settle"):
+            num_running = len(self.gate.schedule.running)
+            with step.report.timed("settle"), self._waiting(num_running, step):
                 self._settle()
         metrics = self.publisher.publish()
         self.gate.publish()

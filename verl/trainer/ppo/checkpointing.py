@@ -25,6 +25,8 @@ from torch.utils.data import Dataset
 
 from verl.config.convert import to_dict
 from verl.config.ppo import PPOConfig
+from verl.config.trainer import TrainerConfig
+from verl.trainer.common import tracker_locks
 from verl.trainer.ppo.regrade import regrade
 from verl.utils.checkpoint.background import (
     COMMIT_TIMEOUT_SECONDS,
@@ -32,7 +34,7 @@ from verl.utils.checkpoint.background import (
     collect_receipts,
     upload_step,
 )
-from verl.utils.checkpoint.layout import CheckpointError, step_folder
+from verl.utils.checkpoint.layout import LOCK, CheckpointError, step_folder
 from verl.utils.checkpoint.manifest import config_identity, dataset_identity, fingerprint
 from verl.utils.checkpoint.store import CheckpointStore, steps_to_keep
 from verl.utils.checkpoint.tensor_store import (
@@ -202,3 +204,14 @@ class RunCheckpoints:
 def identity_of(dataset: Dataset[Any]) -> dict[str, Any]:
     files = [file.path for file in dataset.files] if isinstance(dataset, RLHFDataset) else []
     return dataset_identity(files, num_rows=len(dataset))  # pyright: ignore[reportArgumentType]
+
+
+def run_locks(trainer: TrainerConfig) -> dict[str, Path]:
+    """What a run locks, so that no other writes its files: a lock per option to change instead."""
+    folders = {
+        "trainer.default_local_dir": trainer.default_local_dir if trainer.save_freq > 0 else None,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+        "trainer.validation_data_dir": trainer.validation_data_dir,
+    }
+    locks = {option: Path(folder) / LOCK for option, folder in folders.items() if folder}
+    return locks | tracker_locks(trainer)

@@ -16,9 +16,11 @@ from typing import Any
 from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
+from verl.agent_loop.buffer import BufferPolicy, DynamicSampling, OnPolicy, PreferredGroups
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
+from verl.protocol import DataProto
 from verl.trainer.common import DEFAULT_SEED
 from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.utils.dataset.rl_dataset import (
@@ -26,6 +28,7 @@ from verl.utils.dataset.rl_dataset import (
     AbstractSampler,
     EpochSampler,
     GradingFault,
+    LearnsFromBatches,
     RandomOrder,
     RLHFDataset,
     SequentialOrder,
@@ -37,6 +40,7 @@ from verl.utils.import_utils import load_extern_object
 
 logger = logging.getLogger(__name__)
 
+MADE_ANEW = ("dummy_tensor", "input_ids", "attention_mask", "position_ids")
 Rows = dict[str, Any]
 
 
@@ -100,6 +104,13 @@ class PromptLoader:
         if self.max_epochs is not None and self.epoch >= self.max_epochs:
             raise EndOfData(f"all {self.max_epochs} epochs of the data are used")
         return self.collate_fn([self.dataset[row] for row in self._next_rows()])
+
+    def learn_from(self, batch: DataProto) -> None:
+        """Tell a curriculum and a dataset that grows what was trained on."""
+        if isinstance(self.sampler, AbstractCurriculumSampler):
+            self.sampler.update(batch=batch)
+        if isinstance(self.dataset, LearnsFromBatches):
+            self.dataset.on_batch_end(batch=batch)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -242,6 +253,33 @@ def prompts_per_draw(config: PPOConfig) -> int:
         return data.gen_batch_size
     is_filtered = data.filter_accuracy or data.filter_truncate
     return math.ceil(data.train_batch_size * (data.oversample_factor if is_filtered else 1))
+
+
+def buffer_policy(config: PPOConfig) -> BufferPolicy:
+    """Which groups a step trains on."""
+    data, chosen = config.data, config.algorithm.filter_groups
+    if data.filter_accuracy or data.filter_truncate:
+        bounds = (data.accuracy_lower_bound, data.accuracy_upper_bound)
+        return PreferredGroups(
+            data.train_batch_size,
+            prompts_per_draw(config),
+            accuracy_bounds=bounds if data.filter_accuracy else None,
+            max_response_tokens=data.max_response_length if data.filter_truncate else None,
+        )
+    if not chosen.enable:
+        return OnPolicy(data.train_batch_size)
+    assert chosen.metric is not None  # refused by validation
+    return DynamicSampling(
+        data.train_batch_size,
+        data.gen_batch_size,
+        chosen.metric,
+        chosen.max_num_gen_batches,
+    )
+
+
+def as_prompts(rows: dict[str, Any]) -> DataProto:
+    """A batch of rows, without the tensors that datasets still make and the rollout makes anew."""
+    return DataProto.from_single_dict({k: v for k, v in rows.items() if k not in MADE_ANEW})
 
 
 def validation_loader(

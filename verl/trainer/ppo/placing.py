@@ -18,11 +18,15 @@ from verl.single_controller.local import CONTROLLER as LOCAL
 from verl.trainer.ppo.utils import Role
 from verl.utils.device import get_visible_devices_keyword
 from verl.utils.environment import has_chosen_threads, usable_cores
+from verl.workers.rollout.factory import ranks_per_engine
 
 POOL = "global_pool"
 REWARD_POOL = "reward_pool"
 ROLLOUT_POOL = "rollout_pool"
 TEACHER_POOL = "teacher_pool"
+JOINED_POOL = "joined_rollout_pool_"
+"""Followed by the number of a replica that joined while the run went on."""
+
 
 RolesByPool = dict[str, dict[str, ClassWithInitArgs]]
 """For each pool the roles in it, by the names that their groups have."""
@@ -67,9 +71,14 @@ def devices_of(config: PPOConfig, pool_name: str) -> list[int] | None:
     if pool_name == ROLLOUT_POOL and ranks_beside(config):
         first = world_size(config)  # behind those of the trainer
         return list(range(first, first + ranks_beside(config)))
+    after_rollout = world_size(config) + ranks_beside(config)
     if pool_name == TEACHER_POOL:
-        first = world_size(config) + ranks_beside(config)
-        return list(range(first, first + teacher_ranks(config)))
+        return list(range(after_rollout, after_rollout + teacher_ranks(config)))
+    if pool_name.startswith(JOINED_POOL):
+        size = ranks_per_engine(config.actor_rollout_ref.rollout)
+        number = int(pool_name.removeprefix(JOINED_POOL))
+        first = after_rollout + teacher_ranks(config) + number * size
+        return list(range(first, first + size))
     return pool_devices(config, pool_name.removesuffix("_pool"))
 
 
@@ -103,6 +112,29 @@ class Placer:
             else:
                 groups.update(self._launch_together(name, classes))
         return groups
+
+    def start_further(
+        self, pool_name: str, processes: list[int], classes: dict[str, ClassWithInitArgs]
+    ) -> dict[str, Any]:
+        """A group for each role in a pool of its own, beside those that run."""
+        self.pools.add_pool(pool_name, processes)
+        try:
+            return self._launch_together(pool_name, classes)
+        except BaseException:
+            self.pools.remove_pool(pool_name)
+            raise
+
+    def start_beside(self, pool_name: str, role: str, spec: ClassWithInitArgs) -> Any:
+        """A further group on the devices of a pool, in processes of its own."""
+        return self._launch_together(pool_name, {role: spec})[role]
+
+    def stop_further(self, pool_name: str) -> None:
+        """End the processes of such a pool and give it back."""
+        pool = self.pools.resource_pool_dict[pool_name]
+        for group in [group for group in self._started if group.resource_pool is pool]:
+            self._started.remove(group)
+            group.shutdown()
+        self.pools.remove_pool(pool_name)
 
     def stop(self) -> None:
         """End all processes and give back what the pools hold."""

@@ -14,17 +14,9 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.text import Text
 from torch.utils.data import Dataset, Sampler
 
-from verl.agent_loop.buffer import (
-    Buffer,
-    BufferPolicy,
-    DynamicSampling,
-    OnPolicy,
-    PreferredGroups,
-)
+from verl.agent_loop.buffer import Buffer
 from verl.agent_loop.journal import JOURNAL, JOURNAL_CONFIG, Journal
 from verl.agent_loop.rollouter import BatchSource, GroupSource, RolloutOptions, new_groups
 from verl.agent_loop.sessions import require_working_world
@@ -34,28 +26,22 @@ from verl.board.prometheus import RunMetrics
 from verl.config.convert import to_dict
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
-from verl.config.trainer import TrainerConfig
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.padded import Padding
 from verl.protocol.trajectory import Group
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.controllers import Controller
-from verl.trainer.common import (
-    RunProgress,
-    RunSummary,
-    StageClock,
-    Termination,
-    tracker_locks,
-)
-from verl.trainer.ppo.checkpointing import RunState
+from verl.trainer.common import RunProgress, RunSummary, StageClock, Termination
+from verl.trainer.ppo.checkpointing import RunState, run_locks
 from verl.trainer.ppo.context import Report, StepBatch, StepContext
 from verl.trainer.ppo.data import (
     Collate,
     EndOfData,
     PromptLoader,
+    as_prompts,
+    buffer_policy,
     create_rl_dataset,
     create_rl_sampler,
-    prompts_per_draw,
     run_seed,
     train_loader,
     validation_loader,
@@ -75,25 +61,21 @@ from verl.trainer.ppo.validation import validate
 from verl.trainer.ppo.workers import RunWorkers, controller_of, runs_own_loops
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 from verl.utils.checkpoint.layout import (
-    LOCK,
     CheckpointError,
     CheckpointSaveError,
     CheckpointUploadError,
     holding,
 )
-from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, LearnsFromBatches
 from verl.utils.device import collecting_seldom, resolve_device, seed_everything
 from verl.utils.metric import reduce_metrics
 from verl.utils.reward_score import grading_fault
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.utils.scramble import keyed_seed
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
-from verl.workers.rollout.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
-MADE_ANEW = ("dummy_tensor", "input_ids", "attention_mask", "position_ids")
 
 
 class TrainingRun(RunWorkers, RecipeMembers):
@@ -176,18 +158,18 @@ class TrainingRun(RunWorkers, RecipeMembers):
     ) -> None:
         """Make the loaders, and what they need where the caller did not pass it."""
         config, data = self.config, self.config.data
-        make = (data, self.tokenizer, self.processor)
         fault = grading_fault if grades_by_source(config) else None
+        make = partial(
+            create_rl_dataset,
+            data_config=data,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            grading_fault=fault,
+        )
         if train_dataset is None:
-            limit = data.train_max_samples
-            train_dataset = create_rl_dataset(
-                data.train_files, *make, max_samples=limit, grading_fault=fault
-            )
+            train_dataset = make(data.train_files, max_samples=data.train_max_samples)
         if val_dataset is None and data.val_files:
-            limit = data.val_max_samples
-            val_dataset = create_rl_dataset(
-                data.val_files, *make, False, max_samples=limit, grading_fault=fault
-            )
+            val_dataset = make(data.val_files, is_train=False, max_samples=data.val_max_samples)
         if train_sampler is None:
             train_sampler = create_rl_sampler(data, train_dataset)
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
@@ -233,17 +215,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
                     self.rollouter.journal.files.close()
                 RolloutTraceConfig.reset()
         if "console" in trainer.logger:
-            self._tell_outcome()
-
-    def _tell_outcome(self) -> None:
-        """The summary of the run, and where its results are."""
-        lines = self.summary.lines()
-        if not lines:
-            return
-        if self.last_saved_step:
-            folder = Path(self.config.trainer.default_local_dir).expanduser()
-            lines.append(f"checkpoint: {folder / f'global_step_{self.last_saved_step}'}")
-        Console().print(Text("\n".join(lines)), soft_wrap=True)
+            self.summary.show(Path(trainer.default_local_dir).expanduser(), self.last_saved_step)
 
     def _run_board(self) -> RunBoard:
         trainer = self.config.trainer
@@ -264,11 +236,6 @@ class TrainingRun(RunWorkers, RecipeMembers):
             },
             max_bytes=trainer.board_megabytes << 20,
         )
-
-    def _fleet(self) -> Fleet | None:
-        """The rollout engines, unless a manager of the user's has them."""
-        manager = self.async_rollout_manager
-        return manager.rollouter.servers.fleet if runs_own_loops(manager) else None
 
     def steps(self) -> Iterator[StepContext]:
         """The steps to come. Everything random in a step follows from its number."""
@@ -350,12 +317,13 @@ class TrainingRun(RunWorkers, RecipeMembers):
         validation = self._validate(report) if is_due else {}
         warnings = self.tripwires.check(report.metrics, step.step, batch)
         if batch is not None:
-            self._notify_data(batch)
+            self.train_dataloader.learn_from(batch)
         self._check_last_save(self.checkpoint_manager.check)
         refusal = None
         if self._should_save(is_last):  # what the lines above have counted and learned is saved too
             with report.timed("save_checkpoint"):
                 refusal = self._save_if_possible()
+        report.merge(self.update_replicas())
         place = {"training/global_step": step.step, "training/epoch": self.train_dataloader.epoch}
         found = {} if batch is None else self._batch_metrics(batch, report)
         metrics = {**report.metrics, **validation, **place, **found, **warnings}
@@ -380,13 +348,6 @@ class TrainingRun(RunWorkers, RecipeMembers):
             num_devices=self.num_devices,
             grad_norm=report.metrics.get("actor/grad_norm"),
         )
-
-    def _notify_data(self, batch: DataProto) -> None:
-        sampler = self.train_dataloader.sampler
-        if isinstance(sampler, AbstractCurriculumSampler):
-            sampler.update(batch=batch)
-        if isinstance(self.train_dataset, LearnsFromBatches):
-            self.train_dataset.on_batch_end(batch=batch)
 
     def finish_run(self) -> None:
         """Save the step at which the run ends, if it ends before the last one."""
@@ -536,41 +497,3 @@ def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:
     if isinstance(config, PPOConfig):
         return config
     return load_config(config, PPOConfig, keeps_unknown=True).checked()
-
-
-def run_locks(trainer: TrainerConfig) -> dict[str, Path]:
-    """What a run locks, so that no other writes its files: a lock per option to change instead."""
-    folders = {
-        "trainer.default_local_dir": trainer.default_local_dir if trainer.save_freq > 0 else None,
-        "trainer.rollout_data_dir": trainer.rollout_data_dir,
-        "trainer.validation_data_dir": trainer.validation_data_dir,
-    }
-    locks = {option: Path(folder) / LOCK for option, folder in folders.items() if folder}
-    return locks | tracker_locks(trainer)
-
-
-def as_prompts(rows: dict[str, Any]) -> DataProto:
-    """A batch of rows, without the tensors that datasets still make and the rollout makes anew."""
-    return DataProto.from_single_dict({k: v for k, v in rows.items() if k not in MADE_ANEW})
-
-
-def buffer_policy(config: PPOConfig) -> BufferPolicy:
-    """Which groups a step trains on."""
-    data, chosen = config.data, config.algorithm.filter_groups
-    if data.filter_accuracy or data.filter_truncate:
-        bounds = (data.accuracy_lower_bound, data.accuracy_upper_bound)
-        return PreferredGroups(
-            data.train_batch_size,
-            prompts_per_draw(config),
-            accuracy_bounds=bounds if data.filter_accuracy else None,
-            max_response_tokens=data.max_response_length if data.filter_truncate else None,
-        )
-    if not chosen.enable:
-        return OnPolicy(data.train_batch_size)
-    assert chosen.metric is not None  # refused by validation
-    return DynamicSampling(
-        data.train_batch_size,
-        data.gen_batch_size,
-        chosen.metric,
-        chosen.max_num_gen_batches,
-    )

@@ -17,12 +17,14 @@ from verl.trainer.distillation.teaching import Teaching
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.demonstrations import CrossEntropyRows, components_of
 from verl.trainer.ppo.placing import Placer, RolesByPool
+from verl.trainer.ppo.replicas import Replicas
 from verl.trainer.ppo.scoring import refuse_unsuited_reward_model
 from verl.trainer.ppo.utils import Role, need_reward_model
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.scramble import keyed_seed
 from verl.workers.roles.actor_rollout_ref import GeneratingWorker
+from verl.workers.rollout.fleet import Fleet
 from verl.workers.rollout.publish import Publisher, publisher_of
 
 
@@ -66,6 +68,9 @@ class RunWorkers:
     """Who holds the teachers of a distillation: `actor_rollout_wg`, or a group of its own."""
 
     async_rollout_manager: AgentLoopManager
+    replicas: Replicas | None = None
+    """Engines that join the run and leave it while it goes on."""
+
     checkpoint_manager: RunCheckpoints
 
     def init_workers(self) -> None:
@@ -96,17 +101,35 @@ class RunWorkers:
         if self.config.distillation.enabled:
             self.teacher_wg = groups.get(str(Role.Teacher), self.actor_rollout_wg)
         self.async_rollout_manager = self._agent_loop_manager()
+        self.replicas = Replicas(
+            self.config,
+            self.placer,
+            self._replica_spec(),
+            self.publisher,
+            self.async_rollout_manager,
+            seed=self.seed,
+        )
         self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
 
     def sync_rollout(self) -> dict[str, float]:
         """Let the rollout engines generate with the trained weights; the metrics of it."""
         return self.publisher.publish()
 
+    def _fleet(self) -> Fleet | None:
+        """The rollout engines, unless a manager of the user's has them."""
+        manager = self.async_rollout_manager
+        return manager.rollouter.servers.fleet if runs_own_loops(manager) else None
+
+    def update_replicas(self) -> dict[str, float]:
+        """Between two steps: engines join and leave, if an operator asked for it."""
+        return {} if self.replicas is None else self.replicas.update()
+
     @property
     def num_devices(self) -> int:
         """Those that train the policy and those that generate."""
         groups = {id(group): group for group in (self.actor_rollout_wg, self.rollout_wg)}
-        return sum(group.world_size for group in groups.values())
+        num_joined = 0 if self.replicas is None else self.replicas.num_ranks
+        return sum(group.world_size for group in groups.values()) + num_joined
 
     def _policy_role(self) -> Role:
         """The role whose worker trains, and generates unless another does."""
@@ -157,8 +180,19 @@ class RunWorkers:
         has_own_rollout = Role.Rollout in self.role_worker_mapping
         return str(policy).replace("_rollout", "") if has_own_rollout else str(policy)
 
+    def _replica_spec(self) -> ClassWithInitArgs | None:
+        """The worker of a further rollout rank; None where engines have no ranks of their own."""
+        if Role.Rollout not in self.role_worker_mapping or not runs_own_loops(
+            self.async_rollout_manager
+        ):
+            return None
+        pool = self.resource_pool_manager.get_resource_pool(Role.Rollout)
+        return self.resource_pool_to_cls[pool][str(Role.Rollout)]
+
     def stop_workers(self) -> None:
         """End the worker processes and give their places back, for a run that starts over."""
+        if self.replicas is not None:
+            self.replicas.close()
         group = self.rollout_wg
         for worker in [] if group is None else group.workers:
             if isinstance(worker, GeneratingWorker):  # in this process, which goes on

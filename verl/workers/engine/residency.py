@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import PreTrainedModel
 
 from verl.models.fuse import CompiledLayers
 from verl.models.kernels.availability import can_run_triton
@@ -29,7 +28,7 @@ class Residency:
 
     def __init__(
         self,
-        module: PreTrainedModel,
+        module: nn.Module,
         device: torch.device,
         options: MemoryOptions,
         *,

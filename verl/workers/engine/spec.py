@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
+from verl.config.engine import FSDPEngineConfig
 from verl.config.model import BaseModelConfig, HFModelConfig
-from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import empty_causal_lm, empty_value_model, load_causal_lm, load_value_model
 from verl.models.lora import LoraOptions, add_lora, lora_options
@@ -25,9 +24,12 @@ class EngineSpec:
     """The options of a role's engine, and the ranks that train its model together."""
 
     model: BaseModelConfig | HFModelConfig
-    engine: FSDPEngineConfig | McoreEngineConfig
-    optimizer: FSDPOptimizerConfig | McoreOptimizerConfig | None
-    """None: the model is frozen and runs forward only."""
+    engine: Any
+    """`FSDPEngineConfig`; of the back-end `megatron` `McoreEngineConfig`."""
+
+    optimizer: Any
+    """`FSDPOptimizerConfig` or `McoreOptimizerConfig`; None: the model is frozen and runs forward
+    only."""
 
     device: str
     path: str | None = None

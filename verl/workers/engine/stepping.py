@@ -39,7 +39,7 @@ from verl.workers.engine.forward import (
     take_rows,
 )
 from verl.workers.engine.memory import CudaMemory, DeviceMemory, MemoryOptions, full_rows, has_room
-from verl.workers.engine.optimizer import MasterOptimizer, StepResult
+from verl.workers.engine.optimizer import MasterOptimizer
 from verl.workers.engine.outputs import LOG_PROBS, Outputs
 from verl.workers.engine.passes import GradientArrivals, PassScheduler
 from verl.workers.engine.residency import Residency
@@ -139,12 +139,6 @@ class SteppingEngine(BaseEngine):
             sequence_group=self.sequence_group,
             routes=self.routes,
         )
-
-    def optimizer_step(self) -> StepResult:
-        """Apply the gradient that the micro-batches have added up."""
-        result = self.require_optimizer().step(self._max_grad_norm)
-        self.policy_version += result.is_applied
-        return result
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Runs before each micro-batch of a training step."""
@@ -249,7 +243,8 @@ class SteppingEngine(BaseEngine):
                 self.trained.eval()
                 self.end_passes()
                 self._gradient_sums.restore()
-                step = self.optimizer_step()
+                step = optimizer.step(self._max_grad_norm)
+                self.policy_version += step.is_applied
                 if step.is_applied or loss_scale is None or loss_scale <= 1:
                     break
         if scale is not None and first_scale is not None and not step.is_applied:

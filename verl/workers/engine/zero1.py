@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils.checkpoint.pieces import FlatSlice, Part
 from verl.utils.distributed import all_reduce_
-from verl.workers.engine.optimizer import MasterOptimizer, StepResult
+from verl.workers.engine.optimizer import MasterOptimizer
 from verl.workers.engine.registry import MODEL_TYPES, EngineRegistry
 from verl.workers.engine.sharding import (
     RankGroups,
@@ -90,14 +90,32 @@ class ReplicatedEngine(WholeModelEngine):
     """
 
     def build_optimizer(self, config: FSDPOptimizerConfig) -> MasterOptimizer:
-        return MasterOptimizer(
-            self.module.named_parameters(), config, offload=self.memory.optimizer_offload
+        assert self.ranks is not None
+        return SummingOptimizer(
+            self.module.named_parameters(),
+            config,
+            group=self.ranks.all,
+            offload=self.memory.optimizer_offload,
         )
 
-    def optimizer_step(self) -> StepResult:
-        assert self.ranks is not None
-        sum_gradients(self.require_optimizer().parameters, self.ranks.all)
-        return super().optimizer_step()
+
+class SummingOptimizer(MasterOptimizer):
+    """Masters are whole, and equal on all ranks, because gradients are summed over them."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        config: FSDPOptimizerConfig,
+        *,
+        group: dist.ProcessGroup,
+        offload: bool = False,
+    ) -> None:
+        self._group = group
+        super().__init__(parameters, config, offload=offload)
+
+    def _move_gradients_to_masters(self) -> None:
+        sum_gradients(self.parameters, self._group)
+        super()._move_gradients_to_masters()
 
 
 class SlicedOptimizer(MasterOptimizer):

@@ -11,7 +11,8 @@ import asyncio
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Number
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from verl.protocol.trajectory import Abstain, Grade, InfraError, Score, Trajectory
 from verl.utils.processes import forks_end_here
+from verl.utils.rollout_trace import rollout_trace_span
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 MAX_REWARD = torch.finfo(torch.float32).max
@@ -188,6 +190,19 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or (
         not inspect.isroutine(function) and inspect.iscoroutinefunction(type(function).__call__)
     )
+
+
+@contextmanager
+def traced(call: Sequence[Trajectory]) -> Iterator[Callable[[Result], Result]]:
+    """A span of the trace around a call; what it yields passes the grades on, and tells them."""
+    with rollout_trace_span("grade", {"of": [t.session_uid for t in call]}) as record:
+
+        def told(grades: Result) -> Result:
+            if record is not None:
+                record(str(grades))
+            return grades
+
+        yield told
 
 
 async def contained(work: Awaitable[Result]) -> Result:

@@ -37,7 +37,6 @@ from typing import Any
 from verl.protocol.trajectory import Grade, Group, InfraError, Score, Trajectory
 from verl.utils.breaker import Breaker
 from verl.utils.processes import forks_end_here
-from verl.utils.rollout_trace import rollout_trace_span
 from verl.workers.reward_manager.grader import (
     Grader,
     RewardError,
@@ -46,6 +45,7 @@ from verl.workers.reward_manager.grader import (
     drop_reason,
     has_failed,
     infra_error_of,
+    traced,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,7 @@ logger = logging.getLogger(__name__)
 MAX_WATCH_SECONDS = 0.25
 MAX_WAIT_SECONDS = 86400.0  # calls have deadlines; this one is for a queue behind a rate limit
 
-IDLE_SECONDS = 600.0
-"""A worker thread without calls ends after that."""
-
+IDLE_SECONDS = 600.0  # a worker thread without calls ends after that
 NUM_PROBED = 16  # graded trajectories, kept to find out whether grading works at all
 MAX_OUTAGES = 3  # in one wait; after that its groups are dropped
 
@@ -274,7 +272,8 @@ class GradingService:
             if call is None:
                 return
             try:
-                grades = self._checked(call, await contained(self._begun(call)))
+                with traced(call) as told:
+                    grades = self._checked(call, told(await contained(self._begun(call))))
             except (asyncio.CancelledError, Exception) as error:
                 if lane.is_abandoned and isinstance(error, asyncio.CancelledError):
                     raise
@@ -351,24 +350,20 @@ class GradingService:
     def _grades(self, call: Call) -> list[Grade]:
         """Make a call on this thread; whatever the grader does, grades come back."""
         try:
-            with forks_end_here(), closing(self._begun(call)) as work:
+            with forks_end_here(), traced(call) as told, closing(self._begun(call)) as work:
                 try:
                     work.send(None)
                 except StopIteration as end:
-                    return self._checked(call, end.value)
+                    return self._checked(call, told(end.value))
                 raise RuntimeError("a blocking grader waited for an event loop")
         except BaseException as error:  # SystemExit ends a call, not the run
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C, for only the main thread gets it
                 raise
             return self._failed(call, error)
 
-    async def _begun(self, call: Call) -> Grade | list[Grade]:
+    def _begun(self, call: Call) -> Coroutine[Any, Any, Grade | list[Grade]]:
         is_one = self.grader.scope == "trajectory"
-        with rollout_trace_span("grade", {"of": [t.session_uid for t in call]}) as record:
-            grades = await (self.grader.grade(call[0]) if is_one else self.grader.grade_many(call))
-            if record is not None:
-                record(str(grades))
-        return grades
+        return self.grader.grade(call[0]) if is_one else self.grader.grade_many(call)
 
     def _failed(self, call: Call, error: BaseException) -> list[Grade]:
         with self._lock:

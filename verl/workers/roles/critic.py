@@ -47,7 +47,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         self.device = device or get_device_name()
         if total_training_steps is not None:
             config.optim.total_training_steps = total_training_steps
-        self.register_rows(MESH, engine_section(config))
+        self.register_rows(MESH, engine_section(self.config))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -9,7 +9,7 @@
 Agent loops, the server and batch generation share this class. It may be called from any thread and
 any event loop: a lock guards the bookkeeping and is never held while an engine is called. A retried
 sample has the seed it had before; one that was reported through `on_end` is reported once. What was
-aborted is never retried.
+aborted is never retried. Engines may join (`add`) and leave (`retire`) meanwhile.
 """
 
 import asyncio
@@ -39,7 +39,6 @@ Recover = Callable[[Rollout], None]
 
 MAX_ATTEMPTS = 3
 MAX_STICKY = 10_000
-WAKE_SECONDS = 10.0
 PREFIX_TOKENS = 64
 """Requests without a session that share so many first tokens prefer one engine."""
 
@@ -76,11 +75,10 @@ class Fleet:
         self._max_restarts = max_restarts
         self._max_sticky = max_sticky
         self._keep_sessions = keep_sessions
-        self._lock = threading.Condition()
-        self._is_paused = False
+        self._lock = threading.RLock()
         self._jobs: dict[Job, None] = {}  # all whose future is not resolved, oldest first
-        self._held: deque[Job] = deque()  # while paused, or while every engine is being recovered
-        self._engine_of: OrderedDict[Hashable, int] = OrderedDict()  # session or prefix -> engine
+        self._held: deque[Job] = deque()  # while every engine is being recovered
+        self._slot_of: OrderedDict[Hashable, Slot] = OrderedDict()  # session or prefix -> engine
         self._lost: deque[Slot] = deque()  # waiting for recovery
         self._recovery: threading.Thread | None = None
 
@@ -100,7 +98,8 @@ class Fleet:
 
     def engine_of(self, session_id: str) -> int | None:
         """Index of the engine that served the session last."""
-        return self._engine_of.get(session_id)
+        slot = self._slot_of.get(session_id)
+        return None if slot is None else slot.index
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -134,7 +133,7 @@ class Fleet:
     async def _stream(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         request = job.request
         while True:
-            if self._is_paused or not self._assign(job):
+            if not self._assign(job):
                 raise self._all_lost() or EngineLostError("no rollout engine is in service")
             assert job.slot is not None
             engine, has_begun = job.slot.engine, False
@@ -182,9 +181,9 @@ class Fleet:
     def close_session(self, session_id: str) -> None:
         """Let the engine of the session drop what it keeps for it."""
         with self._lock:
-            index = self._engine_of.pop(session_id, None)
-        if index is not None:
-            self.slots[index].engine.close_session(session_id)
+            slot = self._slot_of.pop(session_id, None)
+        if slot is not None:
+            slot.engine.close_session(session_id)
 
     # ---- all engines -----------------------------------------------------------------------------
 
@@ -195,24 +194,30 @@ class Fleet:
         except EngineLostError:
             return set()
 
-    def pause(self, *, keep: bool) -> None:
-        """Hold new requests until `resume`. Without `keep`, wait until running ones have ended."""
-        with self._lock:
-            self._is_paused = True
-            while not keep and any(slot.num_running for slot in self.slots):
-                self._lock.wait(timeout=WAKE_SECONDS)
-
-    def resume(self) -> None:
-        with self._lock:
-            self._is_paused = False
-        self._dispatch_held()
-
     def num_in_service(self) -> int:
         """Number of engines that serve; an engine found dead is recovered."""
         for slot in self.slots:
             if not slot.is_lost and not slot.engine.is_alive():
                 self._lose(slot, slot.num_losses, EngineLostError("its process has ended"))
-        return sum(not slot.is_lost for slot in self.slots)
+        return sum(slot.is_serving for slot in self.slots)
+
+    def add(self, engine: Rollout) -> None:
+        """An engine with the weights of the others joins them."""
+        with self._lock:
+            index = 1 + max((slot.index for slot in self.slots), default=-1)
+            self.slots = [*self.slots, Slot(index, engine)]
+        self._dispatch_held()
+
+    def retire(self, engine: Rollout) -> bool:
+        """Give an engine no further requests; True once it has none and is forgotten."""
+        with self._lock:
+            (slot,) = (slot for slot in self.slots if slot.engine is engine)
+            slot.is_leaving = True
+            if not slot.num_running:
+                self.slots = [other for other in self.slots if other is not slot]
+                for name in [n for n, holder in self._slot_of.items() if holder is slot]:
+                    del self._slot_of[name]
+            return not slot.num_running
 
     def close(self) -> None:
         """Recover no engine any more; engines are closed by whoever started them."""
@@ -227,10 +232,10 @@ class Fleet:
             return
         with self._lock:
             is_aborted = job.is_aborted
-            is_held = not is_aborted and (self._is_paused or not self._assign(job))
+            is_held = not is_aborted and not self._assign(job)
             if is_held:
                 self._held.append(job)
-            failure = self._all_lost() if is_held and not self._is_paused else None
+            failure = self._all_lost() if is_held else None
         if failure is not None:
             self._dispatch_held()  # fails it, with all others
         if is_aborted:
@@ -261,8 +266,6 @@ class Fleet:
     def _dispatch_held(self) -> None:
         """Submit what was held; fail it if no engine will come back."""
         with self._lock:
-            if self._is_paused:
-                return
             held, self._held = self._held, deque()
             failure = self._all_lost()
         for job in held:
@@ -277,21 +280,21 @@ class Fleet:
         session = request.session_ids[0] if request.session_ids else None
         key = session or tuple(request.prompt_ids[:PREFIX_TOKENS])
         with self._lock:
-            self._keep_sessions |= not job.num_attempts and session in self._engine_of
-            serving = [slot for slot in self.slots if not slot.is_lost]
+            self._keep_sessions |= not job.num_attempts and session in self._slot_of
+            serving = [slot for slot in self.slots if slot.is_serving]
             if not serving:
                 return False
             slot = min(serving, key=lambda slot: slot.outstanding)
-            previous = self.slots[self._engine_of.get(key, slot.index)]
+            previous = self._slot_of.get(key, slot)
             # Computing the prompt elsewhere costs as much as waiting for so many tokens.
             slack = len(request.prompt_ids)
-            if not previous.is_lost and previous.outstanding <= slot.outstanding + slack:
+            if previous.is_serving and previous.outstanding <= slot.outstanding + slack:
                 slot = previous
             for name in request.session_ids or (key,):
-                self._engine_of[name] = slot.index
-                self._engine_of.move_to_end(name)
-            while len(self._engine_of) > self._max_sticky:
-                self._engine_of.popitem(last=False)
+                self._slot_of[name] = slot
+                self._slot_of.move_to_end(name)
+            while len(self._slot_of) > self._max_sticky:
+                self._slot_of.popitem(last=False)
             job.slot, job.num_losses = slot, slot.num_losses
             job.num_attempts += 1
             job.outstanding = len(request.prompt_ids)
@@ -325,7 +328,6 @@ class Fleet:
             if has_finished and error is None:
                 slot.num_unproductive_restarts = 0
                 slot.seconds.add(time.monotonic() - job.submitted_at)
-            self._lock.notify_all()
 
     def _count(self, job: Job, num_tokens: int, stop_reason: str) -> None:
         with self._lock:
@@ -458,11 +460,12 @@ class Fleet:
 
     def _all_lost(self) -> EngineLostError | None:
         """The error of those who would wait for ever."""
-        failures = [slot.failure for slot in self.slots if slot.failure is not None]
-        if len(failures) < len(self.slots):
+        staying = [slot for slot in self.slots if not slot.is_leaving]
+        failures = [slot.failure for slot in staying if slot.failure is not None]
+        if len(failures) < max(1, len(staying)):
             return None
         error = EngineLostError(
-            f"all {len(self.slots)} rollout engines are lost, and none could be restarted: "
+            f"all {len(staying)} rollout engines are lost, and none could be restarted: "
             f"{failures[0]}"
         )
         error.__cause__ = failures[0]

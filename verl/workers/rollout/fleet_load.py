@@ -38,6 +38,13 @@ class Slot:
     failure: BaseException | None = None
     """Why it stays lost; None while it is in service or being recovered."""
 
+    is_leaving: bool = False
+    """It finishes the requests it has and gets no others."""
+
+    @property
+    def is_serving(self) -> bool:
+        return not (self.is_lost or self.is_leaving)
+
 
 @dataclass(eq=False)
 class Job:

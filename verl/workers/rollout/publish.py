@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.config.ppo import ActorRolloutRefConfig
-from verl.single_controller.base.failures import WorkerError, WorkerTimeout
+from verl.single_controller.base.failures import WorkerDied, WorkerError, WorkerTimeout
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.base import EngineLostError, Rollout
 from verl.workers.rollout.factory import has_own_process, ranks_per_engine
@@ -89,19 +89,52 @@ class SharedStorage(Publisher):
 
 
 class SentWeights(Publisher):
-    """Engines with weights of their own, on the actor's ranks or on ranks of the rollout."""
+    """Engines with weights of their own, on the actor's ranks or on ranks of the rollout.
+
+    Where rollout ranks are apart, further groups of them may join and leave.
+    """
 
     def __init__(self, config: ActorRolloutRefConfig, actor: Any, rollout: Any) -> None:
         """`actor` and `rollout` are worker groups; the same one where they share ranks."""
-        self._actor, self._rollout = actor, rollout
+        self._config, self._actor = config, actor
+        self._groups = [rollout]
         self._is_apart = rollout is not actor
         self._keeps = False
         self._one_transfer = threading.Lock()  # lost engines are recovered on a thread
         self._check: DriftCheck | None = None
         if self._is_apart and has_own_process(config.rollout.name):
-            self._check = self._check_of(config)
+            self._check = DriftCheck(self._compared_of(rollout), actor.check_settings()[0])
             if config.rollout.probe:
                 self._check.probe()
+
+    def join(self, engine: RemoteRollout) -> None:
+        """Bring a further group, which has this one engine, to the published weights; from now on
+        it gets every update. Called while the actor is idle."""
+        assert self._is_apart, "engines beside the actor's ranks are as many as those"
+        with self._one_transfer:
+            compared = [] if self._check is None else self._compared_of(engine.group)
+            if compared and self._config.rollout.probe:
+                DriftCheck(compared, self._actor.check_settings()[0]).probe()
+            self.send(engine, is_kept=self._keeps)
+            self._groups.append(engine.group)
+            if self._check is not None:
+                self._check.add(compared)
+
+    def send_published(self, group: Any) -> None:
+        """Bring a group that gets no updates to the published weights, for a while."""
+        with self._one_transfer:
+            self._send_once([group], None, False, False, self._keeps)
+
+    def leave(self, engine: RemoteRollout) -> None:
+        """Send it no further update; after this its processes may end."""
+        with self._one_transfer:
+            self._forget(engine.group)
+
+    def _forget(self, group: Any) -> None:
+        if group in self._groups:
+            self._groups.remove(group)
+            if self._check is not None:
+                self._check.remove(group)
 
     @rollout_trace_op
     def publish(self, *, in_flight: bool = False) -> dict[str, float]:
@@ -129,7 +162,7 @@ class SentWeights(Publisher):
             phases = {
                 "transfer": sent - start,
                 "check": time.perf_counter() - sent,
-                "stall": max(self._rollout.stall_seconds()),
+                "stall": max(self._groups[0].stall_seconds()),  # all take it in at once
             }
             return metrics | update_timing(time.perf_counter() - start, phases)
         reports: list[dict[str, float]] = self._actor.update_weights(in_flight)
@@ -140,7 +173,7 @@ class SentWeights(Publisher):
         with self._one_transfer:
             if self._is_apart:
                 assert isinstance(engine, RemoteRollout)
-                self.send(engine.ranks, is_kept=self._keeps)
+                self.send(engine, is_kept=self._keeps)
             elif self._keeps:
                 self._actor.restore_weights()
             else:
@@ -148,41 +181,59 @@ class SentWeights(Publisher):
 
     def send(
         self,
-        ranks: Sequence[int] | None = None,
+        engine: RemoteRollout | None = None,
         *,
         is_scrambled: bool = False,
         in_flight: bool = False,
         is_kept: bool = False,
     ) -> int:
-        """Bring these ranks of the rollout, or all, to the actor's weights; their version then.
+        """Bring the ranks of an engine, or all, to the actor's weights; their version then.
 
         Raises unless all of them hold the sender's fingerprint; until then they generate nothing. A
         probe asks for scrambled weights; `is_kept` are those that were published last.
         """
-        for _ in range(ATTEMPTS - 1):
+        for attempt in range(ATTEMPTS):
+            chosen = None if engine is None else engine.ranks
+            groups = list(self._groups) if engine is None else [engine.group]
             try:
-                return self._send_once(ranks, is_scrambled, in_flight, is_kept)
+                return self._send_once(groups, chosen, is_scrambled, in_flight, is_kept)
             except WorkerError as error:
-                if all(self._rollout.rollout_is_alive()):
+                if attempt == ATTEMPTS - 1 or not self._has_lost_any(groups):
                     raise
                 logger.warning("an engine was lost while it was sent weights; resending: %s", error)
-        return self._send_once(ranks, is_scrambled, in_flight, is_kept)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _has_lost_any(self, groups: Sequence[Any]) -> bool:
+        """Whether an engine of these groups is lost, so that it may work without it or once it is
+        restarted. A group that joined and whose processes have ended is forgotten."""
+        has_lost = False
+        for group in groups:
+            try:
+                has_lost |= not all(group.rollout_is_alive())
+            except WorkerDied as error:
+                if group not in self._groups[1:]:
+                    raise
+                logger.warning("a rollout replica that had joined is gone: %s", error)
+                self._forget(group)
+                has_lost = True
+        return has_lost
 
     def _send_once(
         self,
-        ranks: Sequence[int] | None,
+        groups: Sequence[Any],
+        ranks: tuple[int, ...] | None,
         is_scrambled: bool,
-        in_flight: bool = False,
-        is_kept: bool = False,
+        in_flight: bool,
+        is_kept: bool,
     ) -> int:
-        actor, rollout, token = self._actor, self._rollout, secrets.token_hex(16)
-        chosen = None if ranks is None else tuple(ranks)
+        actor, token = self._actor, secrets.token_hex(16)
         ports = [
             address
-            for address in rollout.accept_weights(token, chosen, in_flight)
+            for group in groups
+            for address in group.accept_weights(token, ranks, in_flight)
             if address is not None
         ]
-        receiving = rollout.execute_all_async("receive_weights")
+        receiving = [(group, group.execute_all_async("receive_weights")) for group in groups]
         try:
             if is_kept:
                 results = actor.send_kept_weights(tuple(ports), token)
@@ -192,7 +243,7 @@ class SentWeights(Publisher):
             self._raise_reason(receiving)
             raise
         sent = {published for published in results if published is not None}
-        held = {published for published in rollout.resolve(receiving) if published is not None}
+        held = {p for group, answers in receiving for p in group.resolve(answers) if p is not None}
         if held != sent or len(held) != 1:
             raise RuntimeError(
                 f"the actor's ranks sent {sent} (version, fingerprint), and the rollout's hold "
@@ -200,25 +251,24 @@ class SentWeights(Publisher):
             )
         return held.pop().version
 
-    def _raise_reason(self, receiving: list[Any]) -> None:
+    def _raise_reason(self, receiving: Sequence[tuple[Any, list[Any]]]) -> None:
         """Raise the receiver's error, if it has ended too; it explains the sender's."""
         try:
-            self._rollout.with_deadline(REASON_SECONDS).resolve(receiving)
+            for group, answers in receiving:
+                group.with_deadline(REASON_SECONDS).resolve(answers)
         except WorkerTimeout:
             logger.error("the weights could not be sent, and the rollout still waits for them")
 
-    def _check_of(self, config: ActorRolloutRefConfig) -> "DriftCheck":
+    def _compared_of(self, group: Any) -> "list[Compared]":
         """The driver asks both sides: engines continue a prompt, the actor's ranks score it."""
-        size = ranks_per_engine(config.rollout)
-        engines = remote_rollouts(self._rollout, size, first_rank_leads=True)
-        facts = [facts for facts in self._rollout.rollout_facts() if facts is not None]
-        return DriftCheck(
-            [
-                Compared(engine, GroupPolicy(self._actor, self, engine.ranks), engine_facts)
-                for engine, engine_facts in zip(engines, facts, strict=True)
-            ],
-            self._actor.check_settings()[0],
-        )
+        size = ranks_per_engine(self._config.rollout)
+        is_expendable = group is not self._groups[0]
+        engines = remote_rollouts(group, size, first_rank_leads=True, is_expendable=is_expendable)
+        facts = [facts for facts in group.rollout_facts() if facts is not None]
+        return [
+            Compared(engine, GroupPolicy(self._actor, self, engine), engine_facts)
+            for engine, engine_facts in zip(engines, facts, strict=True)
+        ]
 
 
 def update_timing(seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
@@ -285,6 +335,18 @@ class DriftCheck:
         self._settings = settings
         self._on_ranks = on_ranks
 
+    def add(self, compared: Sequence[Compared]) -> None:
+        """Check these engines too."""
+        self._compared += compared
+
+    def remove(self, group: Any) -> None:
+        """Do not check the engines of a group any more."""
+        self._compared = [
+            one
+            for one in self._compared
+            if not (isinstance(one.engine, RemoteRollout) and one.engine.group is group)
+        ]
+
     def probe(self) -> None:
         """Raise if an engine does not do what training relies on."""
         for engine, policy, facts in self._compared:
@@ -319,17 +381,17 @@ class DriftCheck:
 
 
 class GroupPolicy(TrainedPolicy):
-    """The policy of the group `actor`, whose weights a publisher sends to `ranks`."""
+    """The policy of the group `actor`, whose weights a publisher sends to `engine`."""
 
-    def __init__(self, actor: Any, publisher: SentWeights, ranks: Sequence[int]) -> None:
-        self._actor, self._publisher, self._ranks = actor, publisher, ranks
+    def __init__(self, actor: Any, publisher: SentWeights, engine: RemoteRollout) -> None:
+        self._actor, self._publisher, self._engine = actor, publisher, engine
 
     @property
     def version(self) -> int:
         return self._actor.trained_version()[0]
 
     def send(self, *, is_scrambled: bool) -> None:
-        self._publisher.send(self._ranks, is_scrambled=is_scrambled)
+        self._publisher.send(self._engine, is_scrambled=is_scrambled)
 
     def log_probs(self, answers: Sequence[Answer], *, temperature: float) -> list[Tensor]:
         return self._actor.score_answers(tuple(answers), temperature)[0]

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
-from verl.single_controller.base.failures import WorkerError
+from verl.single_controller.base.failures import WorkerDied, WorkerError
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.workers.rollout.base import (
     EngineLostError,
@@ -43,8 +43,12 @@ class RemoteRollout(Rollout):
     The workers offer `rollout_poll`, `rollout_version` and the like (`GeneratingWorker`).
     """
 
-    def __init__(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(
+        self, group: WorkerGroup, ranks: Sequence[int], *, is_expendable: bool = False
+    ) -> None:
+        """With `is_expendable` the run goes on without these ranks if their processes end."""
+        self.group, self.ranks = group, tuple(ranks)
+        self._is_expendable = is_expendable
         self._group = group.with_deadline(min(POLL_TIMEOUT_SECONDS, group.call_timeout_seconds))
         self._numbers = itertools.count()
         self._in_flight: dict[int, Submission] = {}
@@ -163,11 +167,17 @@ class RemoteRollout(Rollout):
             except WorkerError as error:
                 if isinstance(error.__cause__, EngineLostError):
                     raise EngineLostError(str(error.__cause__)) from error
+                if self._is_expendable and isinstance(error, WorkerDied):
+                    raise EngineLostError(str(error)) from error
                 raise
 
 
 def remote_rollouts(
-    group: WorkerGroup, ranks_per_engine: int, *, first_rank_leads: bool = False
+    group: WorkerGroup,
+    ranks_per_engine: int,
+    *,
+    first_rank_leads: bool = False,
+    is_expendable: bool = False,
 ) -> list[RemoteRollout]:
     """One per engine: consecutive ranks hold one model together.
 
@@ -175,4 +185,7 @@ def remote_rollouts(
     """
     called = 1 if first_rank_leads else ranks_per_engine
     starts = range(0, group.world_size - ranks_per_engine + 1, ranks_per_engine)
-    return [RemoteRollout(group, range(start, start + called)) for start in starts]
+    return [
+        RemoteRollout(group, range(start, start + called), is_expendable=is_expendable)
+        for start in starts
+    ]

@@ -1,11 +1,14 @@
 """Megatron engines on tiny models, and what one rank alone makes of the same rows."""
 
 import torch
+from transformers import AutoModelForTokenClassification
 
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_config, tiny_model
 from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.engine import McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.models.attention import ATTENTION
+from verl.models.loading import prepare_layers
 from verl.workers.engine import megatron
 from verl.workers.engine.one_device import OneDeviceEngine
 
@@ -19,8 +22,18 @@ PASSES = [[0], [1, 2, 3], [], [4, 5, 6]]  # row 0 has no response; a pass may ha
 
 
 def megatron_engine(
-    model_type, optimizer=SGD, *, max_grad_norm=1e9, changes=None, options=None, **sizes
+    model_type,
+    optimizer=SGD,
+    *,
+    max_grad_norm=1e9,
+    changes=None,
+    options=None,
+    model=None,
+    **sizes,
 ):
+    def build():
+        return tiny_model(model_type, **(changes or {})) if model is None else model()
+
     sizes = {
         key
         if key.endswith(("_size", "_parallel", "_optimizer"))
@@ -28,9 +41,9 @@ def megatron_engine(
         for key, v in sizes.items()
     }
     engine = megatron.MegatronEngine(
-        lambda: tiny_model(model_type, **(changes or {})),
+        build,
         optimizer,
-        build_skeleton=lambda: tiny_model(model_type, **(changes or {})).to("meta"),
+        build_skeleton=lambda: build().to("meta"),
         config=McoreEngineConfig(override_transformer_config={}, **sizes),
         compute_dtype=torch.float32,
         device="cpu",
@@ -49,11 +62,18 @@ def engine_alone(model_type, optimizer=SGD, *, max_grad_norm=1e9, changes=None):
     return engine
 
 
+def rows():
+    """Those of the other engines' tests; one prompt ends in the padding token, which counts."""
+    data = batch()
+    data["input_ids"][2, 5] = 0
+    return data
+
+
 def outcome(engine, passes=PASSES, *, steps=1, temperature=0.8):
     """Columns, then losses, norms and weights of some steps, as arrays."""
-    columns = engine.infer_batch(batch(), micro_batching=passes, temperature=temperature)
+    columns = engine.infer_batch(rows(), micro_batching=passes, temperature=temperature)
     results = [
-        engine.train_batch(batch(), weighted_sum, micro_batching=passes, temperature=temperature)
+        engine.train_batch(rows(), weighted_sum, micro_batching=passes, temperature=temperature)
         for _ in range(steps)
     ]
     return {
@@ -127,7 +147,7 @@ def after_two_layouts(first, second, model_type="qwen2"):
     try:
         engine = megatron_engine(model_type, **options, **first)
         rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
-        engine.train_batch(batch(), weighted_sum, micro_batching=passes_of(rank, size))
+        engine.train_batch(rows(), weighted_sum, micro_batching=passes_of(rank, size))
         weights, state = engine.weight_parts(), engine.state_dict()
         parallel_state.destroy_model_parallel()
         engine = megatron_engine(model_type, **options, **second)
@@ -145,9 +165,21 @@ def after_two_layouts(first, second, model_type="qwen2"):
 
 def assert_as_without_interruption(found, model_type="qwen2"):
     alone = engine_alone(model_type, ADAM, max_grad_norm=0.5)
-    alone.train_batch(batch(), weighted_sum, micro_batching=PASSES)
+    alone.train_batch(rows(), weighted_sum, micro_batching=PASSES)
     expected = outcome(alone, steps=2)
     for _, own in found:
         assert_same(
             {**own, "columns": expected["columns"], "reports": expected["reports"]}, expected
         )
+
+
+def value_model():
+    config = tiny_config("llama", num_labels=1)
+    config._attn_implementation = ATTENTION
+    torch.manual_seed(3)
+    model = AutoModelForTokenClassification.from_config(config, attn_implementation=ATTENTION)
+    return prepare_layers(model)
+
+
+def value_loss(columns, rows):
+    return (columns["values"] * rows["weight"]).sum() / 10, {}

@@ -11,8 +11,7 @@ CASES = {
     "tensor, pipeline": ("llama", {"tensor": 2, "pipeline": 2, **CLIPPED}),
     "tensor, context": ("qwen3", {"tensor": 2, **CONTEXT, **CLIPPED}),
     "tensor, data": ("qwen2", {"tensor": 2, **CLIPPED}),
-    "tensor, expert": ("qwen3_moe", {"tensor": 2, "expert": 2, **CLIPPED}),
-    "tensor, expert, whole experts": (
+    "tensor, expert": (
         "qwen3_moe",
         {"tensor": 2, "expert": 2, "expert_tensor_parallel_size": 1, **CLIPPED},
     ),

@@ -62,7 +62,8 @@ def test_ranks_that_the_sizes_do_not_divide_are_refused(num_ranks, sizes, text):
         ("llama", 2, {"virtual_pipeline": 2}, r"is 2, but there is one pipeline stage"),
         ("llama", 2, {"expert": 2}, "llama has no experts; set it to 1"),
         ("qwen3_moe", 3, {"expert": 3}, r"\(3\) must divide the model's 4 experts: 2 and 4"),
-        ("deepseek_v3", 3, {"expert_tensor": 3}, r"\(3\) must divide the model's 16 columns"),
+        ("qwen3_moe", 4, {"expert": 2, "tensor": 2}, "spread over ranks or divided by columns"),
+        ("qwen3_moe", 3, {"expert_tensor": 3}, r"\(3\) must divide the model's 16 columns"),
     ],
 )
 def test_a_model_that_the_layout_does_not_divide_is_refused(model, num_ranks, sizes, text):
@@ -70,8 +71,9 @@ def test_a_model_that_the_layout_does_not_divide_is_refused(model, num_ranks, si
         check_layout(layout(num_ranks, **sizes), tiny_config(model))
 
 
-def test_latent_attention_has_no_kv_heads_to_divide():
-    check_layout(layout(4, tensor=4), tiny_config("deepseek_v3", num_key_value_heads=1))
+def test_latent_attention_is_refused_before_it_trains():
+    with pytest.raises(ConfigError, match="deepseek_v3 has latent attention"):
+        check_layout(layout(1), tiny_config("deepseek_v3"))
 
 
 def test_stages_that_the_user_makes_unequal_are_left_to_megatron():

@@ -1,5 +1,4 @@
-"""Every way to divide a model between two ranks computes what one rank does, and a checkpoint of one
-way is continued by another."""
+"""Two ranks compute what one does however they divide a model, and continue each other's runs."""
 
 import pytest
 

@@ -64,7 +64,9 @@ class PackedAttention(MegatronModule):
         """(tokens, 1, heads * size) for a query of (tokens, 1, heads, size)."""
         assert isinstance(packed_seq_params, PackedRows), "every pass says how its rows are packed"
         layout = packed_seq_params.layout
-        assert layout is not None and attention_mask is None and attention_bias is None
+        assert layout is not None
+        assert attention_mask is None
+        assert attention_bias is None
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         q, k, v = (x.squeeze(1) for x in (query, key, value))
         output = layout.attend(self.layer_number, q, k, v, AttentionOptions(scaling=scale))

@@ -27,6 +27,8 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (megatron_random, "_set_cuda_rng_state"),
     (torch.Tensor, "cuda"),
     (torch.distributed, "all_to_all_single"),
+    (torch.distributed, "all_gather"),
+    (torch.distributed, "reduce_scatter"),
 )
 
 
@@ -59,6 +61,8 @@ def as_if_on_cuda() -> Iterator[None]:
         "_set_cuda_rng_state": lambda state, **options: None,
         "cuda": lambda tensor, *arguments, **options: tensor,
         "all_to_all_single": partial(all_to_all, torch.distributed.all_to_all_single),
+        "all_gather": partial(all_gather, torch.distributed.all_gather),
+        "reduce_scatter": partial(reduce_scatter, torch.distributed.reduce_scatter),
     }
     for owner, name in PLACES:
         setattr(owner, name, stands_in[name])
@@ -75,6 +79,33 @@ def all_to_all(exchange: Callable[..., Any], *tensors: Tensor, **options: Any) -
         if isinstance(options.get(name), Tensor):
             options[name] = options[name].tolist()
     return exchange(*tensors, **options)
+
+
+def all_gather(
+    exchange: Callable[..., Any], parts: list[Tensor], tensor: Tensor, **options: Any
+) -> Any:
+    """Parts of unequal length travel filled up: gloo exchanges equal ones."""
+    longest = max(len(part) for part in parts)
+    if all(len(part) == longest for part in parts):
+        return exchange(parts, tensor, **options)
+    padding = tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])
+    filled = [part.new_empty(longest, *part.shape[1:]) for part in parts]
+    exchange(filled, torch.cat([tensor, padding]), **options)
+    for part, found in zip(parts, filled, strict=True):
+        part.copy_(found[: len(part)])
+    return None
+
+
+def reduce_scatter(
+    exchange: Callable[..., Any], output: Tensor, parts: list[Tensor], **options: Any
+) -> Any:
+    if all(len(part) == len(parts[0]) for part in parts):
+        return exchange(output, parts, **options)
+    whole, group = torch.cat(parts), options.get("group")
+    torch.distributed.all_reduce(whole, group=group)
+    sizes = [len(part) for part in parts]
+    output.copy_(whole.split(sizes)[torch.distributed.get_rank(group)])
+    return None
 
 
 class NoStream:

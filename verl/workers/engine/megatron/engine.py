@@ -16,9 +16,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from verl.config.critic import McoreCriticModelConfig
 from verl.config.engine import McoreEngineConfig
+from verl.config.model import BaseModelConfig, HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig
 from verl.models.head import OutputHead
+from verl.models.lora import lora_options
 from verl.utils.checkpoint.fsdp_checkpoint_manager import DividedModel
 from verl.utils.checkpoint.hf_model import own_weights
 from verl.utils.checkpoint.pieces import Part
@@ -34,7 +37,7 @@ from verl.workers.engine.megatron.forward import (
     hidden_states,
 )
 from verl.workers.engine.megatron.groups import join_layout
-from verl.workers.engine.megatron.layout import Layout, check_layout
+from verl.workers.engine.megatron.layout import Layout, check_layout, is_latent
 from verl.workers.engine.megatron.model import build_chunks
 from verl.workers.engine.megatron.optimizer import ParallelOptimizer
 from verl.workers.engine.megatron.pipeline import run_pipeline
@@ -80,6 +83,7 @@ class MegatronEngine(SteppingEngine, DividedModel):
     def from_spec(cls, spec: EngineSpec) -> "MegatronEngine":
         config = spec.engine
         assert isinstance(config, McoreEngineConfig)
+        refuse_model_options(spec.model)
         return cls(
             partial(spec.load_module, spec.dtype, "cpu"),
             spec.optimizer,
@@ -101,9 +105,13 @@ class MegatronEngine(SteppingEngine, DividedModel):
     def load_module(self) -> PreTrainedModel:
         assert self._compute_device is not None
         config, skeleton = self._config, self._build_skeleton()
+        refuse_layout(self.layout, skeleton.config)
+        embedding = skeleton.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        self._padding_id = embedding.padding_idx
         check_layout(self.layout, skeleton.config, config.override_transformer_config)
-        self.ranks = join_layout(self.layout, self._compute_device)
-        self.sequence_group = self.ranks.sequence
+        ranks = join_layout(self.layout, self._compute_device)
+        self.ranks, self.sequence_group = ranks, ranks.sequence
         without_random_state()
         chunks = build_chunks(
             skeleton.config,
@@ -195,7 +203,7 @@ class MegatronEngine(SteppingEngine, DividedModel):
     ) -> Columns:
         (chunk,) = self.chunks
         packed = PackedPass.of(rows, self.device)
-        hidden = hidden_states(chunk, packed)
+        hidden = hidden_states(chunk, packed, self._padding_id)
         return self._columns(chunk, packed, rows, hidden, temperature, outputs)
 
     def _columns(
@@ -251,7 +259,7 @@ class MegatronEngine(SteppingEngine, DividedModel):
             columns = self._columns(
                 chunk, packed, rows, hidden, request.temperature, request.outputs
             )
-            loss, report = loss_function(columns, rows_on_device(rows, self.device))
+            loss, _ = loss_function(columns, rows_on_device(rows, self.device))
             kept = {name: column.detach() for name, column in columns.items()}
             return loss if scale is None else loss * scale.value, kept
 
@@ -269,7 +277,8 @@ class MegatronEngine(SteppingEngine, DividedModel):
     def _stage(self, chunk: Any, rows: TensorDict) -> Tensor:
         self._gradient_sums.count(1)
         with self.residency.during_forward():
-            return hidden_states(chunk, PackedPass.of(rows, self.device))
+            packed = PackedPass.of(rows, self.device)
+            return hidden_states(chunk, packed, self._padding_id)
 
     def _from_last(
         self, found: list[Columns], number: int, rows: TensorDict, outputs: Outputs
@@ -330,6 +339,39 @@ NOT_A_TEACHER = (
     "is asked for, but a model with strategy=megatron is divided among ranks; use strategy=fsdp "
     "for models that teach or are taught over the whole vocabulary"
 )
+
+
+def refuse_layout(layout: Layout, hf_config: Any) -> None:
+    """What has not been shown to compute the same as one rank."""
+    if layout.expert > 1 and layout.expert_tensor > 1:
+        raise ValueError(
+            f"megatron.expert_model_parallel_size is {layout.expert} and "
+            f"expert_tensor_parallel_size is {layout.expert_tensor} (null takes "
+            "tensor_model_parallel_size); experts are spread over ranks or divided by columns, not "
+            "both: set one of them to 1"
+        )
+    if is_latent(hf_config.get_text_config()):
+        raise ValueError(
+            f"{hf_config.model_type} has latent attention, whose rotary positions megatron-core "
+            "counts over the whole pass and not anew for each packed sequence; use strategy=fsdp"
+        )
+
+
+def refuse_model_options(model: BaseModelConfig | HFModelConfig) -> None:
+    has_adapter = lora_options(model) is not None
+    if isinstance(model, McoreCriticModelConfig):
+        has_adapter = model.lora.rank > 0
+    if has_adapter:
+        raise ValueError(
+            "LoRA is asked for (model.lora.rank, model.lora_rank or model.lora_adapter_path), but "
+            "strategy=megatron trains all weights; set the rank to 0, or use strategy=fsdp"
+        )
+    experts = model.override_config.get("moe_config") or {}
+    if experts.get("freeze_moe_router"):
+        raise ValueError(
+            "model.override_config.moe_config.freeze_moe_router is True, but strategy=megatron "
+            "trains all weights; set it to False"
+        )
 
 
 def refuse_outputs(outputs: Outputs) -> None:

@@ -8,6 +8,10 @@ of its own that nobody reads. With sequence parallelism each tensor rank has its
 between the matrices of a layer, and all of them before the output layer.
 """
 
+# megatron-core's own annotations leave out or mix up types of groups and modules.
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportAttributeAccessIssue=false
+
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -82,18 +86,30 @@ def packed_layout(lengths: list[int], device: torch.device) -> AttentionLayout:
     return PackedLayout(lengths, device)
 
 
-def hidden_states(chunk: GPTModel, packed: PackedPass) -> Tensor:
+def hidden_states(chunk: GPTModel, packed: PackedPass, padding_id: int | None = None) -> Tensor:
     """What the layers of a chunk make of the tokens, (tokens, 1, hidden); those of a later stage
     start from the tensor that the schedule has given to it."""
     inputs, hidden = packed.inputs, None
     if chunk.pre_process:
         hidden = chunk.embedding(inputs.input_ids[None], inputs.position_ids[None])
+        hidden = without_gradient_of(padding_id, hidden, inputs.input_ids)
     return chunk.decoder(
         hidden_states=hidden,
         attention_mask=None,
         rotary_pos_emb=rotary_angles(chunk.rotary_pos_emb.inv_freq, inputs.position_ids),
         packed_seq_params=packed.rows,
     )
+
+
+def without_gradient_of(padding_id: int | None, hidden: Tensor, input_ids: Tensor) -> Tensor:
+    """torch's embedding gives none to its padding token, also where it was sampled."""
+    if padding_id is None:
+        return hidden
+    is_padding = input_ids == padding_id
+    if len(hidden) < len(is_padding):  # with sequence parallelism a tensor rank has its share
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        is_padding = is_padding.split(len(hidden))[rank]
+    return torch.where(is_padding[:, None, None], hidden.detach(), hidden)
 
 
 def rotary_angles(frequencies: Tensor, positions: Tensor) -> Tensor:

@@ -1,9 +1,14 @@
 """The process groups of a Megatron layout. megatron-core keeps them for the whole process."""
 
+# megatron-core's own annotations leave out or mix up types of groups and modules.
+# pyright: reportArgumentType=false
+
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from verl.utils.device import get_nccl_backend
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
@@ -16,7 +21,7 @@ class LayoutGroups(RankGroups):
 
     def __init__(self) -> None:
         super().__init__()
-        context = parallel_state.get_context_parallel_group()
+        context: Any = parallel_state.get_context_parallel_group()
         self.sequence = context if dist.get_world_size(context) > 1 else None
         self.data = parallel_state.get_data_parallel_group()
 

@@ -27,6 +27,12 @@ UNEVEN_STAGES = (
 """Fields of Megatron's configuration that give stages unequal numbers of layers."""
 
 
+LATENT = (
+    "megatron: {name} has latent attention, whose layers rotate positions by themselves and not as "
+    "packed rows need it; its weights are converted, but training needs strategy=fsdp"
+)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the parallel groups."""
@@ -111,6 +117,8 @@ def check_layout(layout: Layout, model: Any, overrides: Mapping[str, Any] | None
     megatron-core to check.
     """
     text = model.get_text_config()
+    if is_latent(text):
+        raise ConfigError([Fault(LATENT.format(name=text.model_type))])
     faults = [*tensor_faults(layout, text), *expert_faults(layout, text)]
     faults += stage_faults(layout, text, overrides or {})
     if faults:
@@ -118,9 +126,11 @@ def check_layout(layout: Layout, model: Any, overrides: Mapping[str, Any] | None
 
 
 def tensor_faults(layout: Layout, model: Any) -> Iterator[str]:
-    names = {"num_attention_heads": "attention heads", "intermediate_size": "columns of the MLP"}
-    if not is_latent(model):
-        names["num_key_value_heads"] = "KV heads"
+    names = {
+        "num_attention_heads": "attention heads",
+        "num_key_value_heads": "KV heads",
+        "intermediate_size": "columns of the MLP",
+    }
     for name, meaning in names.items():
         size = model.to_dict()[name]
         if size % layout.tensor:
@@ -138,6 +148,12 @@ def expert_faults(layout: Layout, model: Any) -> Iterator[str]:
         return
     if experts % layout.expert:
         yield must_divide("expert_model_parallel_size", layout.expert, experts, "experts")
+    if layout.expert > 1 and layout.expert_tensor > 1:
+        yield (
+            f"megatron: expert_model_parallel_size is {layout.expert} and "
+            f"expert_tensor_parallel_size {layout.expert_tensor} (null takes the tensor size); "
+            "experts are spread over ranks or divided by columns: set one of them to 1"
+        )
     width = expert_width(model)
     if width % layout.expert_tensor:
         yield must_divide(

@@ -10,6 +10,10 @@ A value model has, in place of the output layer, `ValueHead`: the layer `score` 
 Weights are not initialized here: `weights.load_weights` fills every one.
 """
 
+# megatron-core's own annotations leave out or mix up types of groups and modules.
+# pyright: reportArgumentType=false, reportOptionalIterable=false
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
+
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import fields
@@ -264,7 +268,9 @@ def build_chunks(
     chunks, shapes = [], whole_shapes(hf_config, is_value_model=is_value_model)
     for stage in range(layout.virtual_pipeline or 1):
         vp_stage = stage if layout.virtual_pipeline else None
-        spec = get_gpt_decoder_block_spec(config, False, config.normalization, vp_stage=vp_stage)
+        spec: Any = get_gpt_decoder_block_spec(
+            config, False, config.normalization, vp_stage=vp_stage
+        )
         spec.layer_norm = Norm
         for layer in spec.layer_specs:
             use_our_modules(layer)
@@ -283,7 +289,7 @@ def build_chunks(
         )
         chunk.whole_shapes = shapes
         if is_last and is_value_model:
-            chunk.output_layer = ValueHead(config)
+            chunk.output_layer = ValueHead(config)  # pyright: ignore[reportAttributeAccessIssue]
         if not is_latent(text):
             set_frequencies(chunk, text)
         chunks.append(chunk.to(dtype) if dtype == torch.float64 else chunk)
@@ -315,9 +321,10 @@ def whole_shapes(hf_config: Any, *, is_value_model: bool) -> dict[str, torch.Siz
 
 def use_our_modules(layer: ModuleSpec) -> None:
     """Packed attention, and a norm that allows sequence parallelism, in place of the library's."""
-    attention = layer.submodules.self_attention.submodules
+    parts: Any = layer.submodules
+    attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    for submodules in (layer.submodules, attention):
+    for submodules in (parts, attention):
         for name, kind in vars(submodules).items():
             if kind is WrappedTorchNorm:
                 setattr(submodules, name, Norm)
@@ -351,7 +358,7 @@ class ValueHead(nn.Linear):
         super().__init__(config.hidden_size, 1, device=device, dtype=config.params_dtype)
         self.sequence_parallel = config.sequence_parallel
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         input: Tensor,
         weight: Tensor | None = None,

@@ -1,16 +1,19 @@
 """The optimizer step of ranks that divide a model as Megatron does.
 
-    parameter              its gradient is summed over                           and counts in the norm
-    matrix, divided        data and context ranks                                on every tensor rank
-    norm, bias, whole      the same; with sequence parallelism tensor ranks too  on one tensor rank
-    expert                 ranks that hold a copy of it                          on every expert rank
-    tied embedding         the same, and first and last pipeline stage           on the first stage
+    parameter            its gradient is summed over                           counts in the norm
+    matrix, divided      data and context ranks                                on each tensor rank
+    norm, bias, whole    the same; with sequence parallelism tensor ranks too  on one tensor rank
+    expert               ranks that hold a copy of it                          on each expert rank
+    tied embedding       the same, and first and last pipeline stage           on the first stage
 
 Losses are divided by counts over all ranks before they get here, so gradients are summed, never
 averaged. With `use_distributed_optimizer` the ranks that sum a gradient keep a slice of its master
 and moments each (ZeRO stage 1); otherwise each keeps them whole. Learning rate and weight decay
 follow megatron-core's own schedule.
 """
+
+# megatron-core's own annotations leave out or mix up types of groups and modules.
+# pyright: reportArgumentType=false, reportOptionalOperand=false
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +125,7 @@ class ParallelOptimizer(MasterOptimizer):
     # ---- one step --------------------------------------------------------------------------------
 
     def _move_gradients_to_masters(self) -> None:
-        for name, parameter in self.parameters.items():
+        for parameter in self.parameters.values():
             if parameter.grad is None:  # an expert without tokens, on ranks that must all take part
                 parameter.grad = torch.zeros_like(parameter)
         self._sum_what_others_compute()

@@ -13,7 +13,6 @@ Names are those of the Hugging Face module; `read_tensors` gives the ones that f
 each expert is a tensor of its own, and `load_weights` takes both.
 """
 
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -29,8 +28,6 @@ from torch import Tensor
 
 from verl.workers.engine.megatron.layout import expert_width, num_experts
 from verl.workers.engine.megatron.model import ModelChunk, is_tied
-
-logger = logging.getLogger(__name__)
 
 Box = tuple[slice | int, ...]
 """Where a piece is in a tensor; an index drops its dimension."""
@@ -84,7 +81,8 @@ def local_weights(chunks: list[ModelChunk], hf_config: Any) -> Iterator[LocalWei
             kind, _, rest = name.removeprefix("decoder.").partition(".")
             if kind == "layers":
                 index, _, rest = rest.partition(".")
-                layer = chunk.decoder.layers[int(index)].layer_number - 1
+                part: Any = chunk.decoder.layers[int(index)]
+                layer = part.layer_number - 1
                 pieces = layer_pieces(f"model.layers.{layer}.", rest, text, tensors[name])
             else:
                 pieces = outer_pieces(chunk, kind, rest, hf_config, tensors[name])
@@ -171,9 +169,10 @@ def expert_pieces(prefix: str, name: str, text: Any, local: Tensor) -> list[Piec
     number, leaf, _ = name.removeprefix("mlp.experts.local_experts.").split(".")
     experts = num_experts(text)
     assert experts is not None, "a weight of an expert belongs to a model with experts"
-    ranks = parallel_state.get_expert_model_parallel_world_size()
-    expert = int(number) + parallel_state.get_expert_model_parallel_rank() * experts // ranks
-    rank = parallel_state.get_expert_tensor_parallel_rank()
+    ranks: Any = parallel_state.get_expert_model_parallel_world_size()
+    own: Any = parallel_state.get_expert_model_parallel_rank()
+    rank: Any = parallel_state.get_expert_tensor_parallel_rank()
+    expert = int(number) + own * experts // ranks
     if leaf == "linear_fc2":
         part = slice(rank * local.shape[1], (rank + 1) * local.shape[1])
         outside = (expert, slice(0, local.shape[0]), part)
@@ -346,7 +345,7 @@ def gather(
         for weight, piece in pieces[name]:
             if piece.is_owner:
                 whole[piece.outside].copy_(value_of(weight)[piece.inside])
-        group = parallel_state.get_model_parallel_group()
+        group: Any = parallel_state.get_model_parallel_group()
         if ".mlp.experts." in name:
             group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         if dist.get_world_size(group) > 1:

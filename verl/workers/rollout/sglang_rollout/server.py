@@ -26,13 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.utils.processes import DIE_WITH_PARENT
 from verl.workers.rollout.sglang_rollout.arguments import command_line, unknown_arguments
-
-DIE_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-)
-"""1 is PR_SET_PDEATHSIG, 9 is SIGKILL; both stay in force when the program is replaced."""
 
 LOOK_SECONDS = 0.2
 END_SECONDS = 15.0
