@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import BaseModelConfig, HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.fuse import fuse_model
 from verl.models.loading import empty_causal_lm, empty_value_model, load_causal_lm, load_value_model
 from verl.models.lora import LoraOptions, add_lora, lora_options
@@ -24,12 +25,11 @@ class EngineSpec:
     """The options of a role's engine, and the ranks that train its model together."""
 
     model: BaseModelConfig | HFModelConfig
-    engine: Any
-    """`FSDPEngineConfig`; of the back-end `megatron` `McoreEngineConfig`."""
+    engine: FSDPEngineConfig
+    """Of the back-end `megatron` it is a `McoreEngineConfig`, and the optimizer Megatron's."""
 
-    optimizer: Any
-    """`FSDPOptimizerConfig` or `McoreOptimizerConfig`; None: the model is frozen and runs forward
-    only."""
+    optimizer: FSDPOptimizerConfig | None
+    """None: the model is frozen and runs forward only."""
 
     device: str
     path: str | None = None

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -225,7 +226,7 @@ class ActorRolloutRefWorker(
         config = self.config
         if self.is_actor and has_lora(self.engine.module) and config.ref.model.path is None:
             return Reference(self.engine)
-        engine = engine_section(config.ref)
+        engine: Any = engine_section(config.ref)
         return Reference(
             EngineRegistry.new(
                 EngineSpec(

@@ -61,5 +61,5 @@ def test_layouts_and_models_that_are_not_computed_right_are_refused_by_name(one_
 
 def test_another_version_of_the_library_is_named(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.9.0")
-    with pytest.raises(ValueError, match=r"megatron-core 0\.16\.1, but 0\.9\.0 is installed"):
+    with pytest.raises(ValueError, match=r"megatron-core 0\.9\.0 is installed"):
         require_library()

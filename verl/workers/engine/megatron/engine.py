@@ -81,7 +81,7 @@ class MegatronEngine(SteppingEngine, DividedModel):
 
     @classmethod
     def from_spec(cls, spec: EngineSpec) -> "MegatronEngine":
-        config = spec.engine
+        config: Any = spec.engine
         assert isinstance(config, McoreEngineConfig)
         refuse_model_options(spec.model)
         return cls(
