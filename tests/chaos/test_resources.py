@@ -37,6 +37,7 @@ DATES = {
     "board/store.py",  # when a step ended
     "server/service.py",  # `created` of a response
     "utils/checkpoint/checkpoint_manager.py",  # when a rented instance ends
+    "utils/trace_backends.py",  # when a span began
     "utils/template_probe.py",  # the date that chat templates may print
 }
 

@@ -25,10 +25,10 @@ SCRIPTS = [
 ]
 PYTHON = f"""#!/bin/bash
 if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi
+if [ -n "${{UNTIL_TERM:-}}" ]; then trap 'echo saved >"$NOTES/term"; exit 0' TERM; fi
 printf '%s\\0' "$@" >"$NOTES/python"
 if [ -n "${{UNTIL_TERM:-}}" ]; then
-    trap 'echo saved >"$NOTES/term"; exit 0' TERM
-    for _ in $(seq 200); do sleep 0.05; done
+    for _ in $(seq 600); do sleep 0.05; done
     exit 1
 fi
 """
@@ -196,12 +196,12 @@ def test_slurm_starts_one_ray_node_per_machine_with_a_token_of_its_own(stage):
 
 def test_before_the_time_limit_slurm_lets_the_training_save(stage):
     job = stage.start(["bash", str(LAUNCH / "slurm" / "train.sbatch")], **SLURM, UNTIL_TERM="1")
-    give_up = time.monotonic() + 10
-    while not (stage.notes / "python").exists() and time.monotonic() < give_up:
+    give_up = time.monotonic() + 60
+    while not (stage.notes / "python").exists():
+        assert time.monotonic() < give_up, "the training has not begun"
         time.sleep(0.02)
-    time.sleep(0.2)  # the stand-in sets its trap right after its note
     job.send_signal(signal.SIGUSR1)
-    _, complaint = job.communicate(timeout=10)
+    _, complaint = job.communicate(timeout=60)
     assert job.returncode == 0, complaint
     assert (stage.notes / "term").read_text() == "saved\n"
 

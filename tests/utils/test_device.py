@@ -203,6 +203,7 @@ FOR_ONE_KIND_ONLY = (
     "utils/device.py",
     "utils/steady_memory.py",  # the CUDA driver's memory calls
     "utils/profiler/profile.py",  # NVTX, Nsight, the history of CUDA allocations
+    "workers/engine/megatron/cpu.py",  # what stands in for CUDA where megatron-core expects it
     "workers/rollout/native/kernel_batch.py",  # decoding through kernels and CUDA graphs
     "workers/rollout/native/graphs.py",
     "workers/rollout/native/kernel_steps.py",

@@ -82,7 +82,9 @@ class AsyncTrainingConfig(BaseConfig):
     """While the trainer waits for responses, its devices generate too, with engines and weights of
     their own there; needs generation on ranks of its own."""
 
-    dynamic_schedule_policy: str = option("default", choices=("default",), used_if=LENDS)
+    dynamic_schedule_policy: str = option(
+        "default", choices=("default",), used_if=never("there is one policy, `default`")
+    )
     """`default` lends when few of the responses that are waited for have ended."""
 
     dynamic_schedule_deactivate_ratio: float = option(0.3, minimum=0, maximum=1, used_if=LENDS)

@@ -126,10 +126,11 @@ def test_few_functions_lie_between_the_worker_and_the_policy_loss(model_path):
         "update_actor",
         "update_policy",
         "train_batch",
+        "train_passes",
         "run",
         "_train_pass",
         "loss",
-    ], "a reader follows each of them; the policy loss is the seventh"
+    ], "a reader follows each of them; the policy loss is the eighth"
 
 
 def test_the_rollout_engine_sees_an_update_at_once_without_a_copy(model_path):

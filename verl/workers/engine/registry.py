@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.config.engine import FSDPEngineConfig
+from verl.config.engine import EngineConfig, FSDPEngineConfig
 from verl.utils.device import use_deterministic_kernels
 from verl.utils.distributed import is_distributed
 from verl.utils.import_utils import import_external_libs
@@ -78,7 +78,8 @@ class EngineRegistry:
     def new(cls, spec: EngineSpec) -> BaseEngine:
         """Build the engine of this rank and load its model."""
         import_external_libs(spec.model.external_lib)
-        if spec.engine.full_determinism:
+        engine_config: EngineConfig = spec.engine
+        if engine_config.full_determinism:
             use_deterministic_kernels()
         backend = spec.backend or choose_backend(spec)
         logger.info("training engine %s for %s on %s", backend, spec.model.path, spec.device)

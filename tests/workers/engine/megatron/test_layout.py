@@ -58,6 +58,7 @@ def test_ranks_that_the_sizes_do_not_divide_are_refused(num_ranks, sizes, text):
     [
         ("llama", 8, {"tensor": 8}, r"\(8\) must divide the model's 4 attention heads: 4"),
         ("llama", 4, {"tensor": 4}, r"\(4\) must divide the model's 2 KV heads: 2"),
+        ("llama", 8, {"tensor": 2, "context": 4}, r"2 \* 4 = 8\) must divide .* 4 attention heads"),
         ("llama", 4, {"pipeline": 4}, r"\(4\) must divide the model's 2 layers; .* are 2"),
         ("llama", 2, {"virtual_pipeline": 2}, r"is 2, but there is one pipeline stage"),
         ("llama", 2, {"expert": 2}, "llama has no experts; set it to 1"),

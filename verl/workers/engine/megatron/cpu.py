@@ -32,6 +32,10 @@ PLACES: tuple[tuple[Any, str], ...] = (
 )
 
 
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
 @contextmanager
 def on_this_device() -> Iterator[None]:
     """Surrounds every call into megatron-core that builds or runs a model.
@@ -47,7 +51,7 @@ def on_this_device() -> Iterator[None]:
 
 @contextmanager
 def as_if_on_cuda() -> Iterator[None]:
-    if torch.cuda.is_available():
+    if has_gpu():
         yield
         return
     before = [(owner, name, getattr(owner, name)) for owner, name in PLACES]

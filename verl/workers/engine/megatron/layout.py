@@ -135,6 +135,13 @@ def tensor_faults(layout: Layout, model: Any) -> Iterator[str]:
         size = model.to_dict()[name]
         if size % layout.tensor:
             yield must_divide("tensor_model_parallel_size", layout.tensor, size, meaning)
+    heads, product = model.num_attention_heads, layout.tensor * layout.context
+    if layout.context > 1 and heads % layout.tensor == 0 and heads % product:
+        yield (
+            f"megatron: tensor_model_parallel_size * context_parallel_size ({layout.tensor} * "
+            f"{layout.context} = {product}) must divide the model's {heads} attention heads, which "
+            f"context ranks share out: the nearest products are {nearest_divisors(product, heads)}"
+        )
 
 
 def expert_faults(layout: Layout, model: Any) -> Iterator[str]:

@@ -42,6 +42,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from verl.config.engine import McoreEngineConfig
 from verl.config.faults import ConfigError, Fault
 from verl.workers.engine.megatron.attention import Norm, PackedAttention
+from verl.workers.engine.megatron.cpu import has_gpu
 from verl.workers.engine.megatron.layout import (
     Layout,
     expert_width,
@@ -227,7 +228,7 @@ def parallel_values(
         "moe_token_dispatcher_type": "alltoall",  # the one that allows that
         "attention_softmax_in_fp32": True,
         "perform_initialization": False,
-        "use_cpu_initialization": not torch.cuda.is_available(),
+        "use_cpu_initialization": not has_gpu(),
         "gradient_accumulation_fusion": False,  # an extension of apex
         "bias_dropout_fusion": False,
         "cuda_graph_scope": [],
@@ -354,7 +355,7 @@ class ValueHead(nn.Linear):
     """One number per token, whole on every rank of a tensor group."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = "cpu" if config.use_cpu_initialization else "cuda"
         super().__init__(config.hidden_size, 1, device=device, dtype=config.params_dtype)
         self.sequence_parallel = config.sequence_parallel
 

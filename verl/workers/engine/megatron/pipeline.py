@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.workers.engine.megatron.cpu import CpuForCuda
+from verl.workers.engine.megatron.cpu import CpuForCuda, has_gpu
 from verl.workers.engine.megatron.layout import Layout
 
 Stage = Callable[[GPTModel, TensorDict], Tensor]
@@ -57,7 +57,7 @@ def run_pipeline(
 
     is_interleaved = layout.virtual_pipeline is not None
     data = [iter(micro_batches) for _ in chunks]
-    with nullcontext() if torch.cuda.is_available() else CpuForCuda():
+    with nullcontext() if has_gpu() else CpuForCuda():
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=data if is_interleaved else data[0],
