@@ -4,6 +4,8 @@ import os
 import time
 
 WORK_SECONDS = 0.02
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+"""Factor on the time after which a test is taken to hang; `make chaos` sets it."""
 
 
 def pace() -> float:
