@@ -187,7 +187,7 @@ REF = "#/components/schemas/"
 
 
 def publish_schema(app: FastAPI, service: Service) -> None:
-    """Let `app.openapi()`, and with it `/openapi.json`, give the completed schema: of this model."""
+    """Let `app.openapi()`, and with it `/openapi.json`, give the schema of this model."""
     schema = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
