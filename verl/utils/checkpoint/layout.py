@@ -338,7 +338,7 @@ class Holder:
     def __str__(self) -> str:
         return f"process {self.process} on {self.host} since {self.since}"
 
-    def obituary(self) -> str:
+    def crash_report(self) -> str:
         num_killed = num_oom_kills() - self.num_oom_kills
         if self.host == socket.gethostname() and num_killed > 0:
             cause = (
@@ -348,14 +348,14 @@ class Holder:
         else:
             cause = "it was killed (kill -9), crashed, or its machine went down"
         return (
-            f"the last run here, {self}, ended without a word in {self.phase}, where it held "
-            f"{self.memory_gib:.1f} GiB of memory: {cause}"
+            f"the last run here, {self}, did not shut down: it died in {self.phase}, with "
+            f"{self.memory_gib:.1f} GiB resident; {cause}"
         )
 
 
 def write_record(descriptor: int, text: str) -> None:
     """In place and of one size, so that a full disk has room for the next one."""
-    with suppress(OSError):  # a run does not end for want of its obituary
+    with suppress(OSError):  # a run does not end for want of its crash report
         os.pwrite(descriptor, text.ljust(RECORD_BYTES).encode(), 0)
 
 
@@ -372,7 +372,7 @@ _held: dict[Path, Hold] = {}
 
 
 def note_phase(phase: str) -> None:
-    """Say in the locks of this process what the run is doing, for whoever finds it dead."""
+    """Record the run's phase and memory in its locks, for the crash report of the next start."""
     for hold in _held.values():
         hold.holder.phase, hold.holder.memory_gib = phase, resident_gib()
         hold.holder.write(hold.descriptor)
@@ -386,20 +386,20 @@ def holding(locks: Mapping[str, Path]) -> Iterator[None]:
     them. Holding what this process holds already is nothing new. Where the file system has no
     locks, or the folder cannot be written, a warning says so and the run goes on.
     """
-    deaths: dict[int, str] = {}  # by process: one may have held several of them
+    crashes: dict[int, str] = {}  # by process: one may have held several of them
     with ExitStack() as stack:
         for option, lock in locks.items():
-            stack.enter_context(_holding(option, lock, deaths))
-        for death in deaths.values():
-            logger.warning("%s", death)
+            stack.enter_context(_holding(option, lock, crashes))
+        for report in crashes.values():
+            logger.warning("%s", report)
         yield
 
 
 @contextmanager
-def _holding(option: str, path: Path, deaths: dict[int, str]) -> Iterator[None]:
+def _holding(option: str, path: Path, crashes: dict[int, str]) -> Iterator[None]:
     path = path.expanduser().absolute()
     if path not in _held:
-        _held[path] = Hold(_lock(option, path, deaths), Holder.this_process())
+        _held[path] = Hold(_lock(option, path, crashes), Holder.this_process())
         _held[path].holder.write(_held[path].descriptor)
     _held[path].count += 1
     try:
@@ -413,7 +413,7 @@ def _holding(option: str, path: Path, deaths: dict[int, str]) -> Iterator[None]:
                 os.close(descriptor)
 
 
-def _lock(option: str, path: Path, deaths: dict[int, str]) -> int:
+def _lock(option: str, path: Path, crashes: dict[int, str]) -> int:
     try:
         make_folders(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -441,7 +441,7 @@ def _lock(option: str, path: Path, deaths: dict[int, str]) -> int:
         return descriptor
     dead = Holder.read(descriptor)
     if dead is not None:
-        deaths[dead.process] = dead.obituary()
+        crashes[dead.process] = dead.crash_report()
     return descriptor
 
 
