@@ -186,6 +186,8 @@ class VLLMEngine(HostedEngine):
             self._load_base(weights)
         else:
             self._adapter.replace(weights, self._engine)
+        if self._engine.model_config.is_multimodal_model:
+            self._engine.reset_encoder_cache()  # of the scheduler too, or it would not ask again
         if not self._is_paused:
             self.forget_cache()
 
