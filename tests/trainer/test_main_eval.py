@@ -372,6 +372,7 @@ def test_the_json_result_has_every_number_and_every_unscored_response(tmp_path, 
 
 def command(monkeypatch, tmp_path, *arguments):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(sys, "argv", ["main_eval", "grading.num_workers=1", *arguments])
     main_eval.main()
 
