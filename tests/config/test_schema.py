@@ -268,4 +268,4 @@ def test_importing_the_schema_is_cheap():
     finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     seconds, *heavy = finished.stdout.split()
     assert heavy == []
-    assert float(seconds) < 0.5
+    assert float(seconds) < 2.0  # about 0.2 s; the rest is room for a busy machine

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pace import wait_until
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.injections import INJECTIONS
 from tests.workers.reward_manager.judge_server import (
@@ -359,7 +360,7 @@ def test_every_response_gets_its_own_verdict_in_its_place():
 
 def test_no_more_questions_are_open_than_allowed():
     def answer(request):
-        time.sleep(0.05)
+        wait_until(lambda: server.most_open >= 2)
         return verdict(request, 1)
 
     with judge_server(answer) as server:
