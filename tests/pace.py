@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 
 WORK_SECONDS = 0.02
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+"""Factor on the time after which a test is taken to hang; `make chaos` sets it."""
 
 
 def pace() -> float:

@@ -266,3 +266,12 @@ def num_oom_kills() -> int:
     except OSError:  # not Linux
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def resident_gib() -> float:
+    """Memory of this process that is in use now."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:  # not Linux
+        return 0.0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**30
