@@ -46,6 +46,9 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     ),
     "verl.experimental.dynamic_dataset": {},
     "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.utils.dataset.dynamicgen_dataset",
+    "verl.experimental.agent_loop.prometheus_utils": names(
+        "verl.board.prometheus", "update_prometheus_config"
+    ),
     "verl.experimental.agent_loop.single_turn_agent_loop": "verl.agent_loop.single_turn",
     "verl.experimental.agent_loop.tool_agent_loop": "verl.agent_loop.tool_agent",
     "verl.experimental.agent_loop.tool_parser": "verl.tools.parsers",
@@ -103,6 +106,8 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.utils.reward_score.prime_code.testing_util": names(
         "verl.utils.reward_score.prime_code", "run_test"
     ),
+    "verl.utils.skip": names("verl.utils.rollout_skip", "RolloutSkip", "SkipManager"),
+    "verl.utils.tokenizer.continuous_token": "verl.utils.dataset.continuous_token",
     "verl.utils.trainer": {},
     "verl.utils.trainer.core_algos": "verl.trainer.ppo.core_algos",
     "verl.utils.transferqueue_utils": names(
@@ -113,7 +118,9 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     ),
     "verl.utils.vllm": {},
     "verl.utils.vllm.patch": names(_HELPERS, "patch_vllm_moe_model_weight_loader"),
-    "verl.workers.engine_workers": names("verl.workers.roles", "ActorRolloutRefWorker"),
+    "verl.workers.engine_workers": names(
+        "verl.workers.roles", "ActorRolloutRefWorker", "TrainingWorker"
+    ),
     "verl.workers.megatron_workers": names(
         "verl.workers.roles",
         "ActorRolloutRefWorker",
