@@ -15,6 +15,7 @@ from tests.toy import KeepsTrainer, toy_run, weights
 from verl import DataProto
 from verl.board.reader import StoreReader
 from verl.board.store import FILE_NAME
+from verl.replay import main as replay
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.ray_trainer import (
@@ -161,7 +162,7 @@ class OwnRunner(KeepsTrainer):
         return CountingWorker, group
 
 
-def test_a_loop_of_its_own_over_our_workers_gives_the_weights_of_our_loop(toy, tmp_path):
+def test_a_loop_of_its_own_over_our_workers_gives_the_weights_of_our_loop(toy, tmp_path, capsys):
     changes = [*SETTINGS, BOARD, f"custom_reward_function.path={toy / 'parity.py'}"]
     ours, here = toy_run(toy, tmp_path / "ours", *changes)
     theirs, there = toy_run(
@@ -177,6 +178,8 @@ def test_a_loop_of_its_own_over_our_workers_gives_the_weights_of_our_loop(toy, t
     pairs = zip(weights(here).values(), weights(there).values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert_recorded_alike(tmp_path / "ours", tmp_path / "theirs")
+    assert replay([str(tmp_path / "theirs"), "--step", "1"]) == 2
+    assert "made by tests.trainer.recipes.test_own_loop.OwnLoop.fit" in capsys.readouterr().err
 
 
 def assert_recorded_alike(ours, theirs):
