@@ -23,8 +23,8 @@ import os
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -79,6 +79,7 @@ tracking_backends = Registry[type[TrackingBackend]](
 
 
 _open_backends: dict[tuple[str, str, str], TrackingBackend] = {}
+_listeners: dict[tuple[str, str], TrackingBackend] = {}
 
 
 class Tracking:
@@ -118,6 +119,9 @@ class Tracking:
                     f"this run does not log to {name!r}, only to: {known}; add it to trainer.logger"
                 )
             self.logger[name].log(data, step)
+        listener = _listeners.get((self.project_name, self.experiment_name))
+        if listener is not None:
+            listener.log(data, step)
 
     def finish(self) -> None:
         """Close every back-end. Calling it again does nothing."""
@@ -137,6 +141,17 @@ class Tracking:
         traceback: TracebackType | None,
     ) -> None:
         self.finish()
+
+
+@contextmanager
+def listening(listener: TrackingBackend) -> Iterator[None]:
+    """Give `listener` whatever a `Tracking` of its run logs, whoever has made that."""
+    run = (listener.project_name, listener.experiment_name)
+    _listeners[run] = listener
+    try:
+        yield
+    finally:
+        del _listeners[run]
 
 
 class ValidationGenerationsLogger:

@@ -67,6 +67,7 @@ class PendingRequest(PendingCall):
     ) -> None:
         super().__init__(number)
         self.request = request
+        self._submitted_at = time.monotonic()
         self._outputs = [TokenOutput() for _ in range(request.num_samples)]
         self._on_delta = on_delta
         self._on_end = on_end
@@ -74,6 +75,8 @@ class PendingRequest(PendingCall):
     def add(self, delta: TokenDelta) -> bool:
         """True when this was the last of all."""
         output = self._outputs[delta.sample]
+        if delta.token_ids and not output.token_ids:
+            output.first_token_seconds = time.monotonic() - self._submitted_at
         output.add(delta)
         is_finished = all(output.stop_reason for output in self._outputs)
         if self._on_delta is not None:
@@ -118,6 +121,9 @@ class Link:
         self.timeouts = timeouts
         self.version: int | None = None
         """Version of the weights that the process holds complete."""
+
+        self.cache_usage: float | None = None
+        """Of the engine (`Rollout.cache_usage`), with its last tokens."""
 
         self.media_form = ""
         """How the engine takes images (`EngineFacts.media`)."""
@@ -284,6 +290,8 @@ class Link:
 
     def _take(self, message: Message) -> None:
         self._busy_seconds = float(message.get("heartbeat", 0.0))
+        if "cache_usage" in message:
+            self.cache_usage = message["cache_usage"]
         for row in message.get("deltas", ()):
             number, delta = delta_of(row)
             pending = self._pending.get(self._asked(number))

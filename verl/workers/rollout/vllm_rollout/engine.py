@@ -169,6 +169,9 @@ class VLLMEngine(HostedEngine):
         )
         return sample.number, delta
 
+    def cache_usage(self) -> float:
+        return self._engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
+
     @cached_property
     def _decode_text(self) -> Callable[[list[int]], str]:
         """Loaded for the first request that a text may end; most runs have none."""
