@@ -339,8 +339,9 @@ class SampledDeltas:
         while self._num_open:
             seconds = self._job.session.request_seconds
             try:
-                delta = await asyncio.wait_for(self._receive.receive(), timeout=seconds)
-            except asyncio.TimeoutError:  # another class than the built-in one before Python 3.11
+                with anyio.fail_after(seconds):  # not wait_for: see `Run.next`
+                    delta = await self._receive.receive()
+            except TimeoutError:
                 raise too_slow(seconds) from None
             if isinstance(delta, Exception):
                 has_begun = any(output.token_ids for output in outputs)
