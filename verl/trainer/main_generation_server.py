@@ -46,7 +46,7 @@ CONFIG_NAME = "ppo_trainer"
 CONFIG_DIR = Path(__file__).parent / "config"
 
 # What loads torch is imported when engines start, not when a mistake is reported.
-_LAZY = {"serve_model": "verl.trainer.serving.run:serve_model"}
+_LAZY = {"serve_model": "verl.trainer.serving:serve_model"}
 
 
 def main(config: DictConfig | None = None) -> None:
