@@ -123,10 +123,10 @@ docs-serve: docs  ## Read the documentation in the browser
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 dist: $(STAMP)  ## Build the wheel and the source distribution
-	$(BIN)/python -c 'import build' 2>/dev/null || $(BIN)/pip install --quiet build
+	$(BIN)/python -m build --version >/dev/null 2>&1 || $(BIN)/pip install --quiet build
 	$(BIN)/python -m build --outdir dist .
 
-test-dist: dist  ## Install the wheel into a fresh environment and run the quickstart there, outside the repository
+test-dist: dist  ## Install the wheel into a fresh environment and run the quickstart of the source distribution there
 	PYTHON=$(PYTHON) scripts/test_dist.sh
 
 lint: $(STAMP)  ## Formatting, lint rules, types, import order

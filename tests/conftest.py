@@ -1,10 +1,11 @@
-"""What holds for every test: no bf16 crash, no spinning threads, a seed, no rank left behind.
+"""What holds for every test: no bf16 crash, no spinning threads, a seed, nothing left behind.
 
 Under xdist the tests of a file run on one worker, and all tests on Ray run on the same one, where
 they share a cluster.
 """
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -84,6 +85,21 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _left_as_found() -> Iterator[None]:
+    """Commands have Hydra set up logging, to a stream that pytest closes after the test: whoever
+    logs later, in another test, would be told of an error there."""
+    root = logging.getLogger()
+    handlers, level, folder = root.handlers[:], root.level, os.getcwd()
+    yield
+    if root.handlers != handlers:
+        for handler in set(root.handlers) - set(handlers):
+            handler.close()
+        root.handlers[:] = handlers
+    root.setLevel(level)
+    assert os.getcwd() == folder, "the test has changed the working directory"
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
 
@@ -106,3 +122,4 @@ def ray_cluster() -> None:
     import ray
 
     ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    logging.getLogger("ray").handlers.clear()  # their stream may be that of the first test alone

@@ -131,7 +131,6 @@ def test_a_run_without_resources_ends_with_an_exit_code_and_the_cause(own_toy, t
     assert any(cause in said for cause in causes), said[-2000:]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("megabytes", [120, 200, 1200])
 def test_a_command_that_may_map_too_little_says_so_before_it_loads_anything(megabytes):
     """Without memory numpy waits for ever at 200 MB, and others crash."""
@@ -139,7 +138,7 @@ def test_a_command_that_may_map_too_little_says_so_before_it_loads_anything(mega
         [sys.executable, "-m", "verl.trainer.main_ppo", "trainer.dry_run=True"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         **limited(resource.RLIMIT_AS, megabytes << 20),
     )
     assert ended.returncode == 1

@@ -26,7 +26,7 @@ def talking() -> Iterator[RunningServer]:
     options = dataclasses.replace(OPTIONS, max_model_len=1 << 16)
     with serve([engine], byte_tokenizer(), options) as server:
         yield server
-        end = time.monotonic() + 20  # the last answers may still be on their way out
+        end = time.monotonic() + 60  # the last answers may still be on their way out
         while server.service.admission.num_running and time.monotonic() < end:
             time.sleep(0.05)
         assert not engine.running

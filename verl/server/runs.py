@@ -84,12 +84,7 @@ class Run:
         self._tasks = [loop.create_task(self._produce(n)) for n in range(len(self._requests))]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks, timeout=LEAVE_SECONDS)

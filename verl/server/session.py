@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import anyio
@@ -328,12 +327,7 @@ class SampledDeltas:
         except (EngineLostError, ValueError, RuntimeError) as error:
             self._send.send_nowait(error)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._work:
             task.cancel()
         await asyncio.wait(self._work, timeout=CLOSE_SECONDS)

@@ -260,7 +260,7 @@ def test_a_negative_step_is_refused(tmp_path):
 def test_the_next_save_removes_what_dead_runs_left_and_nothing_else(tmp_path):
     dead = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"],
-        capture_output=True, text=True, timeout=30, check=True,
+        capture_output=True, text=True, timeout=60, check=True,
     ).stdout.strip()  # fmt: skip
     host = saving_folder(tmp_path, 0).name.split("-")[1]
     leftovers = [

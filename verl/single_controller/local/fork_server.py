@@ -42,7 +42,7 @@ from verl.single_controller.local.rank import run_rank
 from verl.utils import environment
 from verl.utils.device import is_cuda_available, is_npu_available
 from verl.utils.line import call_numbers, close_in_forks
-from verl.utils.processes import die_with_parent
+from verl.utils.processes import die_with_parent, reap
 
 NUMBER = struct.Struct("i")
 ANSWER = struct.Struct("Qi")
@@ -192,11 +192,7 @@ class ForkServer:
 
     def end(self) -> None:
         self._control.close()
-        try:
-            self._process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=END_SECONDS)
+        reap(self._process, END_SECONDS)
 
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from verl.config.distillation import TeacherConfig
 from verl.utils import environment
-from verl.utils.processes import DIE_WITH_PARENT
+from verl.utils.processes import DIE_WITH_PARENT, ending_of, reap
 
 logger = logging.getLogger(__name__)
 
@@ -81,18 +81,11 @@ class Replica:
         return self._process.poll() is None
 
     def last_lines(self) -> str:
-        lines = "".join(f"\n    {line}" for line in self._tail)
-        code = self._process.poll()
-        how = "it runs" if code is None else f"it ended with exit code {code}"
-        return f"{how}; the last that it wrote:{lines}"
+        return ending_of(self._process.pid, self._process.poll(), self._tail)
 
     def close(self) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=END_SECONDS)
+        reap(self._process, END_SECONDS)
         self._listener.join(timeout=END_SECONDS)
         assert self._process.stdout is not None
         self._process.stdout.close()
