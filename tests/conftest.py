@@ -23,6 +23,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.pace import PATIENCE
+
 # The same examples in every run: what a colleague's run has found is found again.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("suite")
@@ -41,6 +43,10 @@ def is_on_ray(item: pytest.Item) -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     yield
+    for item in items if PATIENCE > 1 else ():
+        marker = item.get_closest_marker("timeout")
+        seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
     items.sort(key=is_on_ray)  # one after another, at the end of the session or of their group
     unnamed = [item.nodeid for item in items if is_on_ray(item) and not RAY_ID.search(item.nodeid)]
     if unnamed:

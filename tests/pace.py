@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 
 WORK_SECONDS = 0.02
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+"""Factor on the time after which a test is taken to hang; `make chaos` sets it."""
 
 
 def pace() -> float:
@@ -18,7 +20,7 @@ def pace() -> float:
 
 def wait_until(claim: Callable[[], object], what: str = "", seconds: float = 60.0) -> None:
     """Look until the claim holds: what other threads and processes do takes its time."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds * PATIENCE
     while not claim():
         assert time.monotonic() < end, what or claim
         time.sleep(0.01)

@@ -159,7 +159,7 @@ def test_every_target_names_a_class_that_can_hold_its_section():
     for section in every_section():
         if section["_target_"]:
             module, _, name = section["_target_"].rpartition(".")
-            assert isinstance(section, vars(import_module(module))[name]), section["_target_"]
+            assert isinstance(section, getattr(import_module(module), name)), section["_target_"]
 
 
 @pytest.mark.parametrize("module", PUBLIC_NAMES)
