@@ -105,7 +105,7 @@ class RolloutSkip:
         """Whether the generations of these prompts are dumped and read; those of validation and of
         steps that `skip_steps` leaves out are not."""
         step = prompts.meta_info.get("global_steps", 0)
-        return not _is_validation(prompts) and (not self.steps or step in self.steps)
+        return not prompts.meta_info.get("validate") and (not self.steps or step in self.steps)
 
     def _load(self, prompts: DataProto) -> DataProto | None:
         path = self._path(prompts)
@@ -196,10 +196,6 @@ def fingerprint(prompts: DataProto) -> str:
         messages = list(prompts.non_tensor_batch["raw_prompt"])
         digest.update(json.dumps(messages, default=repr, sort_keys=True).encode())
     return digest.hexdigest()
-
-
-def _is_validation(prompts: DataProto) -> bool:
-    return bool(prompts.meta_info.get("validate", False))
 
 
 def _prompts_per_generation(data: Mapping[str, Any]) -> int:
