@@ -63,8 +63,16 @@ def test_outcomes_are_kept_as_they_come_and_only_the_rest_is_run_again(tmp_path)
     first, second = ROWS[:2]
     states = States(ROWS[:2], tmp_path / "states.json")
     for test, outcome in ((first.tests[0], "passed"), (second.tests[0], "failed")):
-        report = SimpleNamespace(nodeid=test, when="call", outcome=outcome, skipped=False)
+        report = SimpleNamespace(
+            nodeid=test,
+            when="call",
+            outcome=outcome,
+            skipped=False,
+            failed=outcome == "failed",
+            longreprtext="assert 1 == 2",
+        )
         states.pytest_runtest_logreport(report)
+    assert (tmp_path / "states.failures").read_text() == f"==== {second.tests[0]}\nassert 1 == 2\n"
     kept = States.kept(ROWS[:2], tmp_path / "states.json")
     assert kept.table() == states.table()
     kept.forget(only_unpassed=True)
