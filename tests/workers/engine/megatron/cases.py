@@ -29,6 +29,7 @@ def megatron_engine(
     changes=None,
     options=None,
     model=None,
+    section=None,
     **sizes,
 ):
     def build():
@@ -44,7 +45,7 @@ def megatron_engine(
         build,
         optimizer,
         build_skeleton=lambda: build().to("meta"),
-        config=McoreEngineConfig(override_transformer_config={}, **sizes),
+        config=McoreEngineConfig(**{"override_transformer_config": {}, **sizes, **(section or {})}),
         compute_dtype=torch.float32,
         device="cpu",
         max_grad_norm=max_grad_norm,
