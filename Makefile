@@ -44,7 +44,7 @@ serve: $(STAMP)  ## Chat with the quickstart's model in the browser (or MODEL=pa
 	@$(BIN)/python examples/serve/run.py $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE),--engine $(ENGINE))
 
 test: $(STAMP)  ## Run the tests (CPU; about ten minutes on two cores)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 3 --dist loadfile
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHON=$(BIN)/python scripts/test.sh
 
 test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: apt-get install chromium)
 	$(BIN)/pip install --quiet playwright
@@ -123,10 +123,10 @@ docs-serve: docs  ## Read the documentation in the browser
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 dist: $(STAMP)  ## Build the wheel and the source distribution
-	$(BIN)/python -c 'import build' 2>/dev/null || $(BIN)/pip install --quiet build
+	$(BIN)/python -m build --version >/dev/null 2>&1 || $(BIN)/pip install --quiet build
 	$(BIN)/python -m build --outdir dist .
 
-test-dist: dist  ## Install the wheel into a fresh environment and run the quickstart there, outside the repository
+test-dist: dist  ## Install the wheel into a fresh environment and run the quickstart of the source distribution there
 	PYTHON=$(PYTHON) scripts/test_dist.sh
 
 lint: $(STAMP)  ## Formatting, lint rules, types, import order

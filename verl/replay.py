@@ -181,6 +181,12 @@ def column(samples: Sequence[Sample], name: str, width: int) -> Tensor:
 
 def request_of(folder: Path, step: int, overrides: Sequence[str] = ()) -> Request:
     store = one_run(folder)
+    loop = str(store.facts.get("loop", ""))
+    if loop and not loop.startswith("verl."):
+        raise ValueError(
+            f"the steps of {store.path} were made by {loop}, not by our fit; only those of ours "
+            "are made again from a store"
+        )
     recorded = [entry["step"] for entry in store.steps() if entry["step"] > 0]
     if step not in recorded:
         ends = f"it has {recorded[0]} to {recorded[-1]}" if recorded else "it has none"

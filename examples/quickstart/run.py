@@ -283,7 +283,7 @@ def report(results: dict[str, Any], folder: Path, model: str, seconds: float) ->
         f"\nheld-out accuracy {first['accuracy']:.0%} -> {last['accuracy']:.0%}, "
         f"worked out {first['worked_out']:.0%} -> {last['worked_out']:.0%}, in {seconds:.0f} s"
         f"\ncurve   {picture}\nnumbers {folder / 'results.json'}\nmodel   {model}"
-        f"\nask it  python examples/quickstart/ask.py {model} '5071*4'"
+        f"\nask it  python {HERE / 'ask.py'} {model} '5071*4'"
         f"\nchat    {serve_command(folder, model)}   (in the browser)"
         f"\nlook    {(folder / PAGE).resolve().as_uri()}   (every step, sample and token)"
     )
@@ -291,6 +291,8 @@ def report(results: dict[str, Any], folder: Path, model: str, seconds: float) ->
 
 def serve_command(folder: Path, model: str) -> str:
     """`make serve` finds the model of a run in the usual folder by itself."""
+    if HERE != Path("examples/quickstart"):  # somewhere else there is no Makefile
+        return f"verl serve actor_rollout_ref.model.path={shlex.quote(model)} trainer.device=cpu"
     return "make serve" if folder == USUAL_FOLDER else f"make serve MODEL={shlex.quote(model)}"
 
 

@@ -52,7 +52,7 @@ def test_a_job_takes_the_place_of_the_one_of_its_name():
 def fetch(url, token=None):
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     request = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(request, timeout=10) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         return reply.read().decode()
 
 
@@ -103,6 +103,13 @@ def test_a_run_tells_its_last_step_and_its_engines(tmp_path, capsys):
     ended = [float(v) for name, v in values.items() if name.startswith("vllm:request_success")]
     assert sum(ended) == 2 * 16  # samples of two steps
     assert values[f"vllm:e2e_request_latency_seconds_count{labels}"] == "8.0"  # prompts
+    assert values[f"vllm:time_to_first_token_seconds_count{labels}"] == "32.0"  # samples
+    first, whole = (
+        float(values[f"vllm:{name}_seconds_sum{labels}"]) / count
+        for name, count in (("time_to_first_token", 32), ("e2e_request_latency", 8))
+    )
+    assert 0 < first < whole
+    assert values[f"vllm:kv_cache_usage_perc{labels}"] == "0.0"  # all have ended
     stages = [float(v) for name, v in values.items() if name.startswith("verl_stage_seconds")]
     assert sum(stages) > 0
     jobs = [job["job_name"] for job in yaml.safe_load(theirs.read_text())["scrape_configs"]]

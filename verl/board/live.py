@@ -32,10 +32,17 @@ class RunBoard:
         self._folder, self._tokenizer = folder, tokenizer
         self._facts, self._max_bytes = facts, max_bytes
         self.is_on = is_on
+        self.was_opened = False
         self._recorder: Recorder | None = None
         self._server: JsonServer | None = None
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether steps are recorded or told to Prometheus."""
+        return self.is_on or self._metrics is not None
+
     def __enter__(self) -> "RunBoard":
+        self.was_opened = True
         if self._metrics is not None:
             path = self._metrics.start()
             say(f"metrics for Prometheus: {self._metrics.server.url}/metrics, scraped by {path}")

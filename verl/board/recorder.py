@@ -38,6 +38,13 @@ MADE_AGAIN = {
 }
 """Columns that are recorded in another form, or follow from those that are."""
 
+REQUIRED_TENSORS = {
+    *("prompts", "responses", "attention_mask", "position_ids", "response_mask"),
+    "token_level_scores",
+}
+REQUIRED_ARRAYS = {"uid"}
+"""Columns without which a batch has no samples to record."""
+
 MAX_EXTRA_CHARACTERS = 2000
 MAX_FAULTS = 20
 

@@ -23,10 +23,9 @@ import os
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -79,6 +78,7 @@ tracking_backends = Registry[type[TrackingBackend]](
 
 
 _open_backends: dict[tuple[str, str, str], TrackingBackend] = {}
+_listeners: dict[tuple[str, str], TrackingBackend] = {}
 
 
 class Tracking:
@@ -118,6 +118,9 @@ class Tracking:
                     f"this run does not log to {name!r}, only to: {known}; add it to trainer.logger"
                 )
             self.logger[name].log(data, step)
+        listener = _listeners.get((self.project_name, self.experiment_name))
+        if listener is not None:
+            listener.log(data, step)
 
     def finish(self) -> None:
         """Close every back-end. Calling it again does nothing."""
@@ -130,13 +133,19 @@ class Tracking:
     def __enter__(self) -> "Tracking":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finish()
+
+
+@contextmanager
+def listening(listener: TrackingBackend) -> Iterator[None]:
+    """Give `listener` whatever a `Tracking` of its run logs, whoever has made that."""
+    run = (listener.project_name, listener.experiment_name)
+    _listeners[run] = listener
+    try:
+        yield
+    finally:
+        del _listeners[run]
 
 
 class ValidationGenerationsLogger:
@@ -165,15 +174,6 @@ class ValidationGenerationsLogger:
             f"no open {name!r} tracker for project {wanted[0]!r}, experiment {wanted[1]!r}; "
             "create Tracking with these names before samples are logged"
         )
-
-
-def choose_samples(
-    inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float], max_samples: int
-) -> list[Sample]:
-    """The samples of a table: the same prompts at every step, whatever order they come in."""
-    samples = sorted(zip(inputs, outputs, scores, strict=True), key=lambda sample: sample[0])
-    np.random.RandomState(42).shuffle(samples)
-    return list(samples[:max_samples])
 
 
 def open_backend(

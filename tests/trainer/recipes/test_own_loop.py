@@ -13,6 +13,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tests.toy import KeepsTrainer, toy_run, weights
 from verl import DataProto
+from verl.board.reader import StoreReader
+from verl.board.store import FILE_NAME
+from verl.replay import main as replay
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.ray_trainer import (
@@ -32,6 +35,7 @@ from verl.utils.scramble import keyed_seed
 from verl.utils.tracking import Tracking
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
+BOARD = "trainer.board=true"
 SETTINGS = [
     "algorithm.adv_estimator=gae",
     "algorithm.use_kl_in_reward=true",
@@ -158,8 +162,8 @@ class OwnRunner(KeepsTrainer):
         return CountingWorker, group
 
 
-def test_a_loop_of_its_own_over_our_workers_gives_the_weights_of_our_loop(toy, tmp_path):
-    changes = [*SETTINGS, f"custom_reward_function.path={toy / 'parity.py'}"]
+def test_a_loop_of_its_own_over_our_workers_gives_the_weights_of_our_loop(toy, tmp_path, capsys):
+    changes = [*SETTINGS, BOARD, f"custom_reward_function.path={toy / 'parity.py'}"]
     ours, here = toy_run(toy, tmp_path / "ours", *changes)
     theirs, there = toy_run(
         toy, tmp_path / "theirs", *changes, trainer_class=OwnLoop, runner_class=OwnRunner
@@ -173,3 +177,45 @@ def test_a_loop_of_its_own_over_our_workers_gives_the_weights_of_our_loop(toy, t
             assert other[name] == pytest.approx(one[name], abs=1e-6), name
     pairs = zip(weights(here).values(), weights(there).values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+    assert_recorded_alike(tmp_path / "ours", tmp_path / "theirs")
+    assert replay([str(tmp_path / "theirs"), "--step", "1"]) == 2
+    assert "made by tests.trainer.recipes.test_own_loop.OwnLoop.fit" in capsys.readouterr().err
+
+
+def assert_recorded_alike(ours, theirs):
+    """The run page of a loop of its own has the steps, samples and time that ours has."""
+    one, other = (StoreReader(folder / "checkpoints" / FILE_NAME) for folder in (ours, theirs))
+    assert [entry["step"] for entry in other.steps()] == [1, 2]
+    for entry in other.steps():
+        assert entry["metrics"]["critic/score/mean"] is not None
+        assert entry["seconds"]["gen"] > 0
+    for step in (1, 2):
+        pairs = list(zip(one.trained(step), other.trained(step), strict=True))
+        assert len(pairs) == 16
+        for a, b in pairs:
+            assert a["tokens"] == b["tokens"]
+            assert a["score"] == b["score"]
+            assert a["columns"]["advantage"] == pytest.approx(b["columns"]["advantage"], abs=1e-4)
+
+
+class AroundOurs(RayPPOTrainer):
+    def fit(self):
+        super().fit()
+
+
+class Silent(RayPPOTrainer):
+    def fit(self):
+        """Logs nothing and trains nothing."""
+
+
+def test_a_fit_that_calls_ours_is_recorded_once(toy, tmp_path, caplog):
+    toy_run(toy, tmp_path, BOARD, "data.val_files=[]", trainer_class=AroundOurs)
+    reader = StoreReader(tmp_path / "checkpoints" / FILE_NAME)
+    assert [entry["step"] for entry in reader.steps()] == [1, 2]
+    assert reader.samples()["count"] == 32
+    assert "recorded" not in caplog.text
+
+
+def test_a_fit_that_cannot_be_followed_says_so(toy, tmp_path, caplog):
+    toy_run(toy, tmp_path, BOARD, "data.val_files=[]", trainer_class=Silent)
+    assert "nothing is recorded of this run: its trainer has a fit of its own" in caplog.text

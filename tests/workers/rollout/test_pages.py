@@ -14,6 +14,7 @@ from verl.workers.rollout.native.pages import (
     PageBudget,
     PagePool,
     PageTable,
+    SlotBudget,
     SlotPoolBudget,
     pages_for,
 )
@@ -62,6 +63,16 @@ def test_a_group_enters_with_pages_for_its_prompt_and_for_the_first_token_of_eac
     first, second = (budget.pages_of(sample) for sample in group.samples)
     assert first[:2] == second[:2]
     assert first[2] != second[2]
+
+
+def test_the_share_of_pages_in_use_is_told():
+    budget = build_budget(9)  # 8 beside the one that is nobody's
+    group = paged_group(budget, "a", 2, 3 * PAGE, PAGE)
+    assert budget.usage(0) == 0
+    budget.begin_admission([])
+    budget.admit(group)
+    assert budget.usage(2) == (3 + 2) / 8
+    assert SlotBudget(8, 64).usage(2) == 0.25
 
 
 def test_rows_grow_all_together_or_not_at_all():

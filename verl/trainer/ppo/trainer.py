@@ -33,6 +33,7 @@ from verl.trainer.ppo.audit import audit
 from verl.trainer.ppo.context import StepBatch, StepContext
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.metric_utils import calculate_debug_metrics, groups_without_spread
+from verl.trainer.ppo.own_loop import OwnLoopRecord
 from verl.trainer.ppo.scoring import reported_metrics, score_batch
 from verl.trainer.ppo.session import TrainingRun
 from verl.trainer.ppo.tripwires import require_finite
@@ -48,7 +49,15 @@ class PPOTrainer(TrainingRun):
         """A trainer with a loop of its own finds a DictConfig in `self.config` from then on."""
         super().init_workers()
         if not type(self).fit.__module__.startswith("verl."):
+            self._record_own_loop()
             self.config = cast(PPOConfig, to_dictconfig(self.config))
+
+    def _record_own_loop(self) -> None:
+        if self.board.is_wanted:
+            trainer, group = self.config.trainer, self.actor_rollout_wg
+            record = OwnLoopRecord(self.board, trainer.project_name, trainer.experiment_name)
+            vars(group)["update_actor"] = record.observed(group.update_actor)
+            vars(self)["fit"] = partial(record.run, self.fit)
 
     def fit(self) -> None:
         """Train from where the last checkpoint left off until the last step, or the last row."""

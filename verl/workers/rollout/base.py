@@ -130,6 +130,10 @@ class TokenOutput:
     """Times its keys and values were computed again: the weights changed while it ran, or their
     memory was needed by who came before."""
 
+    first_token_seconds: float | None = field(default=None, compare=False)
+    """Time from the arrival of the request at the engine to the first token of this sample; None
+    before it, and where the engine delivers all tokens at once."""
+
     def add(self, delta: "TokenDelta") -> None:
         """Take in what has come of it."""
         self.token_ids += delta.token_ids
@@ -220,6 +224,12 @@ class Rollout(ABC):
     def num_restarts(self) -> int:
         """How often the engine was lost and started again."""
         return 0
+
+    @property
+    def cache_usage(self) -> float | None:
+        """Share of the memory for keys and values that requests hold, as last known; None where
+        the engine does not report it. Does not block."""
+        return None
 
     def is_alive(self) -> bool:
         """Whether it can be asked; only an engine in a process of its own can be lost."""

@@ -136,19 +136,21 @@ class Fleet:
             if not self._assign(job):
                 raise self._all_lost() or EngineLostError("no rollout engine is in service")
             assert job.slot is not None
-            engine, has_begun = job.slot.engine, False
+            engine, begun = job.slot.engine, set[int]()  # samples that have tokens
             assert isinstance(engine, StreamingRollout), f"{type(engine).__name__} cannot stream"
             try:
                 async with aclosing(engine.stream(self._sent(request))) as deltas:  # pyright: ignore[reportArgumentType]
                     async for delta in deltas:
-                        has_begun = True
+                        is_first = delta.sample not in begun and bool(delta.token_ids)
+                        begun.add(delta.sample)
+                        waited = time.monotonic() - job.submitted_at if is_first else None
                         self._discharge(job, len(delta.token_ids))
-                        self._count(job, len(delta.token_ids), delta.stop_reason)
+                        self._count(job, len(delta.token_ids), delta.stop_reason, waited)
                         yield delta
                 self._release(job, None)
                 return
             except EngineLostError as error:
-                if not self._should_retry(job, error, is_retriable=not has_begun):
+                if not self._should_retry(job, error, is_retriable=not begun):
                     raise
             finally:
                 self._release(job, None, has_finished=False)
@@ -329,9 +331,13 @@ class Fleet:
                 slot.num_unproductive_restarts = 0
                 slot.seconds.add(time.monotonic() - job.submitted_at)
 
-    def _count(self, job: Job, num_tokens: int, stop_reason: str) -> None:
+    def _count(
+        self, job: Job, num_tokens: int, stop_reason: str, first_token_seconds: float | None
+    ) -> None:
         with self._lock:
             if job.slot is not None:
+                if first_token_seconds is not None:
+                    job.slot.first_token.add(first_token_seconds)
                 job.slot.num_generated_tokens += num_tokens
                 job.slot.ended.update([stop_reason] if stop_reason else ())
 
@@ -350,7 +356,7 @@ class Fleet:
 
     def _end_sample(self, job: Job, sample: int, output: TokenOutput) -> None:
         self._discharge(job, job.request.params.max_tokens)
-        self._count(job, len(output.token_ids), output.stop_reason)
+        self._count(job, len(output.token_ids), output.stop_reason, output.first_token_seconds)
         if sample not in job.ended and not job.future.cancelled():
             job.ended[sample] = output
             if job.on_end is not None:

@@ -30,6 +30,9 @@ class Slot:
     seconds: Seconds = field(default_factory=Seconds)
     """From a request's submission to its last sample."""
 
+    first_token: Seconds = field(default_factory=Seconds)
+    """From a request's submission to the first token of each sample."""
+
     num_losses: int = 0
     num_unproductive_restarts: int = 0
     """Restarts since it last finished a request."""
@@ -92,6 +95,12 @@ def fleet_families(
     tokens = family("vllm:generation_tokens_total", "counter", "Tokens that an engine generated")
     ended = family("vllm:request_success_total", "counter", "Samples that ended, by reason")
     seconds = family("vllm:e2e_request_latency_seconds", "histogram", "Time of a whole request")
+    first = family(
+        "vllm:time_to_first_token_seconds", "histogram", "Time to the first token of a sample"
+    )
+    cache = family(
+        "vllm:kv_cache_usage_perc", "gauge", "Share of the KV cache in use; 1 is all of it"
+    )
     outstanding = family(
         "verl_engine_outstanding_tokens", "gauge", "Tokens that an engine may still have to compute"
     )
@@ -106,6 +115,10 @@ def fleet_families(
         for reason, count in sorted(slot.ended.items()):
             ended.add(count, **of_model, **engine, finished_reason=reason)
         slot.seconds.put(seconds, **of_model, **engine)
+        slot.first_token.put(first, **of_model, **engine)
+        usage = slot.engine.cache_usage
+        if usage is not None:
+            cache.add(usage, **of_model, **engine)
         outstanding.add(slot.outstanding, **engine)
         alive.add(int(not slot.is_lost), **engine)
         requests.add(slot.num_requests, **engine)

@@ -51,6 +51,9 @@ class PollReport:
     refused: Mapping[int, str] = field(default_factory=dict)
     """Requests that cannot run, with the reason."""
 
+    cache_usage: float | None = field(default=None, compare=False)
+    """As `Rollout.cache_usage`, after the poll."""
+
 
 class Poller(ABC):
     """Keeps the requests of an engine from one poll to the next."""
@@ -89,7 +92,9 @@ class SteppedPoller(Poller):
             self._in_flight.clear()
             self.core.take_ended()
             raise
-        return PollReport(ended=self._take_ended(), refused=refused)
+        return PollReport(
+            ended=self._take_ended(), refused=refused, cache_usage=self.core.cache_usage
+        )
 
     def _take_ended(self) -> dict[int, dict[int, TokenOutput]]:
         number_of = {running: number for number, running in self._in_flight.items()}
@@ -133,7 +138,9 @@ class WaitingPoller(Poller):
             self._has_ended.wait_for(
                 lambda: self._ended or self._refused or self._failure, timeout=POLL_SECONDS
             )
-            report = PollReport(ended=self._ended, refused=self._refused)
+            report = PollReport(
+                ended=self._ended, refused=self._refused, cache_usage=self.engine.cache_usage
+            )
             if self._failure is not None and report == PollReport():
                 failure, self._failure = self._failure, None
                 self._cancel(list(self._in_flight))

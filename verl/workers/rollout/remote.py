@@ -56,6 +56,7 @@ class RemoteRollout(Rollout):
         self._aborted: list[int] = []
         self._cancelled: list[int] = []
         self._closed_sessions: list[str] = []
+        self._cache_usage: float | None = None
         self._one_call = threading.Lock()  # ranks that share a model get all calls in one order
         self._thread = EngineThread(self, RemoteRollout._poll, name="rollout polls")
 
@@ -66,6 +67,10 @@ class RemoteRollout(Rollout):
     @property
     def num_restarts(self) -> int:
         return self._call("rollout_restarts")
+
+    @property
+    def cache_usage(self) -> float | None:
+        return self._cache_usage
 
     def is_alive(self) -> bool:
         return self._call("rollout_is_alive")
@@ -144,6 +149,7 @@ class RemoteRollout(Rollout):
 
     def _deliver(self, report: PollReport) -> bool:
         """Whether any future was resolved."""
+        self._cache_usage = report.cache_usage
         complete = []
         for number, samples in report.ended.items():
             submission = self._in_flight.get(number)

@@ -92,6 +92,15 @@ def test_what_was_loaded_from_disk_gives_the_same_tokens_and_log_probs(engine, m
     assert_same(engine.generate_batch(requests), in_process(model, 0).generate_batch(requests))
 
 
+def test_the_engine_tells_how_long_a_first_token_took_and_how_full_its_cache_was(engine):
+    usages = []
+    params = SamplingParams(max_tokens=16, seed=5, ignore_eos=True)
+    future = engine.submit(request([5], params), lambda *ended: usages.append(engine.cache_usage))
+    (output,) = future.result(timeout=60)
+    assert output.first_token_seconds > 0
+    assert usages == [0], "its place is free before the end is told"
+
+
 async def test_two_hundred_callers_get_what_the_batch_call_gives(engine, model):
     requests = some_requests(200, max_tokens=4)
     expected = in_process(model, engine.policy_version).generate_batch(requests)
@@ -140,7 +149,7 @@ async def test_an_aborted_request_frees_its_place(engine):
         asyncio.create_task(engine.generate(request([5], endless, "a", num_samples=8)))
         for _ in range(30)
     ]
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # all are asked for, and few have begun
     engine.abort("a")
     outputs = [output for task in tasks for output in await task]
     assert {output.stop_reason for output in outputs} >= {"abort"}

@@ -13,6 +13,7 @@ has a core, and all must make the same calls in the same order (`lockstep`).
 import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -109,6 +110,11 @@ class EngineCore:
     @property
     def policy_version(self) -> int:
         return self._version()
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the memory for keys and values that running sequences and sessions hold."""
+        return self.batch.budget.usage(len(self.scheduler.rows))
 
     @property
     def has_unfinished(self) -> bool:
@@ -277,7 +283,7 @@ class EngineCore:
 
     def _collect(self, outputs: Sequence[StepOutput]) -> None:
         """Append new tokens to their responses, and take out the samples that have ended."""
-        version, ended = self._weights[0], []
+        version, now, ended = self._weights[0], time.monotonic(), []
         for new in outputs:
             if new.sample.output.stop_reason:  # it ended earlier in the same outputs
                 continue
@@ -288,6 +294,8 @@ class EngineCore:
                     "go back to a checkpoint and lower the learning rate"
                 )
             output = new.sample.output
+            if not output.token_ids:
+                output.first_token_seconds = now - new.sample.group.owner.arrived_at
             output.token_ids += new.token_ids
             output.log_probs += new.log_probs
             output.policy_versions += [version] * len(new.token_ids)

@@ -85,6 +85,10 @@ class NativeEngine(StreamingRollout):
         return self.core.policy_version
 
     @property
+    def cache_usage(self) -> float:
+        return self.core.cache_usage
+
+    @property
     def is_sharded(self) -> bool:
         """Whether several ranks hold the model together and step in lockstep."""
         return self.core.runner.tp_group is not None

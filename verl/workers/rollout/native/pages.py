@@ -80,6 +80,10 @@ class MemoryBudget(ABC):
     def clear(self) -> None:
         """Everybody gives everything back."""
 
+    @abstractmethod
+    def usage(self, num_rows: int) -> float:
+        """Share of the memory that is held, from 0 to 1, while so many rows run."""
+
 
 class SlotBudget(MemoryBudget):
     """Admission in plain torch: a row has the slot of its number, and a slot is long enough."""
@@ -109,6 +113,9 @@ class SlotBudget(MemoryBudget):
 
     def clear(self) -> None:
         pass
+
+    def usage(self, num_rows: int) -> float:
+        return num_rows / self.num_rows
 
 
 class KernelBudget(MemoryBudget):
@@ -153,6 +160,9 @@ class KernelBudget(MemoryBudget):
     def clear(self) -> None:
         self.prompts.clear()
         self.pool.clear()
+
+    def usage(self, num_rows: int) -> float:
+        return 1 - self.pool.num_free / self.pool.capacity
 
     def _take(self, pool: "PagePool", holder: Hashable, number: int) -> None:
         """Sessions give way to sequences that run."""

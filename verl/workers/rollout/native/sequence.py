@@ -6,6 +6,7 @@ response ends with a stop token, at its longest, or with the token that complete
 only place where the engine looks at text.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -200,6 +201,8 @@ class RunningRequest:
     groups: list[Group] = field(default_factory=list)
     error: BaseException | None = None
     """What made the engine drop the request."""
+
+    arrived_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_finished(self) -> bool:

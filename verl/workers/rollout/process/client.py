@@ -134,6 +134,10 @@ class EngineProcess(StreamingRollout):
         return self._num_restarts
 
     @property
+    def cache_usage(self) -> float | None:
+        return None if self._link is None else self._link.cache_usage
+
+    @property
     def pid(self) -> int:
         """Process id of the running process."""
         return self._require_link().pid

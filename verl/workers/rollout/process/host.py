@@ -200,7 +200,7 @@ class Host:
                     del self._under_way[number]
                     self._aborted.discard(number)
         for message in delta_messages(deltas, -1 if self._version is None else self._version):
-            self._wire.send(encode(message))
+            self._wire.send(encode({**message, "cache_usage": self.engine.cache_usage()}))
 
     def _require_idle(self, deed: str) -> None:
         """Aborted requests still have to say that they ended; others are in the way."""

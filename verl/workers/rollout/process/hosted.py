@@ -83,6 +83,10 @@ class HostedEngine(ABC):
         value or prefix computed with older weights may be used, unless `keeps_cache`.
         """
 
+    def cache_usage(self) -> float | None:
+        """As `Rollout.cache_usage`; None if the engine does not report it."""
+        return None
+
     def pause(self) -> Sequence[tuple[int, TokenDelta]]:
         """Stop between two steps, with requests that run (an engine that `can_pause`).
 

@@ -15,10 +15,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future
+from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillWaiting  # another class before Python 3.11
-from concurrent.futures import wait as wait_futures
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +66,7 @@ class PendingRequest(PendingCall):
     ) -> None:
         super().__init__(number)
         self.request = request
+        self._submitted_at = time.monotonic()
         self._outputs = [TokenOutput() for _ in range(request.num_samples)]
         self._on_delta = on_delta
         self._on_end = on_end
@@ -74,6 +74,8 @@ class PendingRequest(PendingCall):
     def add(self, delta: TokenDelta) -> bool:
         """True when this was the last of all."""
         output = self._outputs[delta.sample]
+        if delta.token_ids and not output.token_ids:
+            output.first_token_seconds = time.monotonic() - self._submitted_at
         output.add(delta)
         is_finished = all(output.stop_reason for output in self._outputs)
         if self._on_delta is not None:
@@ -118,6 +120,9 @@ class Link:
         self.timeouts = timeouts
         self.version: int | None = None
         """Version of the weights that the process holds complete."""
+
+        self.cache_usage: float | None = None
+        """Of the engine (`Rollout.cache_usage`), with its last tokens."""
 
         self.media_form = ""
         """How the engine takes images (`EngineFacts.media`)."""
@@ -175,15 +180,6 @@ class Link:
                 return pending.future.result(timeout=WAIT_SECONDS)
             except StillWaiting:
                 continue
-
-    def wait_all(self, asked: Sequence[PendingCall]) -> list[Any]:
-        """All answers; the first error ends the wait."""
-        running = {pending.future for pending in asked}
-        while running:
-            done, running = wait_futures(running, timeout=WAIT_SECONDS, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result(timeout=0)
-        return [pending.future.result(timeout=0) for pending in asked]
 
     def call(self, name: str, *, descriptor: int | None = None, **arguments: Any) -> Any:
         return self.wait(self.begin(name, descriptor=descriptor, **arguments))
@@ -284,6 +280,8 @@ class Link:
 
     def _take(self, message: Message) -> None:
         self._busy_seconds = float(message.get("heartbeat", 0.0))
+        if "cache_usage" in message:
+            self.cache_usage = message["cache_usage"]
         for row in message.get("deltas", ()):
             number, delta = delta_of(row)
             pending = self._pending.get(self._asked(number))

@@ -131,6 +131,9 @@ class HostedNativeEngine(HostedEngine):
             self.engine.step()
         return self._deltas()
 
+    def cache_usage(self) -> float:
+        return self.engine.cache_usage
+
     def pause(self) -> Sequence[tuple[int, TokenDelta]]:
         self.engine.flush()
         return self._deltas()
