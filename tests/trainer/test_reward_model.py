@@ -330,7 +330,13 @@ def test_what_one_process_can_do_is_not_refused():
             ["reward_model.enable_resource_pool=true", "reward_model.nnodes=1"],
             "served from the trainer's process only",
         ),
-        (["actor_rollout_ref.actor.strategy=megatron"], "score a batch together"),
+        (
+            [
+                "actor_rollout_ref.actor.strategy=megatron",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            ],
+            "score a batch together",
+        ),
     ],
 )
 def test_a_model_of_several_processes_is_not_served(toy, tmp_path, model_path, options, reason):

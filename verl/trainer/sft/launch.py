@@ -25,6 +25,7 @@ from verl.config.load import Loaded, load_config
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig
 from verl.config.packages import megatron_problem
 from verl.config.rm import RMConfig
+from verl.config.roles import sequence_ranks
 from verl.config.roles import world_size as configured_world_size
 from verl.config.sft import EACH_EPOCH, SFTConfig, SFTEngineConfig
 from verl.config.validate import validate
@@ -192,10 +193,10 @@ def refused(config: AnySFTConfig, rules: dict[str, str]) -> Iterator[Fault]:
 
 def engine_faults(config: SFTEngineConfig) -> Iterator[Fault]:
     engine, is_rm = config.engine, isinstance(config, RMConfig)
-    pairs = {FSDPEngineConfig: FSDPOptimizerConfig}
+    pairs: list[tuple[type, type]] = [(FSDPEngineConfig, FSDPOptimizerConfig)]
     if not is_rm:
-        pairs[McoreEngineConfig] = McoreOptimizerConfig
-    if not any(isinstance(engine, of) and isinstance(config.optim, pairs[of]) for of in pairs):
+        pairs.append((McoreEngineConfig, McoreOptimizerConfig))
+    if not any(isinstance(engine, of) and isinstance(config.optim, its) for of, its in pairs):
         others = "" if is_rm else ", or with engine=megatron optim=megatron"
         what = "a reward model trains" if is_rm else "fine-tuning runs"
         text = (
@@ -204,12 +205,19 @@ def engine_faults(config: SFTEngineConfig) -> Iterator[Fault]:
         )
         yield Fault(text, ("engine.strategy",))
     elif isinstance(engine, McoreEngineConfig) and megatron_problem() is None:
-        try:
-            layout = lazy_attribute(__name__, _LAZY, "checked_layout")
-            layout(engine, configured_world_size(config), config.model)
-        except ConfigError as error:
-            texts = [fault.text.replace("megatron: ", "engine: ", 1) for fault in error.faults]
-            yield from (Fault(text, ("engine",)) for text in texts)
+        yield from layout_faults(config, engine)
+
+
+def layout_faults(config: SFTEngineConfig, engine: McoreEngineConfig) -> Iterator[Fault]:
+    """Ranks that the sizes do not divide, which a plan may leave open, else a model that they do
+    not."""
+    ranks = configured_world_size(config)
+    fits = ranks % sequence_ranks(config) == 0
+    try:
+        lazy_attribute(__name__, _LAZY, "checked_layout")(engine, ranks, config.model)
+    except ConfigError as error:
+        texts = [fault.text.replace("megatron: ", "engine: ", 1) for fault in error.faults]
+        yield from (Fault(text, ("engine",), is_about_machine=not fits) for text in texts)
 
 
 def frequency_faults(config: AnySFTConfig) -> Iterator[Fault]:
@@ -267,9 +275,11 @@ def plan(config: AnySFTConfig) -> str:
 
 def ranks_of(config: AnySFTConfig) -> str:
     ranks = configured_world_size(config)
-    if isinstance(config, SFTEngineConfig) and isinstance(config.engine, McoreEngineConfig):
-        return ranks_notice(config, ranks)
-    return str(ranks)
+    if not isinstance(config, SFTEngineConfig) or not isinstance(config.engine, McoreEngineConfig):
+        return str(ranks)
+    if ranks % sequence_ranks(config):
+        return f"{ranks} here; the layout needs a multiple of {sequence_ranks(config)}"
+    return ranks_notice(config, ranks)
 
 
 def model_of(config: AnySFTConfig) -> str:

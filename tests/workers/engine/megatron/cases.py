@@ -23,7 +23,7 @@ PASSES = [[0], [1, 2, 3], [], [4, 5, 6]]  # row 0 has no response; a pass may ha
 
 def megatron_engine(
     model_type,
-    optimizer=SGD,
+    optimizer: FSDPOptimizerConfig | None = SGD,
     *,
     max_grad_norm=1e9,
     changes=None,

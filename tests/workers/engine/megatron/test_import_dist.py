@@ -6,8 +6,8 @@ import zipfile
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from tests.tiny_models import tiny_model
 from tests.utils.two_ranks import run_on_two_ranks
@@ -40,7 +40,7 @@ def save_as_megatron(engine, folder, layers_apart=False):
             )
         )
         target[box] = part.data.view(target[box].shape)
-    torch_checkpoint.save(whole, checkpoint_id=folder, no_dist=True)
+    save_distributed(whole, checkpoint_id=folder, no_dist=True)
 
 
 def weights(engine):
@@ -122,7 +122,7 @@ class Bomb:
 @pytest.fixture
 def saved(tmp_path):
     tensor = torch.arange(12.0).view(3, 4)
-    torch_checkpoint.save({"w": tensor, "text": "x"}, checkpoint_id=tmp_path, no_dist=True)
+    save_distributed({"w": tensor, "text": "x"}, checkpoint_id=tmp_path, no_dist=True)
     return tmp_path
 
 

@@ -90,6 +90,8 @@ def test_grpo_with_a_reward_model_on_two_tensor_ranks_has_the_curve_of_fsdp(tmp_
     path = save(reward_model("llama"), tmp_path / "rm", tiny_tokenizer())
     options = [
         "trainer.n_gpus_per_node=2",
+        "trainer.controller=local",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         "trainer.total_training_steps=3",
         "reward_model.enable=true",
         f"reward_model.model.path={path}",
