@@ -5,6 +5,7 @@
 #     export PYTHONPATH=$PWD:$PWD/build/gpu_kit HF_HUB_OFFLINE=1
 #     python3 -m pytest -m gpu -W default -n 8 --dist loadfile tests/models tests/utils tests/workers
 #     python3 benchmarks/gpu/all.py --out OUT --trl build/trl
+#     python3 -m benchmarks.gpu.megatron --out OUT/megatron.json
 #     python3 scripts/mutate.py --count 200 --jobs 14 --deadline-seconds 560 --output OUT/mutants.txt
 #
 # GPU_PYTHON is that machine's Python version.
@@ -21,7 +22,7 @@ rm -rf "$kit" "$trl"
     --upgrade --only-binary=:all: --python-version "${GPU_PYTHON:-3.12}" tensordict \
     hypothesis sortedcontainers math-verify latex2sympy2-extended \
     pydantic pydantic-core annotated-types typing-inspection \
-    fastapi starlette annotated-doc uvicorn h11 click prometheus-client
+    fastapi starlette annotated-doc uvicorn h11 click prometheus-client megatron-core
 "${pip[@]}" install --no-deps --no-compile --target "$trl" -c requirements/constraints.txt \
     --only-binary=:all: --python-version "${GPU_PYTHON:-3.12}" -r requirements/trl.txt
 du -sh "$kit" "$trl"

@@ -258,6 +258,11 @@ ACCEPTED = {
         "optim.lr_warmup_steps_ratio=0.01 optim.weight_decay=0.1 optim.betas='[0.9,0.95]' "
         "optim.clip_grad=1.0 optim.min_lr_ratio=0.1 optim.warmup_style=cosine"
     ),
+    "SFT on Megatron": (
+        f"sft_trainer {SFT_DATA} engine=megatron optim=megatron model.path=Qwen/Qwen2.5-0.5B "
+        "engine.tensor_model_parallel_size=2 engine.pipeline_model_parallel_size=1 "
+        "optim.lr_warmup_steps=10 optim.lr_decay_style=cosine"
+    ),
     "Megatron beside a critic": (
         f"main_ppo {DATA} {TRAINER} actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct "
         "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.rollout.name=vllm "
@@ -314,12 +319,6 @@ ACCEPTED = {
 
 REFUSED = {
     "GRPO on TensorRT": (f"main_ppo {GRPO} actor_rollout_ref.rollout.name=trtllm", "trtllm"),
-    "SFT on Megatron": (
-        f"sft_trainer {SFT_DATA} engine=megatron optim=megatron model.path=Qwen/Qwen2.5-0.5B "
-        "engine.tensor_model_parallel_size=2 engine.pipeline_model_parallel_size=1 "
-        "optim.lr_warmup_steps=10 optim.lr_decay_style=cosine",
-        "megatron",
-    ),
     "generation with an engine across nodes": (
         "main_generation trainer.nnodes=2 trainer.n_gpus_per_node=8 data.path=$HOME/data/test.parquet "
         "data.output_path=out.parquet model.path=deepseek-ai/deepseek-llm-7b-chat "

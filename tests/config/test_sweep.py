@@ -12,9 +12,12 @@ import pytest
 from tests.config.readers import reads
 from verl.config import packages
 from verl.config.effects import OTHER_BACK_END, default_of, key_parts, why_idle, without_effect
+from verl.config.engine import McoreEngineConfig
 from verl.config.legacy import meaning_of
+from verl.config.optimizer import McoreOptimizerConfig
 from verl.config.roles import OWN_LOOPS
 from verl.config.schema import ROOTS, Keys, family
+from verl.config.sft import SFTEngineConfig
 from verl.trainer import (
     fsdp_sft_trainer,
     main_eval,
@@ -23,7 +26,7 @@ from verl.trainer import (
     main_rm,
     sft_trainer,
 )
-from verl.trainer.sft.launch import OF_ENGINE, OF_REWARD_MODEL
+from verl.trainer.sft.launch import OF_ENGINE, OF_MEGATRON, OF_REWARD_MODEL
 
 COMMANDS = (
     "ppo_trainer",
@@ -125,6 +128,21 @@ def test_every_key_is_in_one_of_three_states(command):
         if absent and absent.values is None and any(one.is_never for one in conditions):
             wrong.append(f"{key}: it is refused, and it is said to have no effect")
     assert wrong == []
+
+
+def test_every_key_of_fine_tuning_on_megatron_is_in_one_of_three_states():
+    root = SFTEngineConfig(engine=McoreEngineConfig(), optim=McoreOptimizerConfig())
+    wrong = []
+    for key in sorted(Keys(root).leaves | Keys(root).free):
+        parts = key_parts(root, key)
+        is_own = key.startswith(("engine.", "optim.")) and not key.endswith(".strategy")
+        is_refused = key in OF_MEGATRON or any(part.rule("absent") for part in parts)
+        is_idle = is_never_used(parts[1:])  # what the section reads of other back-ends aside
+        if is_own and not (is_refused or is_idle or has_reader(parts)):
+            wrong.append(key)
+    assert wrong == []
+    assert why_idle(root, "engine.param_offload") is None
+    assert why_idle(root, "engine.use_mbridge")
 
 
 def test_a_key_that_nobody_reads_is_noticed():

@@ -13,7 +13,6 @@ from tests.workers.reward_model.models import TEMPLATE, character_tokenizer, rew
 from verl.config.ppo import PPOConfig
 from verl.config.reward import (
     FSDPRewardModelConfig,
-    McoreRewardModelConfig,
     RewardManagerConfig,
     RewardRolloutConfig,
 )
@@ -310,7 +309,6 @@ def config_with(section=None, **options):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (config_with(McoreRewardModelConfig(enable=True)), r"reward_model\.strategy is 'megatron'"),
         (config_with(rollout=RewardRolloutConfig(name="vllm")), r"rollout\.name is 'vllm'"),
         (config_with(manager="dapo"), r"reward_manager\.name is 'dapo' and reward_model\.enable"),
         (config_with(manager="judge"), r"reward_manager\.name is 'judge' and reward_model\.enable"),
@@ -325,20 +323,30 @@ def test_what_one_process_can_do_is_not_refused():
     refuse_unsuited_reward_model(config_with())
 
 
-def test_a_served_model_in_a_pool_of_its_own_is_refused(toy, tmp_path, model_path):
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            ["reward_model.enable_resource_pool=true", "reward_model.nnodes=1"],
+            "served from the trainer's process only",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.strategy=megatron",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            ],
+            "score a batch together",
+        ),
+    ],
+)
+def test_a_model_of_several_processes_is_not_served(toy, tmp_path, model_path, options, reason):
     (tmp_path / "ask.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info, "
         "reward_router_address):\n    return 1.0\n"
     )
-    with pytest.raises(ValueError, match="served from the trainer's process only"):
-        run(
-            toy,
-            tmp_path,
-            model_path,
-            f"custom_reward_function.path={tmp_path / 'ask.py'}",
-            "reward_model.enable_resource_pool=true",
-            "reward_model.nnodes=1",
-        )
+    function = f"custom_reward_function.path={tmp_path / 'ask.py'}"
+    with pytest.raises(ValueError, match=reason):
+        run(toy, tmp_path, model_path, function, *options)
 
 
 def test_a_run_refuses_before_it_loads_a_model(toy, tmp_path):

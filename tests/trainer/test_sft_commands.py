@@ -53,7 +53,7 @@ def test_what_is_not_implemented_is_refused_by_name(model_folder, tmp_path, opti
 @pytest.mark.parametrize(
     ("option", "value", "complaint"),
     [
-        ("engine.strategy", "megatron", "engine=fsdp optim=fsdp"),
+        ("engine.strategy", "veomni", "engine=fsdp optim=fsdp, or with engine=megatron"),
         ("engine.ulysses_sequence_parallel_size", 2, "must divide the 1 ranks"),
         ("engine.param_offload", True, "weights and optimizer stay on the device"),
         ("model.tiled_mlp.enabled", True, "MLP layers run over whole sequences"),

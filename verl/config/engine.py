@@ -5,10 +5,11 @@ Each back-end has its own section, mounted where a role uses it (`actor.fsdp_con
 back-ends, such as its token budget, are copied into the section by the worker.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value
+from verl.config.base import Absent, BaseConfig, When, never, option, runtime_value, while_on
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -195,10 +196,6 @@ def transformer_overrides() -> dict[str, Any]:
 
 
 OWN_TABLE = never("our own table converts weights between Hugging Face's names and Megatron's")
-DIST_CHECKPOINT = Absent(
-    "Megatron's distributed checkpoints are not read: convert the folder to Hugging Face weights "
-    "and set model.path"
-)
 OWN_ATTENTION = {
     "attention_backend": "packed attention is our own, on every device",
 }
@@ -253,13 +250,14 @@ class McoreEngineConfig(EngineConfig):
     use_distributed_optimizer: bool = option(True, used_if=TRAINED)
     """Shard the optimizer's state over the data-parallel ranks."""
 
-    use_dist_checkpointing: bool = option(False, absent=DIST_CHECKPOINT)
-    """Start from a Megatron distributed checkpoint instead of Hugging Face weights."""
+    use_dist_checkpointing: bool = False
+    """Start from the weights of a Megatron distributed checkpoint (`torch_dist`), written on any
+    layout, instead of those of `model.path`, whose configuration and tokenizer still count."""
 
-    dist_checkpointing_path: str | None = option(None, absent=DIST_CHECKPOINT)
-    """Folder of that checkpoint."""
+    dist_checkpointing_path: str | None = option(None, used_if=while_on("use_dist_checkpointing"))
+    """Folder of that checkpoint, with its `.metadata`."""
 
-    dist_checkpointing_prefix: str = option("", absent=DIST_CHECKPOINT)
+    dist_checkpointing_prefix: str = option("", used_if=while_on("use_dist_checkpointing"))
     """What to put before each key of that checkpoint."""
 
     override_ddp_config: dict[str, Any] = option(
@@ -290,6 +288,12 @@ class McoreEngineConfig(EngineConfig):
         True, used_if=never("sequences are always packed; the numbers are those of padded ones")
     )
     """Pack sequences without padding."""
+
+    def faults(self, path: str = "") -> Iterator[str]:
+        yield from super().faults(path)
+        if self.use_dist_checkpointing and not self.dist_checkpointing_path:
+            key = f"{path}dist_checkpointing_path"
+            yield f"{key} is null; {path}use_dist_checkpointing=True reads the folder it names"
 
     def __post_init__(self) -> None:
         super().__post_init__()

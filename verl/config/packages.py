@@ -21,6 +21,7 @@ from verl.config.faults import Fault, shown
 from verl.config.ppo import PPOConfig
 from verl.config.roles import ROLLOUTS, critic_lora_rank, rollout_traits, uses_lora
 from verl.config.rollout import RolloutConfig
+from verl.config.sft import SFTEngineConfig
 from verl.utils.environment import scrubbed_environment
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -54,9 +55,11 @@ def megatron_problem() -> str | None:
     return f"megatron-core {found} is installed, not {MEGATRON_VERSIONS}; {install}"
 
 
-def megatron_package_faults(config: PPOConfig) -> Iterator[Fault]:
-    key = "actor_rollout_ref.actor.strategy"
-    if config.actor_rollout_ref.actor.strategy == "megatron" and (problem := megatron_problem()):
+def megatron_package_faults(config: PPOConfig | SFTEngineConfig) -> Iterator[Fault]:
+    is_rl = isinstance(config, PPOConfig)
+    key = "actor_rollout_ref.actor.strategy" if is_rl else "engine.strategy"
+    strategy = config.actor_rollout_ref.actor.strategy if is_rl else config.engine.strategy
+    if strategy == "megatron" and (problem := megatron_problem()):
         yield Fault(f'{key} is "megatron", but {problem}', (key,), is_about_machine=True)
 
 

@@ -23,13 +23,12 @@ from verl.config.roles import (
     NOT_PRIME,
     PACKED,
     PRIME,
+    RANDOM_WEIGHTS,
     RECORDED_WITH_ACTOR,
     REWARD_MODEL,
     runs_prime,
 )
 from verl.config.serving import ServingConfig
-
-SERVED_WHOLE = never("the reward model runs on the built-in engine")
 
 
 @dataclass(kw_only=True)
@@ -475,6 +474,29 @@ class McoreRewardEngineConfig(FollowingMcoreEngineConfig):
     """Build no optimizer and keep no gradients."""
 
 
+MEGATRON_SCORING = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "override_transformer_config",
+    "param_offload",
+    "dtype",
+    "strategy",
+    "use_mbridge",
+    "vanilla_mbridge",
+    "use_remove_padding",
+    "override_mcore_model_config",
+    "use_dist_checkpointing",
+    "dist_checkpointing_path",
+    "dist_checkpointing_prefix",
+)
+"""What is read where a model only scores, or has a rule of its own that says why not."""
+
+
 @dataclass(kw_only=True)
 class McoreRewardModelConfig(RewardModelConfig):
     """A reward model on Megatron."""
@@ -483,13 +505,18 @@ class McoreRewardModelConfig(RewardModelConfig):
 
     strategy: str = option("megatron", choices=("megatron",))
 
-    nccl_timeout: int = option(600, minimum=1, used_if=SERVED_WHOLE)
+    nccl_timeout: int = option(
+        600, minimum=1, used_if=never("actor_rollout_ref.nccl_timeout counts")
+    )
     """Seconds after which a collective operation counts as hung."""
 
-    load_weight: bool = option(True, used_if=SERVED_WHOLE)
+    load_weight: bool = option(True, absent=RANDOM_WEIGHTS)
     """Load the Hugging Face weights at the start."""
 
     megatron: McoreEngineConfig = option(
-        default_factory=McoreRewardEngineConfig, used_if=SERVED_WHOLE
+        default_factory=McoreRewardEngineConfig,
+        used_if=REWARD_MODEL,
+        reads=MEGATRON_SCORING,
+        unread="the reward model is not trained",
     )
-    """How the model is spread over devices."""
+    """How the model is spread over devices. On the actor's own the sizes must be the actor's."""

@@ -254,8 +254,10 @@ def shares_weights(config: Any) -> bool:
 
 
 def sequence_ranks(config: Any) -> int:
-    """Ranks that share a sequence in a supervised run."""
+    """Ranks that get the same rows in a supervised run."""
     section = config.engine if "engine" in config else config
+    if "tensor_model_parallel_size" in section:
+        return ranks_per_sequence(section)
     return max(1, section.get("ulysses_sequence_parallel_size", 1))
 
 

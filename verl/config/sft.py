@@ -9,7 +9,13 @@ from typing import Any
 
 from verl.config.base import Absent, BaseConfig, When, never, option, while_on
 from verl.config.data import CustomClassConfig
-from verl.config.engine import DTYPES, EngineConfig, FSDPEngineConfig, WrapPolicyConfig
+from verl.config.engine import (
+    DTYPES,
+    EngineConfig,
+    FSDPEngineConfig,
+    McoreEngineConfig,
+    WrapPolicyConfig,
+)
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.config.profiler import TOOLS, ProfilerConfig
@@ -360,6 +366,11 @@ class SFTConfig(BaseConfig):
     """How long, on what, how often it saves, and where it reports."""
 
 
+ON_MEGATRON = When(
+    lambda here, run: isinstance(here.engine, McoreEngineConfig), "the engine is not Megatron"
+)
+
+
 @dataclass(kw_only=True)
 class SFTEngineConfig(BaseConfig):
     """Supervised fine-tuning with any training back-end."""
@@ -374,6 +385,7 @@ class SFTEngineConfig(BaseConfig):
         default_factory=FSDPEngineConfig,
         reads=("dtype", "strategy", "ulysses_sequence_parallel_size"),
         unread="each rank holds the whole model",
+        reads_all_if=ON_MEGATRON,
     )
     """Training back-end: choose another with `engine=megatron` or `engine=veomni`."""
 

@@ -18,7 +18,7 @@ from verl.config.async_plan import async_faults
 from verl.config.base import BaseConfig
 from verl.config.distillation import component_faults, distillation_faults
 from verl.config.effects import absent_faults
-from verl.config.engine import FSDPEngineConfig
+from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, shown
 from verl.config.load import global_sizes, load_config
 from verl.config.packages import unchecked_engine_arguments
@@ -320,8 +320,9 @@ def pool_faults(config: PPOConfig) -> Iterator[Fault]:
 def sft_faults(config: SFTConfig | SFTEngineConfig) -> Iterator[Fault]:
     data = config.data
     sharing, every = sequence_ranks(config), world_size(config)
-    if every % sharing:
-        is_engine = isinstance(config, SFTEngineConfig)
+    is_engine = isinstance(config, SFTEngineConfig)
+    megatron = config.engine if is_engine and isinstance(config.engine, McoreEngineConfig) else None
+    if every % sharing and megatron is None:  # a layout is checked with its model
         key = f"{'engine.' if is_engine else ''}ulysses_sequence_parallel_size"
         text = f"{key} is {sharing}; it must divide the {every} ranks that the run is started on"
         yield Fault(text, (key,), is_about_machine=True)
@@ -333,7 +334,10 @@ def sft_faults(config: SFTConfig | SFTEngineConfig) -> Iterator[Fault]:
         )
         yield Fault(text, ("data.train_batch_size",))
     is_by_tokens = isinstance(data, SFTEngineDataConfig) and data.use_dynamic_bsz
-    if is_by_tokens and data.max_token_len_per_gpu < data.max_length:
+    budget = data.max_token_len_per_gpu if is_by_tokens else 0
+    if megatron is not None:
+        budget *= megatron.context_parallel_size
+    if is_by_tokens and budget < data.max_length:
         text = (
             f"data.max_token_len_per_gpu is {data.max_token_len_per_gpu}; the longest row has "
             f"data.max_length={data.max_length} tokens, so it must be at least that"

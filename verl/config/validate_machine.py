@@ -58,6 +58,8 @@ def machine_faults(config: Any) -> Iterator[Fault]:
         yield from megatron_package_faults(config)
         yield from engine_argument_faults(config)
         yield from controller_faults(config)
+    elif isinstance(config, SFTEngineConfig):
+        yield from megatron_package_faults(config)
 
 
 def file_faults(config: Any) -> Iterator[Fault]:

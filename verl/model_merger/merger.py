@@ -34,8 +34,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from verl.config.engine import McoreEngineConfig
 from verl.model_merger.config import ModelMergerConfig
-from verl.model_merger.torch_file import TorchShard, TorchTensor, read_torch_file
 from verl.models.lora import (
     ADAPTER_FOLDER,
     CONFIG_FILE,
@@ -46,6 +46,7 @@ from verl.models.lora import (
     is_adapter,
     merged_copy,
 )
+from verl.utils.checkpoint.dist_checkpoint import read_index
 from verl.utils.checkpoint.hf_model import own_weights, published_weights, write_hf_sources
 from verl.utils.checkpoint.piece_files import (
     StoredTensor,
@@ -57,6 +58,8 @@ from verl.utils.checkpoint.piece_files import (
 from verl.utils.checkpoint.pieces import whole
 from verl.utils.checkpoint.safetensors_file import TensorSource
 from verl.utils.checkpoint.tensor_store import NamedArray, as_source
+from verl.utils.checkpoint.torch_file import TorchShard, TorchTensor, read_torch_file
+from verl.workers.engine import megatron
 
 AUTO_CLASSES = {
     "ForTokenClassification": AutoModelForTokenClassification,
@@ -269,16 +272,16 @@ class FSDPModelMerger:
 
 class MegatronModelMerger(FSDPModelMerger):
     """Merges what the ranks of a Megatron layout have written: the same files, under the same
-    Hugging Face names."""
+    Hugging Face names; or a distributed checkpoint of Megatron's own, read into a model here."""
 
-    def __init__(self, config: ModelMergerConfig) -> None:
-        super().__init__(config)
-        if (self.folder / DIST_CHECKPOINT).is_dir():
-            raise ValueError(
-                f"{self.folder / DIST_CHECKPOINT} is a distributed checkpoint of Megatron's own, "
-                "whose index (.metadata) is a pickle and could run code when it is read; export "
-                "it to Hugging Face weights where it was written"
-            )
+    def merged_weights(self) -> LazyWeights:
+        folder = self.folder / DIST_CHECKPOINT
+        if not folder.is_dir():
+            return super().merged_weights()
+        weights = weights_of_dist_checkpoint(
+            folder, self._skeleton, is_value_model=self.config.is_value_model
+        )
+        return self._published({name: lazy_tensor(weight) for name, weight in weights.items()})
 
 
 def as_bf16_source(name: str, tensor: LazyTensor) -> TensorSource:
@@ -398,6 +401,31 @@ def weights_of_pieces(folder: Path) -> LazyWeights | None:
     """The weights that ranks have written in pieces, or their fp32 masters."""
     stored = stored_tensors(folder, "model") or stored_masters(stored_tensors(folder, "optimizer"))
     return lazy(stored) if stored else None
+
+
+def weights_of_dist_checkpoint(
+    folder: Path, skeleton: Callable[[], PreTrainedModel], *, is_value_model: bool
+) -> dict[str, Tensor]:
+    """All weights of a distributed checkpoint, in memory; megatron-core knows their layout."""
+    read_index(folder)  # a mistake is named before a model is built
+    path = str(folder)
+    engine = megatron.MegatronEngine(
+        skeleton,
+        build_skeleton=skeleton,
+        config=McoreEngineConfig(
+            use_dist_checkpointing=True,
+            dist_checkpointing_path=path,
+            override_transformer_config={},
+        ),
+        compute_dtype=torch.float32,
+        device="cpu",
+        is_value_model=is_value_model,
+    )
+    try:
+        engine.initialize()
+        return dict(engine.get_per_tensor_param())
+    finally:
+        megatron.leave_layout()
 
 
 def weights_of_model_folder(folder: Path) -> LazyWeights | None:

@@ -303,16 +303,8 @@ def load_reward_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the model at `path` (a folder or a hub name) with its head, ready to be packed."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    kinds = [name.rpartition("For")[2] for name in config.architectures or []]
-    if any(kind.endswith("Classification") for kind in kinds) and config.num_labels != 1:
-        raise ValueError(
-            f"reward_model.model.path={path} is a classifier with {config.num_labels} labels; a "
-            "reward model has one output, the score: train it with num_labels=1"
-        )
-    is_sequence = "SequenceClassification" in kinds
     model, missing = load_with_head(
-        AutoModelForSequenceClassification if is_sequence else AutoModelForTokenClassification,
+        reward_class(path, trust_remote_code),
         path,
         dtype=dtype,
         override_config=override_config,
@@ -328,3 +320,35 @@ def load_reward_model(
             "verl.trainer.main_rm trains one"
         )
     return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
+def empty_reward_model(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    override_config: dict[str, object] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The same on the meta device: everything but its weights, which are not read."""
+    kind = reward_class(path, trust_remote_code)
+    with torch.device("meta"):
+        model = kind.from_config(
+            read_config(path, override_config, trust_remote_code, num_labels=1),
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+    return prepare_layers(model)
+
+
+def reward_class(path: str, trust_remote_code: bool) -> Any:
+    """What the configuration names; a classifier with several labels is refused."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    kinds = [name.rpartition("For")[2] for name in config.architectures or []]
+    if any(kind.endswith("Classification") for kind in kinds) and config.num_labels != 1:
+        raise ValueError(
+            f"reward_model.model.path={path} is a classifier with {config.num_labels} labels; a "
+            "reward model has one output, the score: train it with num_labels=1"
+        )
+    is_sequence = "SequenceClassification" in kinds
+    return AutoModelForSequenceClassification if is_sequence else AutoModelForTokenClassification

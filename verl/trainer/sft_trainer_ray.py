@@ -17,7 +17,7 @@ from verl.config.convert import to_dict
 from verl.config.load import Loaded, load_config
 from verl.config.roles import world_size
 from verl.config.sft import SFTEngineConfig
-from verl.trainer.sft.launch import replication_notice, run, run_command
+from verl.trainer.sft.launch import ranks_notice, run, run_command
 from verl.utils.environment import EndsTheRun
 from verl.utils.import_utils import lazy_attribute, require
 
@@ -55,7 +55,7 @@ def train_on_ray(loaded: Loaded) -> None:
     """Start the ranks, take them through the run, and say how it went."""
     config: SFTEngineConfig = loaded.config
     if world_size(config) > 1:
-        command.say([replication_notice(world_size(config))])
+        command.say([ranks_notice(config, world_size(config))])
     group = start_ranks(config)
     try:
         group.start()

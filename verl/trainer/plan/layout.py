@@ -269,6 +269,8 @@ def reward_placement(config: Any) -> RolePlacement:
     if model.enable_resource_pool:
         where = f"a pool of {model.nnodes} x {model.n_gpus_per_node}"
     how = f"{model.rollout.name}, {model.model.path}"
+    if "megatron" in model:
+        how = f"{model.strategy}, {model.model.path}"
     if runs_prime(config):
         how = f"implicit and trained, not in the memory below, {model.model.path}"
     return RolePlacement("reward model", where, how)

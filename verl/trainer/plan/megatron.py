@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.engine import McoreEngineConfig
 from verl.config.faults import ConfigError, Fault
+from verl.config.reward import McoreRewardModelConfig
 from verl.config.roles import (
     engine_of,
     needs_critic,
@@ -21,7 +22,12 @@ from verl.config.roles import (
 if TYPE_CHECKING:
     from verl.workers.engine.megatron.layout import Layout
 
-ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
+ACTOR, REF, CRITIC, REWARD = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.ref",
+    "critic",
+    "reward_model",
+)
 
 
 def megatron_layout(config: Any, role: str) -> "Layout":
@@ -31,36 +37,47 @@ def megatron_layout(config: Any, role: str) -> "Layout":
     return Layout.of(engine_of(config, role), role_ranks(config, role))
 
 
+def checked_layout(engine: McoreEngineConfig, ranks: int, model: Any) -> "Layout":
+    """Of so many ranks; refused where they, or a model that is here, cannot be divided so."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    from verl.workers.engine.megatron.layout import Layout, check_layout  # noqa: PLC0415
+
+    layout = Layout.of(engine, ranks)
+    folder = Path(model.path).expanduser()
+    if (folder / "config.json").is_file():
+        text = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        check_layout(layout, text, engine.override_transformer_config)
+    return layout
+
+
 def layout_faults(config: Any) -> Iterator[Fault]:
     """Layouts that divide neither ranks nor models, or differ on the same ranks."""
     roles = list(megatron_roles(config))
     if not roles:
         return  # nothing is imported for other back-ends
-    from transformers import AutoConfig  # noqa: PLC0415
-
-    from verl.workers.engine.megatron.layout import Layout, check_layout  # noqa: PLC0415
-
-    layouts = dict[str, Layout]()
+    layouts = dict[str, "Layout"]()
     for path, engine, ranks, model in roles:
         if ranks % ranks_per_sequence(engine):
             continue  # validation has named it
         try:
-            layout = layouts[path] = Layout.of(engine, ranks)
-            folder = Path(model.path).expanduser()
-            if (folder / "config.json").is_file():
-                text = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-                check_layout(layout, text, engine.override_transformer_config)
+            layouts[path] = checked_layout(engine, ranks, model)
         except ConfigError as error:
             yield from (
                 Fault(f"{path}.{fault.text}", (f"{path}.megatron",)) for fault in error.faults
             )
     shared = [REF] + ([CRITIC] if pool_devices(config, "critic") is None else [])
+    if (
+        pool_devices(config, "reward_model") is None
+        and not config.reward_model.enable_resource_pool
+    ):
+        shared.append(REWARD)
     for path in shared:
         if path in layouts and ACTOR in layouts and layouts[path] != layouts[ACTOR]:
             text = (
                 f"{path}.megatron is {layouts[path]}, and {ACTOR}.megatron is {layouts[ACTOR]}; "
                 "on the same ranks Megatron has one layout: state the same sizes, or give the "
-                "critic devices of its own (resource_pool.critic.devices)"
+                f"{path} devices of its own (resource_pool.{path}.devices)"
             )
             yield Fault(text, (f"{path}.megatron",))
 
@@ -78,3 +95,7 @@ def megatron_roles(config: Any) -> Iterator[tuple[str, McoreEngineConfig, int, A
         engine = engine_of(config, "critic")
         if isinstance(engine, McoreEngineConfig):
             yield CRITIC, engine, role_ranks(config, "critic"), config.critic.model
+    reward = config.reward_model
+    if reward.enable and isinstance(reward, McoreRewardModelConfig):
+        own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else None
+        yield REWARD, reward.megatron, own or role_ranks(config, REWARD), reward.model

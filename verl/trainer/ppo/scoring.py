@@ -26,7 +26,7 @@ import numpy as np
 
 from verl.algos.sessions import one_row_per_session, session_ends
 from verl.config.ppo import PPOConfig
-from verl.config.reward import FSDPRewardModelConfig
+from verl.config.reward import McoreRewardModelConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import SESSION_UID
 from verl.protocol.trajectory import Abstain, Grade, Group, InfraError, Score, Trajectory
@@ -246,10 +246,11 @@ def validates_with_model(config: PPOConfig, batch: DataProto) -> bool:
 def refuse_unsuited_reward_model(config: PPOConfig) -> None:
     """Settings of `reward_model` that are valid and that one process cannot honour."""
     model = config.reward_model
-    if not isinstance(model, FSDPRewardModelConfig):
+    if isinstance(model, McoreRewardModelConfig) and asks_over_http(config):
         raise ValueError(
-            f"reward_model.strategy is {model.strategy!r}; the reward model runs on the built-in "
-            "engine: set reward_model.strategy=fsdp"
+            "reward_model.strategy is 'megatron' and custom_reward_function asks the model through "
+            "reward_router_address; ranks that divide a model score a batch together: leave that "
+            'argument out, the model\'s score is in extra_info["rm_score"]'
         )
     if model.enable_resource_pool and asks_over_http(config):
         raise ValueError(

@@ -3,7 +3,7 @@
 The order of an epoch is a function of the seed and the epoch alone, so a resumed run goes on with
 the same rows. A row becomes [padding, context, trained part, padding], like a prompt and its
 response in reinforcement learning, so both use the same engine; nothing is predicted before the
-first token that is trained. Ranks take every `size`-th row of a batch; rank 0 reports and writes.
+first token that is trained. Ranks take every `num_shares`-th row of a batch; rank 0 reports.
 
 Rows are read and tokenized while the step before them trains:
 
@@ -31,11 +31,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from verl.config.engine import McoreEngineConfig
 from verl.utils.dataset.sft_dataset import SFTDataset, trained_tokens
 from verl.utils.dataset.tables import DataError
 from verl.utils.distributed import all_reduce_, is_distributed
 from verl.utils.media import MEDIA
 from verl.workers.engine.inputs import attach_media
+from verl.workers.engine.megatron.layout import Layout
 
 Row = dict[str, Any]
 """Columns of one row, tensors; `media` are its images."""
@@ -199,12 +201,17 @@ class Ranks:
     per_sequence: int = 1
     """Consecutive ranks that share sequences: they hold the same rows."""
 
+    layout: Layout | None = None
+    """How Megatron divides the ranks, if it does: those of a data rank hold the same rows."""
+
     @classmethod
-    def here(cls, per_sequence: int = 1) -> "Ranks":
+    def here(cls, per_sequence: int = 1, megatron: McoreEngineConfig | None = None) -> "Ranks":
         """Rank and size of the joined process group; (0, 1) without one."""
         if not is_distributed():
             return cls()
-        return cls(dist.get_rank(), dist.get_world_size(), per_sequence)
+        size = dist.get_world_size()
+        layout = None if megatron is None else Layout.of(megatron, size)
+        return cls(dist.get_rank(), size, per_sequence, layout)
 
     def sequence_group(self) -> dist.ProcessGroup | None:
         """The ranks that share this one's sequences; every rank must ask."""
@@ -221,13 +228,21 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def num_shares(self) -> int:
+        """Ranks, or groups of them, with rows of their own."""
+        return self.size // self.per_sequence if self.layout is None else self.layout.data
+
     def share(self, rows: Sequence[Item]) -> Sequence[Item]:
         """This rank's part of `rows`."""
-        return rows[self.rank // self.per_sequence :: self.size // self.per_sequence]
+        if self.layout is not None:
+            return rows[self.layout.data_rank(self.rank) :: self.num_shares]
+        return rows[self.rank // self.per_sequence :: self.num_shares]
 
     def total(self, *values: float) -> list[float]:
         """Values of rows, summed over all rows; every rank must ask. Counts stay exact to 2^53."""
-        return [value / self.per_sequence for value in self.sum(*values)]
+        num_copies = self.size // self.num_shares
+        return [value / num_copies for value in self.sum(*values)]
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks; every rank must ask."""
@@ -236,6 +251,13 @@ class Ranks:
     def agree(self, value: bool) -> bool:
         """Whether any rank says so."""
         return self.sum(value)[0] > 0
+
+    def hear_first(self, text: str = "") -> str:
+        """What the first rank says; every rank must ask."""
+        own = text.encode() if self.is_first else b""
+        length = int(self.sum(len(own))[0])
+        codes = self.sum(*(own if self.is_first else bytes(length))) if length else []
+        return bytes(map(int, codes)).decode()
 
     def meet(self) -> None:
         """Go on when every rank is here, within the time limit of the process group."""

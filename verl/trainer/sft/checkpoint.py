@@ -8,14 +8,19 @@
 With LoRA the base weights do not change and are not saved with every step: `huggingface/` holds
 merged weights at the last step, and at every one if `save_contents` has `hf_model`.
 
-Rank 0 writes while the others wait; all read. A step is committed whole or not at all
-(`verl.utils.checkpoint`). The order of the data is a function of seed and step, and the ranks are
-equal, so a run may continue on another number of ranks.
+Rank 0 writes while the others wait; all read. With Megatron every rank writes the part that it
+holds, and `huggingface/` has weights at the last step, and at every one with `hf_model`. A step is
+committed whole or not at all (`verl.utils.checkpoint`). The order of the data is a function of seed
+and step, and the ranks are equal, so a run may continue on another number of ranks.
 """
 
+import logging
 import sys
+from errno import EIO
+from functools import partial
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.convert import to_dict
@@ -26,9 +31,11 @@ from verl.trainer.sft.settings import AnySFTConfig, SFTSettings
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     HF_FOLDER,
     AdapterCheckpointManager,
+    Write,
+    as_it_is,
     checkpoint_manager,
 )
-from verl.utils.checkpoint.layout import LOCK, step_folder
+from verl.utils.checkpoint.layout import LOCK, CheckpointSaveError, as_os_error, step_folder
 from verl.utils.checkpoint.manifest import (
     config_identity,
     dataset_identity,
@@ -40,6 +47,8 @@ from verl.utils.checkpoint.tensor_store import load_state, save_state
 from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import WithProcessorFiles
 from verl.workers.engine.base import BaseEngine
+
+logger = logging.getLogger(__name__)
 
 RUN_STATE = "data"
 
@@ -65,6 +74,7 @@ class SFTCheckpoints:
             engine,
             processing_class=WithProcessorFiles(tokenizer, copy_to_local(settings.model.path)),
             checkpoint_config=settings.checkpoint,
+            **({"rank": ranks.rank, "world_size": ranks.size} if settings.megatron else {}),
         )
         self.store = CheckpointStore(
             self.root,
@@ -83,10 +93,14 @@ class SFTCheckpoints:
 
     def save(self, step: int, *, num_tokens: int, is_last: bool) -> None:
         """Commit a step. The line that says so is printed only when nothing can undo it."""
-        if self.ranks.is_first:
+        state = {"step": step, "num_tokens": num_tokens}
+        if self.manager.world_size > 1:
+            self._save_together(step, state, is_last=is_last)
+        elif self.ranks.is_first:
             with self.store.saving(step) as folder:
                 self._write(folder, is_last=is_last)
-                save_state(folder, RUN_STATE, {"step": step, "num_tokens": num_tokens})
+                save_state(folder, RUN_STATE, state)
+        if self.ranks.is_first:
             sys.stdout.write(f"COMMITTED step={step}\n")
             sys.stdout.flush()
         self.ranks.meet()
@@ -104,10 +118,61 @@ class SFTCheckpoints:
         self.manager.load_checkpoint(str(folder))
         return step, load_state(folder, RUN_STATE)["num_tokens"]
 
+    def _save_together(self, step: int, state: dict[str, int], *, is_last: bool) -> None:
+        """Every rank writes what it holds into a folder that the first one makes and commits.
+
+        What the disk refuses to one of them is raised on the first, and nothing is committed.
+        """
+        writes = self._captured(is_last=is_last)
+        if not self.ranks.is_first:
+            if folder := self.ranks.hear_first():
+                self._try(writes, Path(folder))
+            return
+        writes.append(partial(save_state, name=RUN_STATE, state=state))
+        told = ""
+        try:
+            with self.store.saving(step) as folder:
+                told = self.ranks.hear_first(str(folder))
+                refusal = self._try(writes, folder)
+                if refusal is not None:
+                    raise refusal
+        except CheckpointSaveError:
+            if not told:  # there is no folder, and the others wait for its name
+                self.ranks.hear_first()
+            raise
+
+    def _captured(self, *, is_last: bool) -> list[Write]:
+        """This rank's writes; with the last step the first one's are whole weights too."""
+        writes = self.manager.capture(as_it_is)
+        if is_last and not self.manager.should_save_hf_model:
+            whole = self.manager.whole_weights(self.manager.own_weights(), in_host_memory)
+            if self.ranks.is_first:
+                writes.append(self.manager.write_published(whole))
+        return writes
+
+    def _try(self, writes: list[Write], folder: Path) -> OSError | None:
+        """Write; what the disk refused on any rank."""
+        refusal = None
+        try:
+            for write in writes:
+                write(folder)
+        except Exception as error:
+            refusal = as_os_error(error)
+            if refusal is None:
+                raise
+            logger.warning("rank %d cannot write its part of a step: %s", self.ranks.rank, refusal)
+        if self.ranks.agree(refusal is not None) and refusal is None:
+            return OSError(EIO, "another rank could not write its part, and says why in its log")
+        return refusal
+
     def _write(self, folder: Path, *, is_last: bool) -> None:
         self.manager.save_checkpoint(str(folder))
         if is_last and isinstance(self.manager, AdapterCheckpointManager):
             self.manager.save_merged(folder)
+
+
+def in_host_memory(name: str, tensor: Tensor) -> Tensor:
+    return tensor.cpu()
 
 
 def run_locks(trainer: SFTTrainerBaseConfig) -> dict[str, Path]:

@@ -19,11 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from verl.config import command
 from verl.config.convert import to_dict
 from verl.config.effects import idle_notices
-from verl.config.engine import FSDPEngineConfig
+from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.faults import ConfigError, Fault, shown
 from verl.config.load import Loaded, load_config
-from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig
+from verl.config.packages import megatron_problem
 from verl.config.rm import RMConfig
+from verl.config.roles import sequence_ranks
 from verl.config.roles import world_size as configured_world_size
 from verl.config.sft import EACH_EPOCH, SFTConfig, SFTEngineConfig
 from verl.config.validate import validate
@@ -42,6 +44,7 @@ _LAZY = {
     "RMTrainer": "verl.trainer.sft.reward_model:RMTrainer",
     "run_locks": "verl.trainer.sft.checkpoint:run_locks",
     "join": "verl.utils.distributed:initialize_global_process_group",
+    "checked_layout": "verl.trainer.plan.megatron:checked_layout",
     "leave": "verl.utils.distributed:destroy_global_process_group",
 }
 
@@ -86,13 +89,12 @@ def train_here(loaded: Loaded) -> None:
 def _train_here(config: AnySFTConfig) -> None:
     has_peers = world_size() > 1
     if has_peers:
-        say([replication_notice(world_size())])
+        say([ranks_notice(config, world_size())])
         lazy_attribute(__name__, _LAZY, "join")(timeout_second=SILENT_RANK_SECONDS)
     kind = "RMTrainer" if isinstance(config, RMConfig) else "SFTTrainer"
     trainer = lazy_attribute(__name__, _LAZY, kind)(config)
     trainer.fit()
-    if has_peers:
-        lazy_attribute(__name__, _LAZY, "leave")()
+    lazy_attribute(__name__, _LAZY, "leave")()
     if rank() == 0:
         sys.stdout.write(f"{ending(trainer)}\n")
 
@@ -104,7 +106,13 @@ def ending(trainer: Any) -> str:
     return f"{trainer.summary.text}{where}"
 
 
-def replication_notice(num_ranks: int) -> str:
+def ranks_notice(config: AnySFTConfig, num_ranks: int) -> str:
+    """What several ranks have of the model and of the rows."""
+    if isinstance(config, SFTEngineConfig) and isinstance(config.engine, McoreEngineConfig):
+        layout = lazy_attribute(__name__, _LAZY, "checked_layout")
+        return (
+            f"{num_ranks} ranks divide the model: {layout(config.engine, num_ranks, config.model)}"
+        )
     return (
         f"each of the {num_ranks} ranks holds the whole model and a share of the rows; weights are "
         "not sharded (fsdp and fsdp2 mean the same here)"
@@ -136,14 +144,23 @@ def refuse(message: str, exit_code: int = command.MISTAKE) -> None:
 
 
 ON_THE_DEVICE = "weights and optimizer stay on the device"
-OF_ENGINE = {
+OF_EVERY_ENGINE = {
     "model.enable_activation_offload": "activations stay on the device",
+    "engine.forward_only": "fine-tuning needs an optimizer",
+}
+OF_ENGINE = OF_EVERY_ENGINE | {
     "engine.param_offload": ON_THE_DEVICE,
     "engine.optimizer_offload": ON_THE_DEVICE,
     "engine.offload_policy": ON_THE_DEVICE,
-    "engine.forward_only": "fine-tuning needs an optimizer",
 }
 """Options that must be left at null or False, and why."""
+
+NO_ADAPTERS = "megatron-core has no adapters (engine=fsdp has), all weights are trained"
+OF_MEGATRON = OF_EVERY_ENGINE | {
+    "model.lora_rank": NO_ADAPTERS,
+    "model.lora.rank": NO_ADAPTERS,
+    "model.lora_adapter_path": NO_ADAPTERS,
+}
 
 
 ALL_WEIGHTS = "a reward model is trained with all its weights"
@@ -157,8 +174,9 @@ OF_REWARD_MODEL = {
 def unsupported(config: AnySFTConfig) -> Iterator[Fault]:
     """One fault for each option that cannot be honoured."""
     if isinstance(config, SFTEngineConfig):
+        is_megatron = isinstance(config.engine, McoreEngineConfig)
         faults = list(engine_faults(config))
-        yield from faults or refused(config, OF_ENGINE)
+        yield from faults or refused(config, OF_MEGATRON if is_megatron else OF_ENGINE)
     if isinstance(config, RMConfig):
         yield from refused(config, OF_REWARD_MODEL)
     yield from frequency_faults(config)
@@ -174,13 +192,32 @@ def refused(config: AnySFTConfig, rules: dict[str, str]) -> Iterator[Fault]:
 
 
 def engine_faults(config: SFTEngineConfig) -> Iterator[Fault]:
-    is_fsdp = isinstance(config.engine, FSDPEngineConfig)
-    if not is_fsdp or not isinstance(config.optim, FSDPOptimizerConfig):
+    engine, is_rm = config.engine, isinstance(config, RMConfig)
+    pairs: list[tuple[type, type]] = [(FSDPEngineConfig, FSDPOptimizerConfig)]
+    if not is_rm:
+        pairs.append((McoreEngineConfig, McoreOptimizerConfig))
+    if not any(isinstance(engine, of) and isinstance(config.optim, its) for of, its in pairs):
+        others = "" if is_rm else ", or with engine=megatron optim=megatron"
+        what = "a reward model trains" if is_rm else "fine-tuning runs"
         text = (
-            f'engine.strategy is "{config.engine.strategy}" and the optimizer is '
-            f"{type(config.optim).__name__}; fine-tuning runs with engine=fsdp optim=fsdp"
+            f'engine.strategy is "{engine.strategy}" and the optimizer is '
+            f"{type(config.optim).__name__}; {what} with engine=fsdp optim=fsdp{others}"
         )
         yield Fault(text, ("engine.strategy",))
+    elif isinstance(engine, McoreEngineConfig) and megatron_problem() is None:
+        yield from layout_faults(config, engine)
+
+
+def layout_faults(config: SFTEngineConfig, engine: McoreEngineConfig) -> Iterator[Fault]:
+    """Ranks that the sizes do not divide, which a plan may leave open, else a model that they do
+    not."""
+    ranks = configured_world_size(config)
+    fits = ranks % sequence_ranks(config) == 0
+    try:
+        lazy_attribute(__name__, _LAZY, "checked_layout")(engine, ranks, config.model)
+    except ConfigError as error:
+        texts = [fault.text.replace("megatron: ", "engine: ", 1) for fault in error.faults]
+        yield from (Fault(text, ("engine",), is_about_machine=not fits) for text in texts)
 
 
 def frequency_faults(config: AnySFTConfig) -> Iterator[Fault]:
@@ -228,12 +265,21 @@ def plan(config: AnySFTConfig) -> str:
         "trained": trained_of(config),
         "data": f"{data.train_files}: {columns_of(config)}",
         "batch": f"{data.train_batch_size} rows, {micro_batch_of(config)} at a time",
-        "ranks": str(configured_world_size(config)),
+        "ranks": ranks_of(config),
         "length": f"{length}, at most {data.max_length} tokens a row",
         "optimizer": f"lr {config.optim.lr:g}, {schedule_of(config)}",
         "checkpoints": trainer.default_local_dir,
     }
     return "\n".join(f"{name:12}{value}" for name, value in lines.items())
+
+
+def ranks_of(config: AnySFTConfig) -> str:
+    ranks = configured_world_size(config)
+    if not isinstance(config, SFTEngineConfig) or not isinstance(config.engine, McoreEngineConfig):
+        return str(ranks)
+    if ranks % sequence_ranks(config):
+        return f"{ranks} here; the layout needs a multiple of {sequence_ranks(config)}"
+    return ranks_notice(config, ranks)
 
 
 def model_of(config: AnySFTConfig) -> str:
@@ -270,5 +316,7 @@ def micro_batch_of(config: AnySFTConfig) -> str:
 
 
 def schedule_of(config: AnySFTConfig) -> str:
-    is_engine = isinstance(config, SFTEngineConfig)
-    return config.optim["lr_scheduler_type"] if is_engine else config.optim.lr_scheduler
+    if not isinstance(config, SFTEngineConfig):
+        return config.optim.lr_scheduler
+    is_megatron = isinstance(config.optim, McoreOptimizerConfig)
+    return config.optim["lr_decay_style" if is_megatron else "lr_scheduler_type"]

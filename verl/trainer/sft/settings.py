@@ -6,7 +6,7 @@ are made from.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.config.convert import omega_conf_to_dataclass
 from verl.config.data import CustomClassConfig
-from verl.config.engine import FSDPEngineConfig
+from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.model import HFModelConfig
-from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.rm import RMDataConfig
 from verl.config.sft import (
@@ -47,7 +47,8 @@ from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.torch_functional import get_wsd_schedule_with_warmup
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.one_device import OneDeviceEngine
-from verl.workers.engine.spec import compute_dtype
+from verl.workers.engine.registry import EngineRegistry
+from verl.workers.engine.spec import EngineSpec, compute_dtype
 from verl.workers.engine.stepping import SteppingEngine
 from verl.workers.engine.zero1 import ReplicatedEngine
 
@@ -63,9 +64,12 @@ class SFTSettings:
     dtype: str
     """Number format of the passes; the optimizer keeps fp32 whatever it is."""
 
-    optim: FSDPOptimizerConfig
+    optim: FSDPOptimizerConfig | McoreOptimizerConfig
     schedule: str
-    """`constant`, `linear`, `cosine` or `wsd`."""
+    """`constant`, `linear`, `cosine` or `wsd`; Megatron's optimizer has its own."""
+
+    megatron: McoreEngineConfig | None
+    """How Megatron divides the model; None: every rank has all of it."""
 
     data: SFTDataConfig | SFTEngineDataConfig | RMDataConfig
     """The section as written, for a custom dataset class."""
@@ -96,6 +100,7 @@ def _of_fsdp(config: SFTConfig) -> SFTSettings:
         dtype="auto" if weights in ("fp32", "float32") else weights,
         optim=config.optim,
         schedule=config.optim.lr_scheduler,
+        megatron=None,
         data=config.data,
         conversations=_as_conversations(config.data) if config.data.multiturn.enable else None,
         micro_batching=MicroBatching(rows=config.data.micro_batch_size_per_gpu),
@@ -108,21 +113,24 @@ def _of_fsdp(config: SFTConfig) -> SFTSettings:
 
 def _of_engine(config: SFTEngineConfig) -> SFTSettings:
     data, engine, optim = config.data, config.engine, config.optim
-    assert isinstance(engine, FSDPEngineConfig)  # `launch.unsupported` has refused others
-    assert isinstance(optim, FSDPOptimizerConfig)
+    megatron = engine if isinstance(engine, McoreEngineConfig) else None
+    assert megatron or isinstance(engine, FSDPEngineConfig)  # `launch.unsupported` refuses others
+    assert isinstance(optim, McoreOptimizerConfig if megatron else FSDPOptimizerConfig)
     has_pairs = isinstance(data, RMDataConfig)
     by_tokens = not has_pairs and data.use_dynamic_bsz
+    context = 1 if megatron is None else megatron.context_parallel_size
     first, last = config.trainer.profile_interval
     return SFTSettings(
         model=config.model,
         lora=lora_options(config.model),
         dtype=engine.dtype,
         optim=optim,
-        schedule=optim.lr_scheduler_type,
+        schedule=schedule_name(optim),
+        megatron=megatron,
         data=data,
         conversations=None if has_pairs else data,
         micro_batching=(
-            MicroBatching(tokens=data.max_token_len_per_gpu)
+            MicroBatching(tokens=data.max_token_len_per_gpu * context)
             if by_tokens and not has_pairs
             else MicroBatching(rows=data.micro_batch_size_per_gpu)
         ),
@@ -131,6 +139,11 @@ def _of_engine(config: SFTEngineConfig) -> SFTSettings:
         profiler=config.profiler,
         profile_interval=(first, last),
     )
+
+
+def schedule_name(optim: FSDPOptimizerConfig | McoreOptimizerConfig) -> str:
+    is_megatron = isinstance(optim, McoreOptimizerConfig)
+    return optim.lr_decay_style if is_megatron else optim.lr_scheduler_type
 
 
 def _as_hf_model(model: SFTModelConfig, chat_template: str | None) -> HFModelConfig:
@@ -263,11 +276,15 @@ def custom_class(custom: CustomClassConfig) -> Callable[..., Dataset[Row]]:
     return cls
 
 
-def ranks_per_sequence(config: SFTConfig | SFTEngineConfig) -> int:
-    if isinstance(config, SFTEngineConfig):
-        engine = config.engine
-        return engine.ulysses_sequence_parallel_size if isinstance(engine, FSDPEngineConfig) else 1
-    return config.ulysses_sequence_parallel_size
+def ranks_of(config: SFTConfig | SFTEngineConfig) -> Ranks:
+    """This rank among those of the run, and which of them hold the same rows."""
+    if not isinstance(config, SFTEngineConfig):
+        return Ranks.here(config.ulysses_sequence_parallel_size)
+    engine = config.engine
+    if isinstance(engine, McoreEngineConfig):
+        return Ranks.here(megatron=engine)
+    assert isinstance(engine, FSDPEngineConfig), "`launch.unsupported` refuses others"
+    return Ranks.here(engine.ulysses_sequence_parallel_size)
 
 
 def build_engine(
@@ -278,12 +295,14 @@ def build_engine(
     load: Load = load_causal_lm,
     is_value_model: bool = False,
 ) -> SteppingEngine:
-    """The model with its optimizer, loaded; the same on every rank."""
+    """The model with its optimizer, loaded; the same on every rank, or this rank's part of it."""
     optim = settings.optim
+    if isinstance(optim, McoreOptimizerConfig):
+        return build_megatron_engine(settings, optim, total_steps)
     shared: dict[str, Any] = {"sequence_group": ranks.sequence_group()} if ranks.size > 1 else {}
     engine = (ReplicatedEngine if ranks.size > 1 else OneDeviceEngine)(
         partial(load_model, settings, load),
-        engine_optimizer(settings, total_steps),
+        engine_optimizer(settings, optim, total_steps),
         max_grad_norm=optim.grad_clip or optim.clip_grad,
         gradient_checkpointing=settings.model.enable_gradient_checkpointing,
         is_value_model=is_value_model,
@@ -299,6 +318,26 @@ def build_engine(
             min_lr_ratio=optim.min_lr_ratio or 0.0,
             num_cycles=optim.num_cycles,
         )
+    return engine
+
+
+def build_megatron_engine(
+    settings: SFTSettings, optim: McoreOptimizerConfig, total_steps: int
+) -> SteppingEngine:
+    model, section = settings.model, settings.megatron
+    engine = EngineRegistry.new(
+        EngineSpec(
+            model=model,
+            path=local_path(model.path, use_shm=model.use_shm),
+            engine=section,  # pyright: ignore[reportArgumentType]
+            optimizer=replace(optim, total_training_steps=total_steps),  # pyright: ignore[reportArgumentType]
+            device=resolve_device(settings.trainer.device),
+            backend="megatron",
+            max_grad_norm=optim.grad_clip or optim.clip_grad,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+        )
+    )
+    assert isinstance(engine, SteppingEngine)
     return engine
 
 
@@ -321,9 +360,10 @@ def load_model(
     return add_lora(loaded, settings.lora, seed=settings.trainer.seed)
 
 
-def engine_optimizer(settings: SFTSettings, total_steps: int) -> FSDPOptimizerConfig:
+def engine_optimizer(
+    settings: SFTSettings, optim: FSDPOptimizerConfig, total_steps: int
+) -> FSDPOptimizerConfig:
     """The engine's own section; warm-up, stay, decay is put in its place afterwards."""
-    optim = settings.optim
     return FSDPOptimizerConfig(
         optimizer=optim.optimizer,
         optimizer_impl=optim.optimizer_impl,

@@ -40,7 +40,7 @@ from verl.config.sft import SFTConfig, SFTEngineConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.common import RunProgress, Termination
-from verl.trainer.sft.batches import Ranks, Row, RowReader, load_rows, reads_in_order, rows_of_step
+from verl.trainer.sft.batches import Row, RowReader, load_rows, reads_in_order, rows_of_step
 from verl.trainer.sft.checkpoint import SFTCheckpoints, run_locks
 from verl.trainer.sft.launch import SILENT_RANK_SECONDS, ending
 from verl.trainer.sft.settings import (
@@ -49,7 +49,7 @@ from verl.trainer.sft.settings import (
     build_datasets,
     build_engine,
     build_tokenizer,
-    ranks_per_sequence,
+    ranks_of,
     settings_of,
     steps_between,
 )
@@ -113,7 +113,7 @@ class SFTTrainer:
             config = cast(SFTConfig, load_config(config, SFTConfig, keeps_unknown=True).checked())
         self.config = config
         self.settings = settings = settings_of(config)
-        self.ranks = Ranks.here(ranks_per_sequence(config))
+        self.ranks = ranks_of(config)
         seed_everything(settings.trainer.seed)
         self.tokenizer = tokenizer or build_tokenizer(settings)
         if train_dataset is None:
@@ -232,12 +232,17 @@ class SFTTrainer:
         return total / count
 
     def held_out_batches(self, dataset: Dataset[Row]) -> Iterator[TensorDict]:
-        """This rank's rows of a dataset, from the first to the last."""
-        mine = self.ranks.share(range(len(cast(Sized, dataset))))
+        """This rank's rows of a dataset, from the first to the last.
+
+        Where ranks meet in every pass, one that has run out of rows goes on without any.
+        """
+        num_rows, size = len(cast(Sized, dataset)), self.settings.data.train_batch_size
         read = partial(self.read_rows, dataset)
-        yield from self._reader.each(
-            reads_in_order(read, mine, self.settings.data.train_batch_size)
-        )
+        reads = list(reads_in_order(read, self.ranks.share(range(num_rows)), size))
+        if self.engine.has_collectives_in_forward:
+            most = -(-num_rows // (self.ranks.num_shares * size))
+            reads += [lambda: read([0])[:0]] * (most - len(reads))
+        yield from self._reader.each(reads)
 
     def _batch(self, step: int) -> tuple[TensorDict, StepCounts]:
         """This rank's rows, and counts over the rows of all ranks."""

@@ -285,8 +285,8 @@ MAY_CHANGE = (
     "resource_pool", "resource_pool.*",
     "*.n_gpus_per_node", "*.nnodes", "*.enable_resource_pool", "*.hybrid_engine", "*.nccl_timeout",
     "*.fsdp_size", "*.sharding", "*.reshard_after_forward", "*.forward_prefetch",
-    "*.wrap_policy.*", "*offload*", "*ulysses_sequence_parallel_size",
-    "*tensor_model_parallel_size",
+    "*.wrap_policy.*", "*offload*", "*_parallel_size", "*.sequence_parallel",
+    "*.use_distributed_optimizer",
 )  # fmt: skip
 MAX_DIFFERENCES = 20
 SAMPLE_BYTES = 8 << 20

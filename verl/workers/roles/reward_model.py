@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.convert import omega_conf_to_dataclass
-from verl.config.reward import FSDPRewardModelConfig
-from verl.models.loading import load_reward_model
+from verl.config.reward import FSDPRewardModelConfig, McoreRewardModelConfig
+from verl.models.loading import empty_reward_model, load_reward_model
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import (
     Dispatch,
@@ -30,9 +30,11 @@ from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_functional import kept_tokens
+from verl.workers.engine import megatron
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.engine.spec import compute_dtype
+from verl.workers.engine.stepping import SteppingEngine
 from verl.workers.reward_manager.abstract import scores_on_last_token
 from verl.workers.reward_model.scores import RewardTemplate, cut, sequence_scores
 from verl.workers.roles.worker import RankWorker
@@ -42,11 +44,14 @@ MESH = "reward"
 
 
 class RewardModelWorker(RankWorker):
-    """The reward model of one rank; ranks hold it whole and know nothing of each other."""
+    """The reward model of one rank. Ranks hold it whole and know nothing of each other, unless
+    Megatron divides it among them."""
+
+    config: FSDPRewardModelConfig | McoreRewardModelConfig
 
     def __init__(
         self,
-        config: FSDPRewardModelConfig | DictConfig,
+        config: FSDPRewardModelConfig | McoreRewardModelConfig | DictConfig,
         *,
         device: str | None = None,
         total_training_steps: int | None = None,
@@ -54,7 +59,10 @@ class RewardModelWorker(RankWorker):
         super().__init__()
         self.config = omega_conf_to_dataclass(config, FSDPRewardModelConfig)
         self.device = device or get_device_name()
-        self.register_mesh(MESH, ranks_per_sequence=1)
+        if isinstance(self.config, McoreRewardModelConfig):
+            self.register_rows(MESH, self.config.megatron)
+        else:
+            self.register_mesh(MESH, ranks_per_sequence=1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -62,22 +70,39 @@ class RewardModelWorker(RankWorker):
         self.init_process_group(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
         model = self.config.model
         import_external_libs(model.external_lib)
-        build_model = partial(
-            load_reward_model,
-            copy_to_local(model.path),
-            dtype=compute_dtype(model.fsdp_config.dtype, self.device),
-            device=self.device,
-            override_config=dict(model.override_config),
-            trust_remote_code=model.trust_remote_code,
-        )
-        memory = MemoryOptions(param_offload=model.fsdp_config.param_offload)
-        self.engine = OneDeviceEngine(build_model, None, is_value_model=True, memory=memory)
+        self.engine = self._build_engine()
         self.engine.initialize()
         self.template: RewardTemplate | None = None
         if model.input_tokenizer is not None:
             policy = copy_to_local(model.input_tokenizer)
             policy_tokenizer = hf_tokenizer(policy, trust_remote_code=model.trust_remote_code)
             self.template = RewardTemplate(policy_tokenizer, self.tokenizer)
+
+    def _build_engine(self) -> SteppingEngine:
+        config, model = self.config, self.config.model
+        is_megatron = isinstance(config, McoreRewardModelConfig)
+        section = config.megatron if is_megatron else config.model.fsdp_config
+        dtype = compute_dtype(section.dtype, self.device)
+        described: dict[str, Any] = {
+            "dtype": dtype,
+            "override_config": dict(model.override_config),
+            "trust_remote_code": model.trust_remote_code,
+        }
+        load = partial(load_reward_model, copy_to_local(model.path), **described)
+        options = {
+            "is_value_model": True,
+            "memory": MemoryOptions(param_offload=section.param_offload),
+        }
+        if not is_megatron:
+            return OneDeviceEngine(partial(load, device=self.device), None, **options)
+        return megatron.MegatronEngine(
+            partial(load, device="cpu"),
+            build_skeleton=partial(empty_reward_model, copy_to_local(model.path), **described),
+            config=config.megatron,
+            compute_dtype=dtype,
+            device=self.device,
+            **options,
+        )
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -116,6 +141,11 @@ class RewardModelWorker(RankWorker):
             by_tokens=config.use_dynamic_bsz,
             tokens=config.forward_max_token_len_per_gpu,
             rows=config.micro_batch_size_per_gpu,
+            ranks_per_sequence=(
+                config.megatron.context_parallel_size
+                if isinstance(config, McoreRewardModelConfig)
+                else 1
+            ),
         )
         return sequence_scores(self.engine, sequences, micro_batching=cut_into).cpu()
 

@@ -23,12 +23,13 @@ PASSES = [[0], [1, 2, 3], [], [4, 5, 6]]  # row 0 has no response; a pass may ha
 
 def megatron_engine(
     model_type,
-    optimizer=SGD,
+    optimizer: FSDPOptimizerConfig | None = SGD,
     *,
     max_grad_norm=1e9,
     changes=None,
     options=None,
     model=None,
+    section=None,
     **sizes,
 ):
     def build():
@@ -44,7 +45,7 @@ def megatron_engine(
         build,
         optimizer,
         build_skeleton=lambda: build().to("meta"),
-        config=McoreEngineConfig(override_transformer_config={}, **sizes),
+        config=McoreEngineConfig(**{"override_transformer_config": {}, **sizes, **(section or {})}),
         compute_dtype=torch.float32,
         device="cpu",
         max_grad_norm=max_grad_norm,

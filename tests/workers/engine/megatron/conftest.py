@@ -3,8 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from verl.utils.distributed import destroy_global_process_group
-from verl.workers.engine.megatron import load_library
+from verl.workers.engine.megatron import leave_layout, load_library
 
 load_library()
 
@@ -12,9 +11,6 @@ load_library()
 @pytest.fixture
 def one_rank():
     """megatron-core's groups of one rank, taken down afterwards."""
-    from megatron.core import parallel_state
-
     assert not dist.is_initialized()
     yield
-    parallel_state.destroy_model_parallel()
-    destroy_global_process_group()
+    leave_layout()

@@ -16,7 +16,8 @@ from tests.workers.engine.megatron.cases import (
     value_loss,
     value_model,
 )
-from verl.config.model import McoreModelConfig
+from verl.config.model import HFModelConfig, McoreModelConfig
+from verl.utils import environment
 from verl.workers.engine.megatron import require_library
 from verl.workers.engine.megatron.engine import refuse_layout, refuse_model_options
 from verl.workers.engine.megatron.layout import Layout
@@ -57,6 +58,18 @@ def test_layouts_and_models_that_are_not_computed_right_are_refused_by_name(one_
         refuse_layout(layout, tiny_config("qwen3_moe"))
     with pytest.raises(ValueError, match="LoRA"):
         refuse_model_options(McoreModelConfig(lora_rank=4))
+    with pytest.raises(ValueError, match="auxiliary loss of the router"):
+        refuse_model_options(HFModelConfig(override_config={"router_aux_loss_coef": 0.01}))
+
+
+def test_roles_of_one_process_may_state_different_kernels_of_attention(one_rank, monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
+    monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)
+    for backend in ("flash", "unfused"):
+        stated = {"override_transformer_config": {"attention_backend": backend}}
+        megatron_engine("llama", None, section=stated)
+    assert environment.variable("NVTE_FUSED_ATTN") == "1"
+    assert environment.variable("NVTE_FLASH_ATTN") == ""
 
 
 def test_another_version_of_the_library_is_named(monkeypatch):

@@ -9,7 +9,10 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from verl.config.packages import megatron_problem
+from verl.utils.distributed import destroy_global_process_group
 
 if TYPE_CHECKING:
     from verl.workers.engine.megatron.engine import MegatronEngine
@@ -41,6 +44,17 @@ def load_library() -> None:
         warnings.simplefilter("ignore")
         for name in MODULES:
             import_module(name)
+
+
+def leave_layout() -> None:
+    """Take down megatron-core's groups and the process group, in a process that goes on."""
+    load_library()
+    state = import_module("megatron.core.parallel_state")
+    state.destroy_model_parallel()
+    for name, value in vars(state).items():
+        if isinstance(value, dist.ProcessGroup):  # of those that the library forgets to release
+            setattr(state, name, None)
+    destroy_global_process_group()
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ the optimizer's arithmetic are those of the other engines, so a step is the same
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from verl.models.lora import lora_options
 from verl.utils.checkpoint.fsdp_checkpoint_manager import DividedModel
 from verl.utils.checkpoint.hf_model import own_weights
 from verl.utils.checkpoint.pieces import Part
-from verl.utils.distributed import is_distributed
+from verl.utils.distributed import all_reduce_, is_distributed
 from verl.workers.engine.base import Columns, LossFunction, TrainResult
 from verl.workers.engine.forward import rows_on_device, take_rows
 from verl.workers.engine.megatron.cpu import on_this_device, without_random_state
@@ -37,6 +38,7 @@ from verl.workers.engine.megatron.forward import (
     hidden_states,
 )
 from verl.workers.engine.megatron.groups import join_layout
+from verl.workers.engine.megatron.import_dist import load_dist_checkpoint
 from verl.workers.engine.megatron.layout import Layout, check_layout, is_latent
 from verl.workers.engine.megatron.model import build_chunks
 from verl.workers.engine.megatron.optimizer import ParallelOptimizer
@@ -126,8 +128,21 @@ class MegatronEngine(SteppingEngine, DividedModel):
             if self.layout.virtual_pipeline is not None:
                 # One exchange at a time: between two stages, two would be mixed up.
                 chunk.config.overlap_p2p_comm, chunk.config.batch_p2p_comm = True, False
-        load_weights(self.chunks, skeleton.config, self._weights_of_first_rank(skeleton))
+        if self._config.use_dist_checkpointing:
+            self._load_dist_checkpoint(skeleton.config)
+        else:
+            load_weights(self.chunks, skeleton.config, self._weights_of_first_rank(skeleton))
         return skeleton
+
+    def _load_dist_checkpoint(self, hf_config: Any) -> None:
+        assert self._config.dist_checkpointing_path is not None, "its section has refused that"
+        load_dist_checkpoint(
+            self.chunks,
+            Path(self._config.dist_checkpointing_path).expanduser(),
+            prefix=self._config.dist_checkpointing_prefix,
+            vocabulary=hf_config.get_text_config().vocab_size,
+            is_fresh_critic=self._is_value_model and self._optimizer_config is not None,
+        )
 
     def _weights_of_first_rank(self, skeleton: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         """One whole tensor at a time, in every memory but the first rank's."""
@@ -187,16 +202,23 @@ class MegatronEngine(SteppingEngine, DividedModel):
     def schedule(
         self, data: TensorDict, lengths: list[int], micro_batching: MicroBatching | Passes
     ) -> Passes:
-        if isinstance(micro_batching, MicroBatching) and self.layout.data > 1:
-            raise ValueError(
-                "ranks of a Megatron layout meet in every pass and must run equally many "
-                "micro-batches; give the passes of a plan for all ranks instead of "
-                f"{micro_batching} (verl.workers.schedule)"
-            )
+        """Those of a plan, or a cut of its own, made equally many: ranks meet in every pass."""
         passes = super().schedule(data, lengths, micro_batching)
+        if isinstance(micro_batching, MicroBatching):
+            passes = [
+                *passes,
+                *([] for _ in range(self._most_on_a_rank(len(passes)) - len(passes))),
+            ]
         if self.layout.virtual_pipeline is None:
             return passes
         return [*passes, *([] for _ in range(-len(passes) % self.layout.pipeline))]
+
+    def _most_on_a_rank(self, number: int) -> int:
+        """The largest of the numbers that the data ranks have."""
+        if self.layout.data == 1:
+            return number
+        most = torch.tensor(number)
+        return int(all_reduce_(most, op=dist.ReduceOp.MAX, group=self.get_data_parallel_group()))
 
     def forward(
         self, rows: TensorDict, temperature: float, outputs: Outputs = LOG_PROBS
@@ -365,6 +387,14 @@ def refuse_model_options(model: BaseModelConfig | HFModelConfig) -> None:
         raise ValueError(
             "LoRA is asked for (model.lora.rank, model.lora_rank or model.lora_adapter_path), but "
             "strategy=megatron trains all weights; set the rank to 0, or use strategy=fsdp"
+        )
+    asked = [
+        k for k in ("router_aux_loss_coef", "output_router_logits") if model.hf_overrides().get(k)
+    ]
+    if asked:
+        raise ValueError(
+            f"model.override_config.{asked[0]} asks for the auxiliary loss of the router, which "
+            "strategy=megatron does not add; leave it out, or use strategy=fsdp"
         )
     experts = model.override_config.get("moe_config") or {}
     if experts.get("freeze_moe_router"):

@@ -308,6 +308,10 @@ class ModelChunk(GPTModel):
         never, as both are loaded."""
         return False
 
+    def _set_attention_backend(self) -> None:
+        """Sets no environment variables for kernels that are not used: roles of one process may
+        state different ones."""
+
 
 def whole_shapes(hf_config: Any, *, is_value_model: bool) -> dict[str, torch.Size]:
     config = deepcopy(hf_config)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.model_merger import torch_file
-from verl.model_merger.torch_file import (
+from verl.utils.checkpoint import torch_file
+from verl.utils.checkpoint.torch_file import (
     Record,
     Symbol,
     UnreadablePickleError,

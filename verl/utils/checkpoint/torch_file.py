@@ -16,6 +16,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,31 @@ class UnreadablePickleError(ValueError):
 
 
 @dataclass(frozen=True)
+class Slice:
+    """An archive inside of a file."""
+
+    path: Path
+    offset: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.name} at {self.offset}"
+
+
+def opened(archive: Path | Slice) -> zipfile.ZipFile:
+    if isinstance(archive, Path):
+        return zipfile.ZipFile(archive)
+    with archive.path.open("rb") as stream:
+        stream.seek(archive.offset)
+        return zipfile.ZipFile(BytesIO(stream.read(archive.length)))
+
+
+@dataclass(frozen=True)
 class TorchTensor:
     """A tensor in an archive, not yet read."""
 
-    archive: Path
+    archive: "Path | Slice"
     storage: str
     dtype: torch.dtype
     num_stored: int
@@ -59,7 +81,7 @@ class TorchTensor:
             raise UnreadablePickleError(f"a tensor of {self.archive.name} lies beyond its storage")
         if not prod(self.shape):
             return torch.empty(self.shape, dtype=self.dtype)
-        with zipfile.ZipFile(self.archive) as archive:
+        with opened(self.archive) as archive:
             octets = bytearray(_entry(archive, f"data/{self.storage}", self._num_bytes))
         stored = torch.frombuffer(octets, dtype=self.dtype)
         return stored.as_strided(self.shape, self.stride, self.offset).contiguous()
@@ -98,6 +120,20 @@ def read_torch_file(path: Path, *, rank: int) -> dict[str, TorchTensor | TorchSh
     return {name: tensor for name, tensor in described.items() if tensor is not None}
 
 
+def read_torch_tensor(archive: Slice) -> Tensor:
+    """The only tensor of an archive."""
+    try:
+        with opened(archive) as entries:
+            described = _described(archive, read_pickle(_entry(entries, "data.pkl")), rank=0)
+        if isinstance(described, TorchTensor):
+            return described.read()
+    except (zipfile.BadZipFile, UnreadablePickleError) as error:
+        raise ValueError(
+            f"{archive.name} is not a tensor that torch.save wrote: {error}"
+        ) from error
+    raise ValueError(f"{archive.name} is not a tensor")
+
+
 def _entry(archive: zipfile.ZipFile, name: str, num_bytes: int | None = None) -> bytes:
     """The bytes of an entry, whatever the archive calls its top folder; never a compressed one."""
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
@@ -119,7 +155,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return items
 
 
-def _described(path: Path, value: Any, rank: int) -> TorchTensor | TorchShard | None:
+def _described(path: Path | Slice, value: Any, rank: int) -> TorchTensor | TorchShard | None:
     if not isinstance(value, Record):
         return None
     if value.is_made_by("_rebuild_parameter", "_rebuild_parameter_with_state"):
@@ -133,7 +169,7 @@ def _described(path: Path, value: Any, rank: int) -> TorchTensor | TorchShard | 
     return None
 
 
-def _tensor(path: Path, record: Any) -> TorchTensor:
+def _tensor(path: Path | Slice, record: Any) -> TorchTensor:
     if not isinstance(record, Record) or not record.is_made_by(REBUILDS_TENSOR):
         raise ValueError(f"{path} holds a part of a tensor that is not a plain tensor")
     storage, offset, shape, stride = (_argument(record, index) for index in range(4))
@@ -165,7 +201,7 @@ class Record:
         return isinstance(self.maker, Symbol) and self.maker.name in names
 
 
-def _shard(path: Path, record: Record, rank: int) -> TorchShard:
+def _shard(path: Path | Slice, record: Record, rank: int) -> TorchShard:
     state = _dict_with(_argument(record, 3), "_local_tensor", "_spec")
     spec = _dict_with(state["_spec"], "placements", "tensor_meta", "mesh")
     shape = _size(_argument(spec["tensor_meta"], 0))
@@ -276,8 +312,11 @@ class _Mark:
     """Where a group of values on the stack begins."""
 
 
-class _Opaque:
-    """Stands for a key that is not plain; hashing one of nested tuples could take for ever."""
+@dataclass(frozen=True, eq=False)
+class ObjectKey:
+    """A key that is not plain; hashing one of nested tuples could take for ever."""
+
+    key: Any
 
 
 class _Machine:
@@ -320,7 +359,7 @@ class _Machine:
         if type(items) is not dict or len(pairs) % 2:
             raise UnreadablePickleError("it sets items of something that has none")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            items[key if type(key) in PLAIN_KEYS else _Opaque()] = value
+            items[key if type(key) in PLAIN_KEYS else ObjectKey(key)] = value
 
     def append(self, values: list[Any]) -> None:
         if type(self.stack[-1]) is list:
