@@ -70,7 +70,7 @@ def test_each_command_works_under_its_short_name(verl, tmp_path):
     assert "wrote" in verl("board", run, "--export", "page.html")
     assert "prints the plan" in verl("doctor", *options)
     folder = run / "global_step_2" / "actor"
-    verl(*"merge merge --backend fsdp --target_dir merged --local_dir".split(), folder)
+    verl(*["merge", "merge", "--backend", "fsdp", "--target_dir", "merged", "--local_dir"], folder)
     model = ["trainer.n_gpus_per_node=1", "rollout.prompt_length=8", "rollout.response_length=8"]
     prompts = [{"prompt": "1-1=", "data_source": "sevens", "reward_model": {"ground_truth": "7"}}]
     pq.write_table(pa.Table.from_pylist(prompts), tmp_path / "prompts.parquet")

@@ -127,8 +127,7 @@ def test_counted_steps_give_what_the_engine_gives_by_itself(monkeypatch):
     monkeypatch.setattr(polling, "STEPS_PER_POLL", 1)
     params = SamplingParams(max_tokens=12)  # more than the engine draws in one step
     requests = {
-        n: replace(request(n + 3, num_samples=2), seeds=(n, n + 1), params=params)
-        for n in range(5)
+        n: replace(request(n + 3, num_samples=2), seeds=(n, n + 1), params=params) for n in range(5)
     }
     expected = build_engine().generate_batch(list(requests.values()))
     poller = SteppedPoller(build_engine().core)

@@ -87,5 +87,5 @@ class OwnLoopRecord(TrackingBackend):
 
 def is_complete(batch: DataProto) -> bool:
     """Whether the batch has what a sample of the store is made of."""
-    has_tensors = REQUIRED_TENSORS <= set(batch.batch.keys())
-    return has_tensors and REQUIRED_ARRAYS <= set(batch.non_tensor_batch)
+    has_tensors = set(batch.batch.keys()) >= REQUIRED_TENSORS
+    return has_tensors and set(batch.non_tensor_batch) >= REQUIRED_ARRAYS
