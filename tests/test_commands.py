@@ -1,7 +1,6 @@
 """The short names of commands, and the doctor."""
 
 import io
-import json
 import sys
 from importlib import import_module
 
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from tests.tiny_tokenizer import save_tiny_model
 from tests.toy import make_toy, toy_overrides, write_rows
+from tests.trainer.sft_cases import as_arguments, engine_options, write_model
 from verl import doctor
 from verl.cli import COMMANDS, main
 
@@ -81,14 +81,7 @@ def test_each_command_works_under_its_short_name(verl, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("python -m verl.trainer.main_ppo data.train_batch_size=64\n")
     assert "data.train_batch_size=64" in verl("migrate", script)
-    rows = [{"prompt": "1+1=", "response": "2"}] * 4
-    (tmp_path / "sft.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    sizes = ["data.train_batch_size=4", "data.micro_batch_size_per_gpu=4", "data.max_length=16"]
-    where = ["data.train_files=sft.jsonl", "data.val_files=null", "model.path=merged"]
-    where += ["trainer.device=cpu", "trainer.logger=[file]", "trainer.total_training_steps=1"]
-    keys = ["data.prompt_key=prompt", "data.response_key=response"]
-    verl("sft", *where, *sizes, *keys, "trainer.default_local_dir=sft")
-    assert list((tmp_path / "sft").glob("global_step_1*"))
+    verl("sft", *as_arguments(engine_options(write_model(tmp_path / "chat"), tmp_path)))
 
 
 def test_a_command_gets_its_arguments(monkeypatch, capsys, tmp_path):
