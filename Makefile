@@ -44,7 +44,7 @@ serve: $(STAMP)  ## Chat with the quickstart's model in the browser (or MODEL=pa
 	@$(BIN)/python examples/serve/run.py $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE),--engine $(ENGINE))
 
 test: $(STAMP)  ## Run the tests (CPU; about ten minutes on two cores)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 3 --dist loadfile
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHON=$(BIN)/python scripts/test.sh
 
 test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: apt-get install chromium)
 	$(BIN)/pip install --quiet playwright

@@ -255,7 +255,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "them: more updates per response where sampling is what costs.",
         watch=("training/replayed_ratio", "rollout_corr/rollout_is_mean", *CLIPS),
         command="recipe.pf_ppo.main_pf_ppo",
-        folder="verl/trainer/recipes/pf_ppo",
+        folder="recipe/pf_ppo",
     ),
     "vapo": Algorithm(
         title="VAPO",

@@ -170,13 +170,12 @@ def shorter(steps: int | None) -> list[str]:
 # ---- recipes -------------------------------------------------------------------------------------
 
 TRAINED = {"trained": (), "learning rate 0": (LR_0,)}
-FOLDERS = "verl/trainer/recipes"
 RECIPES: dict[str, Recipe] = {
     name: Recipe(run=pairs, variants=TRAINED, picture=picture, ylabel="score")
     for name, picture in {
-        "online_dpo": f"{FOLDERS}/online_dpo/curve.png",
-        "spin": f"{FOLDERS}/spin/curve.png",
-        "sppo": f"{FOLDERS}/sppo/curve.png",
+        "online_dpo": "recipe/online_dpo/curve.png",
+        "spin": "recipe/spin/curve.png",
+        "sppo": "recipe/sppo/curve.png",
         "gvpo": "docs/algorithms/gvpo.png",
         "dppo_tv": "docs/algorithms/dppo_tv.png",
         "dppo_kl": "docs/algorithms/dppo_kl.png",
@@ -219,7 +218,7 @@ RECIPES: dict[str, Recipe] = {
             "learning rate 0": ("sevens", LR_0),
             "graded by something else": ("noise",),
         },
-        picture=f"{FOLDERS}/collabllm/curve.png",
+        picture="recipe/collabllm/curve.png",
         ylabel="sevens in the conversations",
     ),
     "retool": Recipe(

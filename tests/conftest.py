@@ -1,10 +1,11 @@
-"""What holds for every test: no bf16 crash, no spinning threads, a seed, no rank left behind.
+"""What holds for every test: no bf16 crash, no spinning threads, a seed, nothing left behind.
 
 Under xdist the tests of a file run on one worker, and all tests on Ray run on the same one, where
 they share a cluster.
 """
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -21,6 +22,8 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+
+from tests.pace import PATIENCE
 
 # The same examples in every run: what a colleague's run has found is found again.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=50)
@@ -40,6 +43,10 @@ def is_on_ray(item: pytest.Item) -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     yield
+    for item in items if PATIENCE > 1 else ():
+        marker = item.get_closest_marker("timeout")
+        seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
     items.sort(key=is_on_ray)  # one after another, at the end of the session or of their group
     unnamed = [item.nodeid for item in items if is_on_ray(item) and not RAY_ID.search(item.nodeid)]
     if unnamed:
@@ -78,6 +85,21 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _left_as_found() -> Iterator[None]:
+    """Commands have Hydra set up logging, to a stream that pytest closes after the test: whoever
+    logs later, in another test, would be told of an error there."""
+    root = logging.getLogger()
+    handlers, level, folder = root.handlers[:], root.level, os.getcwd()
+    yield
+    if root.handlers != handlers:
+        for handler in set(root.handlers) - set(handlers):
+            handler.close()
+        root.handlers[:] = handlers
+    root.setLevel(level)
+    assert os.getcwd() == folder, "the test has changed the working directory"
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
 
@@ -100,3 +122,4 @@ def ray_cluster() -> None:
     import ray
 
     ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    logging.getLogger("ray").handlers.clear()  # their stream may be that of the first test alone

@@ -2,8 +2,11 @@
 
 import os
 import time
+from collections.abc import Callable
 
 WORK_SECONDS = 0.02
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+"""Factor on the time after which a test is taken to hang; `make chaos` sets it."""
 
 
 def pace() -> float:
@@ -13,3 +16,11 @@ def pace() -> float:
         pass
     measured = (time.perf_counter() - start) / WORK_SECONDS
     return max(1.0, measured, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def wait_until(claim: Callable[[], object], what: str = "", seconds: float = 60.0) -> None:
+    """Look until the claim holds: what other threads and processes do takes its time."""
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end, what or claim
+        time.sleep(0.01)

@@ -1,5 +1,5 @@
-"""The name that files of agent loops have for `verl.trainer.recipes.collabllm.agent_loop`."""
+"""The name that files of agent loops have for `verl.trainer.recipes.collabllm`."""
 
-from verl.trainer.recipes.collabllm.agent_loop import CollabLLMAgentLoop
+from verl.trainer.recipes.collabllm import CollabLLMAgentLoop
 
 __all__ = ["CollabLLMAgentLoop"]

@@ -1,6 +1,8 @@
-"""The name that scripts have for `verl.trainer.recipes.collabllm.main_collabllm`."""
+"""CollabLLM: `python -m recipe.collabllm.main_collabllm ...` is `main_ppo` with its defaults."""
 
-from verl.trainer.recipes.collabllm.main_collabllm import main
+from verl.trainer.main_ppo import Command
+
+main = Command("collabllm_trainer").main
 
 if __name__ == "__main__":
     main()

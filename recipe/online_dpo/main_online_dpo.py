@@ -1,6 +1,8 @@
-"""The name that scripts have for `verl.trainer.recipes.online_dpo.main_online_dpo`."""
+"""Train with online DPO: `python -m recipe.online_dpo.main_online_dpo key=value ...`"""
 
-from verl.trainer.recipes.online_dpo.main_online_dpo import main
+from verl.trainer.main_ppo import Command
+
+main = Command.of_recipe("online_dpo").main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,8 @@
-"""The name that scripts have for `verl.trainer.recipes.pf_ppo.main_pf_ppo`."""
+"""PF-PPO with a replay buffer: `python -m recipe.pf_ppo.main_pf_ppo ...`"""
 
-from verl.trainer.recipes.pf_ppo.main_pf_ppo import main
+from verl.trainer.main_ppo import Command
+
+main = Command.of_recipe("pf_ppo").main
 
 if __name__ == "__main__":
     main()

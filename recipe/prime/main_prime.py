@@ -1,6 +1,8 @@
-"""The name that users' scripts have for `verl.trainer.recipes.prime.main_prime`."""
+"""Train with PRIME: `python -m recipe.prime.main_prime key=value ...`"""
 
-from verl.trainer.recipes.prime.main_prime import main
+from verl.trainer.main_ppo import Command
+
+main = Command.of_recipe("prime").main
 
 if __name__ == "__main__":
     main()

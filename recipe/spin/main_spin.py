@@ -1,6 +1,8 @@
-"""The name that scripts have for `verl.trainer.recipes.spin.main_spin`."""
+"""Train with SPIN: `python -m recipe.spin.main_spin key=value ...`"""
 
-from verl.trainer.recipes.spin.main_spin import main
+from verl.trainer.main_ppo import Command
+
+main = Command.of_recipe("spin").main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,8 @@
-"""The name that scripts have for `verl.trainer.recipes.sppo.main_sppo`."""
+"""Train with SPPO: `python -m recipe.sppo.main_sppo key=value ...`"""
 
-from verl.trainer.recipes.sppo.main_sppo import main
+from verl.trainer.main_ppo import Command
+
+main = Command("sppo_trainer").main
 
 if __name__ == "__main__":
     main()

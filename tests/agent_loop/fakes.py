@@ -119,7 +119,7 @@ def loop_config(*, agent: AgentLoopConfig | None = None, **rollout) -> PPOConfig
 
 def idle_load(fleet: Fleet) -> list[int]:
     """Outstanding tokens when no request runs any more."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(slot.num_running for slot in fleet.slots) and time.monotonic() < deadline:
         time.sleep(0.001)
     return fleet.outstanding

@@ -125,7 +125,7 @@ def test_take_waits_until_the_last_group_has_ended():
     with pytest.raises(TimeoutError, match="step 1 waits for 1 groups"):
         buffer.take(1, timeout_seconds=0.01)
     threading.Timer(0.05, buffer.put, (group(index, 1),)).start()
-    assert len(buffer.take(1, timeout_seconds=10).groups) == 1
+    assert len(buffer.take(1, timeout_seconds=60).groups) == 1
 
 
 def test_an_error_in_generation_reaches_whoever_waits():
@@ -133,7 +133,7 @@ def test_an_error_in_generation_reaches_whoever_waits():
     buffer.begin(1, step=1)
     threading.Timer(0.05, buffer.fail, (OSError("gone"),)).start()
     with pytest.raises(OSError, match="gone"):
-        buffer.take(1, timeout_seconds=10)
+        buffer.take(1, timeout_seconds=60)
 
 
 def test_indices_go_on_after_a_resume():

@@ -101,7 +101,7 @@ class World:
     def admit(self):
         limit = self.gate.schedule.limit
         indices = range(self.num_started, limit)
-        asyncio.run_coroutine_threadsafe(self.start(indices), self.loop).result(30)
+        asyncio.run_coroutine_threadsafe(self.start(indices), self.loop).result(60)
         self.num_started = limit
 
     async def taken(self, step):
@@ -115,7 +115,7 @@ class World:
         found = []
         for step in range(first, until or self.num_steps):
             self.admit()
-            asyncio.run_coroutine_threadsafe(self.taken(step), self.loop).result(30)
+            asyncio.run_coroutine_threadsafe(self.taken(step), self.loop).result(60)
             batch = range(step * self.plan.batch, (step + 1) * self.plan.batch)
             found.append(
                 [

@@ -61,7 +61,7 @@ class WaitsForGrade(FakeRollout):
         self.last, self.is_graded = last, is_graded
 
     async def generate(self, request):
-        for _ in range(2000):
+        for _ in range(12_000):
             if request.prompt_ids[-1] != self.last or self.is_graded.is_set():
                 break
             await asyncio.sleep(0.005)

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from tests.algos.loss_cases import CASES, Batch, actor, gradient_of, loss_of
+from tests.registries import restored
 from verl.algos.policy_losses import (
     compute_policy_loss,
     compute_policy_loss_reinforce,
     compute_policy_loss_vanilla,
 )
 from verl.algos.policy_losses.terms import log_ratio
-from verl.algos.registry import get_policy_loss_fn, register_policy_loss
+from verl.algos.registry import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
 from verl.config.algorithm import RolloutCorrectionConfig
 
 
@@ -374,7 +375,13 @@ def test_hyphens_and_underscores_name_the_same_loss():
     assert get_policy_loss_fn("kl-cov") is get_policy_loss_fn("kl_cov")
 
 
-def test_a_users_loss_is_called_by_the_same_contract():
+@pytest.fixture
+def own_names():
+    with restored(POLICY_LOSS_REGISTRY):
+        yield
+
+
+def test_a_users_loss_is_called_by_the_same_contract(own_names):
     @register_policy_loss("test_policy_losses_squared")
     def squared(
         old_log_prob: Tensor,

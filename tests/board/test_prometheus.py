@@ -52,7 +52,7 @@ def test_a_job_takes_the_place_of_the_one_of_its_name():
 def fetch(url, token=None):
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     request = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(request, timeout=10) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         return reply.read().decode()
 
 

@@ -64,7 +64,7 @@ def ask(server, question, body, token=None):
         data=json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {server.token if token is None else token}"},
     )
-    with urllib.request.urlopen(request, timeout=10) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         return json.load(reply)
 
 
@@ -80,7 +80,7 @@ def test_the_server_answers_the_page_and_nobody_without_the_token(run):
     with board_server(Board([folder])) as server:
         address = page_address(server)
         assert address.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(f"{server.url}/", timeout=10) as reply:
+        with urllib.request.urlopen(f"{server.url}/", timeout=60) as reply:
             text = reply.read().decode()
             assert "connect-src" in reply.headers["Content-Security-Policy"]
         assert text.startswith("<!doctype html>")
@@ -111,7 +111,7 @@ def test_a_change_is_told_when_a_step_is_committed(tmp_path):
             data=b"{}",
             headers={"Authorization": f"Bearer {server.token}"},
         )
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             assert reply.headers["Content-Type"] == "text/event-stream"
             assert reply.readline() == b'data: {"last": [null]}\n'
             store.add(Step(number=4, metrics={}, seconds={}))

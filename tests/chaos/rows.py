@@ -25,6 +25,7 @@ SAFETY = f"{T}/utils/reward_score/math_grader/test_safety.py::"
 TEXT = f"{T}/server/test_text.py::"
 JUDGE = f"{T}/workers/reward_manager/test_judge.py::"
 GUARD = f"{T}/server/test_guard.py::"
+SEARCH = f"{T}/tools/test_search_tool.py::"
 SERVER_LIMITS = f"{T}/server/test_limits.py::"
 
 
@@ -105,17 +106,26 @@ ROWS = (
     ),
     Row(
         "F6",
-        "a grading service killed, with status 500, slow, or answering garbage",
-        "Nothing is trained on; more than 5% of 256 faults pause the run, which goes on with the "
-        "same numbers when the service is back, or ends with exit code 70.",
+        "a service that grades, or that a tool asks, killed, with status 500, slow, or answering "
+        "garbage",
+        "Nothing is trained on; more than 5% of 256 faults pause the run, or the tool's calls, "
+        "which go on with the same numbers when the service is back. If it stays away, a run that "
+        "cannot grade ends with exit code 70, and trajectories have no score; too many of those "
+        "end the run too.",
         (
             f"{T}/chaos/test_services.py::test_a_service_that_fails_pauses_the_run_and_costs_nothing",
             f"{T}/chaos/test_services.py::test_a_service_that_stays_away_ends_the_run_with_its_cause",
             f"{T}/chaos/test_services.py::test_the_breaker_opens_above_its_share_of_the_last_calls",
             f"{T}/utils/reward_score/test_sandbox_fusion.py",
             JUDGE + "test_an_outage_is_a_fault_and_a_shrug_is_an_abstention_never_a_score",
+            SEARCH + "test_a_service_that_is_away_or_refuses_is_infra_and_no_reply",
+            SEARCH + "test_a_service_that_never_replies_ends_at_the_deadline",
+            SEARCH + "test_a_reply_of_another_form_is_a_broken_world",
+            SEARCH + "test_after_many_faults_calls_wait_until_the_service_is_back",
+            f"{T}/chaos/test_async_tools.py::test_a_tool_server_may_be_lost_in_any_phase",
+            f"{T}/trainer/test_sessions.py::"
+            "test_a_run_in_a_broken_world_stops_before_it_learns_from_it",
         ),
-        missing="tools that a model calls come with tool use; they are to use the same breaker",
     ),
     Row(
         "F7",
@@ -226,7 +236,8 @@ ROWS = (
     Row(
         "F16",
         "clock steps, full /dev/shm, no descriptors, no memory",
-        "The run goes on, or ends with a non-zero exit code that names the cause.",
+        "The run goes on, or ends with a non-zero exit code that names the cause. A command that "
+        "the kernel killed leaves its exit code; its next start names phase, memory and cause.",
         (
             f"{T}/chaos/test_resources.py::test_a_clock_that_steps_changes_nothing",
             f"{T}/chaos/test_resources.py::test_no_deadline_is_kept_by_the_wall_clock",
@@ -239,6 +250,8 @@ ROWS = (
             "test_a_rank_that_the_kernel_kills_for_its_memory_is_named",
             f"{T}/chaos/test_resources.py::"
             "test_a_reward_function_that_the_kernel_kills_for_its_memory_is_no_score",
+            f"{T}/chaos/test_resources.py::"
+            "test_a_command_that_the_kernel_kills_for_its_memory_is_named_at_the_next_start",
             f"{T}/single_controller/test_local.py::"
             "test_running_out_of_file_descriptors_is_an_error_not_a_hang",
             f"{T}/workers/weight_sync/test_channels.py::"
@@ -273,8 +286,8 @@ ROWS = (
             f"{T}/single_controller/test_rank_line.py::"
             "test_no_call_of_a_hundred_thousand_runs_twice",
         ),
-        missing="10^5 calls over Ray (4,000 are made there for each kind of RPC; 10^5 over our own "
-        "line), and all kinds of RPC at once",
+        missing="10^5 calls over Ray by default (4,000 are made there for each kind of RPC, "
+        "RAY_CALLS=50000 makes as many; 10^5 over our own line), and all kinds of RPC at once",
     ),
     Row(
         "F19",

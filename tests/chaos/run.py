@@ -6,14 +6,17 @@
     python -m tests.chaos.run --resume         only what has not passed since the last full start
     python -m tests.chaos.run --show           the table of what has run so far, from another shell
     python -m tests.chaos.run --write-docs     renew the table in docs/reliability.md
+    python -m tests.chaos.run --patience 1     tests hang after their usual time; 6 times is usual
 
-Outcomes are kept in `build/chaos.json` as they come, so that a run that is ended in between is not
-lost. A row has failed if one of its tests has, passed if some passed and none failed, and is `not
-run here` if all were left out; the reason is told.
+Outcomes are kept in `build/chaos.json` as they come, and what failing tests say in
+`build/chaos.failures`, so that a run that is ended in between is not lost. A row has failed if one
+of its tests has, passed if some passed and none failed, and is `not run here` if all were left out;
+the reason is told.
 """
 
 import argparse
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -70,6 +73,9 @@ class States:
             if report.skipped and isinstance(report.longrepr, tuple):
                 self.reasons[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
             self._keep()
+        if report.failed and self._path is not None:
+            with self._path.with_suffix(".failures").open("a") as file:
+                file.write(f"==== {report.nodeid}\n{report.longreprtext}\n")
 
     def _keep(self) -> None:
         if self._path is not None:
@@ -142,6 +148,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--write-docs", action="store_true")
+    parser.add_argument("--patience", type=float, default=6.0)
     chosen = parser.parse_args()
     if chosen.write_docs:
         DOCS.write_text(with_table(DOCS.read_text()))
@@ -158,6 +165,7 @@ def main() -> int:
     if chosen.resume or chosen.rows:  # parts add up
         states = States.kept(rows, STATES)
         states.forget(only_unpassed=chosen.resume)
+    os.environ["TEST_PATIENCE"] = str(chosen.patience)
     tests = list(dict.fromkeys(test for row in rows for test in row.tests))
     markers = "not gpu and not slow" if chosen.quick else "not gpu"
     folder = [] if chosen.rows else ["tests/chaos"]

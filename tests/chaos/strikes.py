@@ -162,7 +162,7 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
+def wait_until_gone(pids: list[int], seconds: float = 60.0) -> list[int]:
     """Those that are still there after that time."""
     end = time.monotonic() + seconds
     while any(map(is_running, pids)) and time.monotonic() < end:

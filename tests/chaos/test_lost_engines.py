@@ -11,7 +11,7 @@ from tests.chaos.strikes import is_running, wait_until_gone
 from tests.toy import toy_run, weights
 from tests.trainer.test_engine_processes import (
     APART,
-    Unlucky,
+    make_unlucky,
     total,
     without_engine_metrics,
 )
@@ -38,11 +38,8 @@ class LosesEngines(Ledger):
     """One way to be lost in each of three steps."""
 
     def rollout(self, step):
-        manager = self.async_rollout_manager
         if step.step == SERVING:
-            manager.rollout_replicas[0] = Unlucky(manager.rollout_replicas[0])
-            manager.rollout_replicas[0].is_due = True
-            manager.recover_with(self.publisher.recover)  # serves from the engines as they are
+            self.unlucky = make_unlucky(self)
         elif step.step == IDLE:
             self.kill_engine()
         return super().rollout(step)
@@ -63,9 +60,9 @@ class LosesEngines(Ledger):
         return super().update(batch, step)
 
     def kill_engine(self):
-        process = self.async_rollout_manager.rollout_replicas[0].process
-        self.killed = [*getattr(self, "killed", []), process.pid]
-        os.kill(process.pid, signal.SIGKILL)
+        pid = self.unlucky.process.pid
+        self.killed = [*getattr(self, "killed", []), pid]
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -74,7 +71,7 @@ def test_an_engine_may_be_lost_idle_serving_and_amid_an_update(own_toy, tmp_path
     expected, straight = toy_run(own_toy, tmp_path / "a", *STEPS, APART, trainer_class=Ledger)
     straight.stop_workers()
     found, trainer = toy_run(own_toy, tmp_path / "b", *STEPS, APART, trainer_class=LosesEngines)
-    last = trainer.async_rollout_manager.rollout_replicas[0].process.pid
+    last = trainer.unlucky.process.pid
     assert is_running(last)
     trainer.stop_workers()
     assert total(found, "rollout/engine_restarts") == 3

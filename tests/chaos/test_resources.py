@@ -7,6 +7,7 @@ import ast
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -22,11 +23,13 @@ from tests.chaos.shim import Control, environment, require_shim
 from tests.chaos.strikes import wait_until_gone
 from tests.toy import ACTOR, ROLLOUT, toy_overrides, toy_run
 from tests.trainer.test_ranks import comparable
+from tests.utils.checkpoint.test_store import run_killed
 from verl.config.command import load_and_run
 from verl.config.ppo import PPOConfig
 from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.local import LocalWorkerGroup
+from verl.utils.checkpoint.layout import holding
 from verl.utils.environment import memory_hint
 from verl.workers.reward_manager.grader import InfraError
 from verl.workers.reward_manager.workers import WorkerPool
@@ -128,7 +131,6 @@ def test_a_run_without_resources_ends_with_an_exit_code_and_the_cause(own_toy, t
     assert any(cause in said for cause in causes), said[-2000:]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("megabytes", [120, 200, 1200])
 def test_a_command_that_may_map_too_little_says_so_before_it_loads_anything(megabytes):
     """Without memory numpy waits for ever at 200 MB, and others crash."""
@@ -136,7 +138,7 @@ def test_a_command_that_may_map_too_little_says_so_before_it_loads_anything(mega
         [sys.executable, "-m", "verl.trainer.main_ppo", "trainer.dry_run=True"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         **limited(resource.RLIMIT_AS, megabytes << 20),
     )
     assert ended.returncode == 1
@@ -234,6 +236,17 @@ def test_a_reward_function_that_the_kernel_kills_for_its_memory_is_no_score():
         pool.close()
     assert isinstance(grade, InfraError)
     assert "the kernel killed processes when memory ran out" in grade.reason
+
+
+def test_a_command_that_the_kernel_kills_for_its_memory_is_named_at_the_next_start(
+    tmp_path, caplog
+):
+    with little_memory(400 << 20) as procs:
+        process, locks = run_killed(tmp_path, str(procs))
+    with holding(locks):
+        (said,) = [record.getMessage() for record in caplog.records]
+    assert f"process {process} on" in said
+    assert re.search("the kernel has killed [0-9]+ processes .* because memory ran out", said)
 
 
 TOY = """

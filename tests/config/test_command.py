@@ -1,8 +1,8 @@
 """The command line: what Hydra gets, what is refused, and how a command ends."""
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -195,14 +195,14 @@ def test_all_unknown_keys_are_refused_together():
 
 
 def test_a_mistake_ends_the_command_quickly_without_a_traceback():
-    start = time.monotonic()
+    start = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     process = run_process("actor.lr=1e-6")
-    seconds = time.monotonic() - start
+    seconds = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - start
     assert process.returncode == 2
     assert process.stdout == ""
     assert "did you mean actor_rollout_ref.actor.optim.lr?" in process.stderr
     assert "Traceback" not in process.stderr
-    assert seconds < 6  # about 0.5 s of work; the rest is room for a busy machine
+    assert seconds < 6  # of the CPU: about 0.5 s, the rest is room for a busy machine
 
 
 def test_torch_is_not_imported_before_a_configuration_is_accepted():

@@ -7,7 +7,7 @@ from tests.config.composing import from_command_line
 from verl.config.convert import to_dictconfig
 from verl.config.engine import McoreEngineConfig
 from verl.config.faults import ConfigError
-from verl.config.load import load_config, load_yaml
+from verl.config.load import load_config
 from verl.config.optimizer import McoreOptimizerConfig
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.schema import ROOTS
@@ -195,13 +195,6 @@ def test_a_micro_batch_that_the_ranks_cannot_share_is_a_fault():
         "critic.ppo_micro_batch_size is 12; it is divided by the 8 data-parallel ranks, so it must "
         "be a multiple of 8: 8 and 16; or set critic.ppo_micro_batch_size_per_gpu"
     ]
-
-
-def test_a_file_with_a_defaults_list_is_for_the_command(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("defaults: [ppo_trainer]\n")
-    with pytest.raises(ConfigError, match="--config-name"):
-        load_yaml(path, PPOConfig)
 
 
 def test_hooks_get_a_resolved_dictconfig():

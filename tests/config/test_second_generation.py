@@ -11,8 +11,13 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import family, nested
 from verl.config.second_generation import ENTRIES
 
-KEYS = json.loads(Path(__file__).with_name("surface_keys_09.json").read_text())
+SURFACE = json.loads(Path(__file__).with_name("surface_keys_09.json").read_text())
+KEYS = SURFACE["today"]
+"""Keys that 0.8 or 0.9 added, or whose default they changed, with the default; Megatron's too."""
+EVERY_KEY = {**SURFACE["removed"], **KEYS}
+"""With those that 0.8 dropped: all keys in which the generations differ."""
 FORMS = family(PPOConfig)
+SCOPES = (FORMS.variants[0].keys, FORMS.keys)
 WAYS = ("actor_rollout_ref.actor", "actor_rollout_ref", "critic", "actor_rollout_ref.rollout", "")
 
 
@@ -20,15 +25,38 @@ def load(values):
     return load_config(nested({tuple(k.split(".")): v for k, v in values.items()}), PPOConfig)
 
 
+def other_than(default):
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    return {list: ["x"], dict: {"a": 1}}.get(type(default), "x")
+
+
 def test_every_key_is_known():
-    defaults = {tuple(key.split(".")): default for key, default in KEYS.items()}
-    scopes = (FORMS.variants[0].keys, FORMS.keys)
+    assert len(EVERY_KEY) == 619
+    defaults = {tuple(key.split(".")): default for key, default in EVERY_KEY.items()}
     unknown = [
         key
-        for key, default in KEYS.items()
-        if key not in FORMS.keys and meaning_of(key, default, defaults, scopes) is None
+        for key, default in EVERY_KEY.items()
+        if key not in FORMS.keys and meaning_of(key, default, defaults, SCOPES) is None
     ]
     assert unknown == []
+
+
+def test_a_key_without_an_option_is_translated_named_or_refused():
+    """Of the keys that the schema has, test_sweep proves the same."""
+    others = [key for key in EVERY_KEY if key not in FORMS.keys]
+    assert len(others) > 300
+    meanings = {key: meaning_of(key, other_than(EVERY_KEY[key]), {}, SCOPES) for key in others}
+    assert [key for key, one in meanings.items() if not one.values and one.is_silent] == []
+
+
+def test_what_the_files_of_another_version_state_is_not_mentioned():
+    """A file that was copied whole asks for nothing that is missing."""
+    others = [key for key in KEYS if key not in FORMS.keys]
+    meanings = {key: meaning_of(key, KEYS[key], {}, SCOPES) for key in others}
+    assert [key for key, one in meanings.items() if not one.values and not one.is_silent] == []
 
 
 def test_a_file_with_every_default_is_accepted():
@@ -116,6 +144,18 @@ def test_no_entry_stands_for_an_option_that_exists():
     """Its rule would never apply, and what it says would be out of date."""
     keys = FORMS.variants[0].keys
     assert [entry.old for entry in ENTRIES if entry.old in keys] == []
+
+
+def test_a_section_behind_a_switch_is_named_too():
+    (notice,) = load({"actor_rollout_ref.actor.qat.mode": "nvfp4"}).notices
+    assert notice == (
+        "actor_rollout_ref.actor.qat.mode has no effect (quantization-aware training is not built "
+        "in)"
+    )
+
+
+def test_the_model_of_an_engine_critic_is_the_critic_s_model():
+    assert load({"critic.model_config.path": "m"}).config.critic.model.path == "m"
 
 
 def test_critics_have_lora_under_both_spellings():

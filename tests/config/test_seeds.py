@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from tests.config.composing import from_command_line
 from verl.config.legacy import CHATML
-from verl.config.load import load_config, load_yaml
+from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.sft import SFTConfig
 from verl.config.validate import validate
@@ -132,10 +132,8 @@ def mistakes(loaded):
     return [fault.text for fault in faults if not fault.is_about_machine]
 
 
-def test_the_sft_file(tmp_path):
-    path = tmp_path / "sft_config.yaml"
-    path.write_text(SFT_FILE)
-    loaded = load_yaml(path, SFTConfig)
+def test_the_sft_file():
+    loaded = load_config(OmegaConf.create(SFT_FILE), SFTConfig)
     config = loaded.config
     assert mistakes(loaded) == []
     assert loaded.notices == [

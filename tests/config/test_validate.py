@@ -9,6 +9,7 @@ from verl.config import validate_machine
 from verl.config.faults import Fault, nearest_divisors, nearest_multiples, nearest_path
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
+from verl.config.rm import RMConfig
 from verl.config.roles import ESTIMATORS, POLICY_LOSSES, ROLLOUTS
 from verl.config.schema import nested
 from verl.config.sft import SFTConfig, SFTEngineConfig
@@ -438,6 +439,26 @@ def test_missing_files_are_named_with_the_closest_existing_one(tmp_path):
         f'actor_rollout_ref.model.path is "{tmp_path}/modle", which does not exist; '
         f"the closest existing path is {tmp_path}/model",
     ]
+
+
+REFERENCES = {
+    "actor_rollout_ref.ref.model.path": {f"{A}.use_kl_loss": True},
+    "actor_rollout_ref.model.lora_adapter_path": {},
+    "distillation.teacher_models.teacher_model.model_path": {"distillation.enabled": True},
+}
+
+
+@pytest.mark.parametrize("key", REFERENCES)
+def test_a_missing_reference_teacher_or_adapter_is_named_before_the_run(tmp_path, key):
+    values = {**REFERENCES[key], key: str(tmp_path / "nobody")}
+    (text,) = [text for text in machine_texts(values) if text.startswith(f"{key} is")]
+    assert f'"{tmp_path}/nobody", which does not exist; ' in text
+
+
+def test_the_reference_of_an_implicit_reward_model_is_named_before_the_run(tmp_path):
+    values = {"objective.name": "implicit", "objective.ref_path": str(tmp_path / "nobody")}
+    texts = machine_texts(values, RMConfig)
+    assert any(text.startswith("objective.ref_path is") for text in texts)
 
 
 def test_a_model_on_a_hub_is_not_looked_for_here():

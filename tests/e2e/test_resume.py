@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -61,6 +62,8 @@ def test_a_run_killed_in_any_stage_continues_bit_for_bit(toy, tmp_path, uninterr
     assert run_child(toy, tmp_path, die=(stage, 3)) == -signal.SIGKILL
     assert run_child(toy, tmp_path) == 0
     assert_same(outcome(tmp_path), uninterrupted)
+    said = (tmp_path / "output.txt").read_text()
+    assert re.search(r"it died in \w+ of step 3, with [0-9]+\.[0-9] GiB resident", said)
 
 
 @pytest.mark.slow

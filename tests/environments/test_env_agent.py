@@ -15,8 +15,7 @@ from tests.agent_loop.scripted import (
 from tests.environments.test_pool import bad
 from tests.toy import ROLLOUT, toy_run
 from verl.agent_loop.env_agent import MARKER, EnvAgentLoop, environment_of, episode_seed, shortened
-from verl.config.env import EnvConfig
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import EnvConfig, PPOConfig
 from verl.environments.make_data import main as make_data
 from verl.environments.pool import EnvironmentSpec
 from verl.protocol.trajectory import InfraFault

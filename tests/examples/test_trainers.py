@@ -30,7 +30,7 @@ def started(tmp_path, command, **variables):
         "NOTES": str(tmp_path / "notes"),
         **variables,
     }
-    subprocess.run(["bash", "-c", command], env=env, cwd=ROOT, check=True, timeout=30)
+    subprocess.run(["bash", "-c", command], env=env, cwd=ROOT, check=True, timeout=60)
     module, *overrides = (tmp_path / "notes").read_text().split("\0")[1:-1]
     assert module == "verl.trainer.main_ppo"
     return overrides

@@ -108,13 +108,35 @@ def test_openrlhf_counts_samples_per_update(tmp_path):
     assert values["actor_rollout_ref.model.use_remove_padding"] is True
 
 
+SECTIONED_FLAGS = """
+python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --train.batch_size 64 \\
+   --rollout.n_samples_per_prompt 8 --rollout.batch_size 16 --algo.kl.init_coef 1e-3 \\
+   --algo.kl.use_loss --algo.kl.estimator k3 --algo.advantage.estimator group_norm \\
+   --actor.eps_clip_low_high 0.2 0.3 --ds.packing_samples --actor.adam.lr 1e-6 \\
+   --critic.adam.lr 9e-6 --logger.wandb.key secret --ds.deepcompile
+"""
+
+
+def test_flags_with_sections_are_the_same_run(tmp_path):
+    older, newer = (migrated(tmp_path, "run.sh", text) for text in (FLAGS, SECTIONED_FLAGS))
+    rates = {f"{A}.optim.lr": 1e-6, "critic.optim.lr": 9e-6}
+    logger = {"trainer.logger": ["console", "wandb"]}
+    assert newer.values == {**older.values, **rates, **logger}
+    assert newer.missing == [("ds.deepcompile", "not known here")]
+    assert ("actor.model_name_or_path", "actor_rollout_ref.model.path=m") in newer.maps
+    assert not any("secret" in text for pair in newer.maps for text in pair)
+
+
 def test_flags_have_one_value_several_or_none():
-    assert flags(["--a", "1", "--b", "--c=x", "--d", "0.1", "0.2", "--e-f", "1e-6"]) == {
+    assert flags(
+        ["--a", "1", "--b", "--c=x", "--d", "0.1", "0.2", "--e-f", "1e-6", "--g.h", "1"]
+    ) == {
         "a": 1,
         "b": True,
         "c": "x",
         "d": "0.1 0.2",
         "e_f": 1e-6,
+        "g.h": 1,
     }
 
 

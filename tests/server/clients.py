@@ -8,7 +8,7 @@ from typing import Any
 from tests.server.engines import MODEL, TOKEN
 from verl.server import RunningServer
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def call(

@@ -13,6 +13,8 @@ import time
 
 import aiohttp
 
+from tests.pace import PATIENCE
+
 LENGTHS = (4, 12, 40)
 
 
@@ -94,7 +96,7 @@ def ids_of(answer: bytes, is_stream: bool) -> list[int]:
 async def main(url: str, token: str, count: int) -> None:
     headers = {"Authorization": f"Bearer {token}"}
     limits = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=100)
+    timeout = aiohttp.ClientTimeout(total=100 * PATIENCE)
     async with aiohttp.ClientSession(headers=headers, connector=limits, timeout=timeout) as session:
         clients = Clients(session, url)
         watch = asyncio.create_task(clients.watch())

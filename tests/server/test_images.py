@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.server.clients import chat
+from tests.server.clients import call, chat
 from tests.server.conftest import OPTIONS
 from tests.server.engines import ScriptedRollout
 from tests.tiny_vision import ID, picture, tiny_processor
@@ -49,6 +49,11 @@ def test_an_image_in_a_message_reaches_the_engine_in_its_place(seeing):
     first, second = engine.requests[-2:]
     assert first.prompt_ids == second.prompt_ids
     assert first.media[0].content_hash == second.media[0].content_hash
+
+
+def test_the_schema_of_a_model_that_sees_has_images(seeing):
+    _, server, _ = seeing
+    assert '"#/components/schemas/ImagePart"' in call(server, "/openapi.json")[2].decode()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from tests.pace import pace
 from tests.server.clients import call, chat, complete
 from tests.server.engines import MODEL, TOKEN, ScriptedRollout, byte_tokenizer, saying
 from verl.server import ServerOptions, serve
@@ -187,12 +188,12 @@ def test_special_tokens_in_a_message_are_words(plain_server):
 
 
 def test_past_the_queue_requests_are_told_to_come_back():
-    engine = ScriptedRollout(saying("hello"), pause=0.2)
+    answers = []
+    engine = ScriptedRollout(saying("hello"), hold=lambda number: len(answers) < 7)
     options = ServerOptions(
         model=MODEL, max_model_len=64, token=TOKEN, max_running=2, max_waiting=3
     )
     with serve([engine], byte_tokenizer(), options) as server:
-        answers = []
         body = {"model": MODEL, "prompt": "x"}
 
         def ask():
@@ -202,7 +203,7 @@ def test_past_the_queue_requests_are_told_to_come_back():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=60)
         refused = [headers for status, headers, _ in answers if status == 429]
         assert len(refused) == 7
         assert all(int(headers["retry-after"]) >= 1 for headers in refused)
@@ -212,8 +213,9 @@ def test_past_the_queue_requests_are_told_to_come_back():
 
 
 def test_an_answer_that_takes_too_long_ends_with_a_typed_error():
-    engine = ScriptedRollout(saying("hello"), pause=0.4)
-    options = ServerOptions(model=MODEL, max_model_len=64, token=TOKEN, request_seconds=1.0)
+    engine = ScriptedRollout(saying("hello"), hold=lambda number: number >= 2)
+    limit = 1.5 * pace()
+    options = ServerOptions(model=MODEL, max_model_len=64, token=TOKEN, request_seconds=limit)
     with serve([engine], byte_tokenizer(), options) as server:
         status, answer = complete(server)
         assert (status, answer["error"]["code"]) == (504, "timeout")

@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.pace import pace
+from tests.pace import PATIENCE, pace
 from tests.server.conftest import OPTIONS
 from tests.server.engines import TOKEN, byte_tokenizer
 from tests.server.load import length_of, prompt_of
@@ -16,6 +16,7 @@ from verl.workers.rollout.base import GenerationRequest, SamplingParams
 
 NUM_CLIENTS = 256
 HEALTH_SECONDS = 0.1
+LIMIT_SECONDS = 100 * PATIENCE
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,7 +30,9 @@ def test_many_clients_get_their_own_answers_and_leave_nothing_behind(engine):
         for n in range(NUM_CLIENTS)
     ]
     direct = engine.generate_batch(requests)
-    options = dataclasses.replace(OPTIONS, max_running=64, max_waiting=100)
+    # On a busy machine a client may be slow without wanting to.
+    patient = {"receipt_seconds": LIMIT_SECONDS, "keep_alive_seconds": LIMIT_SECONDS}
+    options = dataclasses.replace(OPTIONS, max_running=64, max_waiting=100, **patient)
     with serve([engine], byte_tokenizer(), options) as server:
         found = run_clients(server)
         answers = {int(number): ids for number, ids in found["answers"].items()}
@@ -47,7 +50,9 @@ def test_many_clients_get_their_own_answers_and_leave_nothing_behind(engine):
 
 def run_clients(server: RunningServer) -> dict:
     command = [sys.executable, "-m", "tests.server.load", server.url, TOKEN, str(NUM_CLIENTS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=100, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, timeout=LIMIT_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads(done.stdout.splitlines()[-1])
     print({name: value for name, value in found.items() if name != "answers"})

@@ -4,13 +4,13 @@ import asyncio
 import socket
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.agent_loop.fakes import loop_config
-from tests.pace import pace
 from tests.server.engines import ScriptedRollout, byte_tokenizer
 from tests.server.gateways import bisecting
 from tests.utils.sandbox.needs import require_namespaces
@@ -117,13 +117,28 @@ def test_how_a_program_ends_is_stated(tmp_path, mode, entry, outcome):
 
 
 def test_a_program_that_hangs_is_ended_with_all_it_started(tmp_path):
+    assert num_turns_until_it_hangs(tmp_path) == 10
+
+
+def num_turns_until_it_hangs(tmp_path, **entry):
     mark = uuid.uuid4().hex
-    (group,), _ = generated(tmp_path, {"mode": "hangs", "mark": mark}, timeout=2 * pace())
-    (row,) = group.trajectories
-    assert row.extra_fields["program_outcome"] == "timeout"
-    assert row.num_turns == 10
-    commands = [Path(f"/proc/{pid}/cmdline") for pid in descendants(1)]
-    assert not any(mark in file.read_text() for file in commands if file.exists())
+    for seconds in (3, 10, 40):  # on a busy machine it may not even come to the hang
+        (group,), _ = generated(tmp_path, {"mode": "hangs", "mark": mark}, timeout=seconds, **entry)
+        assert not any(mark in command for command in commands())
+        for row in group.trajectories:
+            assert row.extra_fields["program_outcome"] == "timeout"
+            if row.num_turns == 10:
+                return row.num_turns
+    return 0
+
+
+def commands() -> list[str]:
+    """The command lines of the processes of this machine."""
+    found = []
+    for pid in descendants(1):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found.append(Path(f"/proc/{pid}/cmdline").read_text())
+    return found
 
 
 def test_a_cancelled_program_is_ended(tmp_path):
@@ -141,8 +156,7 @@ def test_a_cancelled_program_is_ended(tmp_path):
             await task
 
     asyncio.run(cancel())
-    commands = [Path(f"/proc/{pid}/cmdline") for pid in descendants(1)]
-    assert not any(str(tmp_path) in file.read_text() for file in commands if file.exists())
+    assert not any(str(tmp_path) in command for command in commands())
 
 
 def test_a_program_in_the_sandbox_reaches_the_gateway_and_nothing_else(tmp_path):
@@ -168,13 +182,7 @@ def test_a_program_in_the_sandbox_reaches_the_gateway_and_nothing_else(tmp_path)
 
 def test_the_sandbox_ends_a_program_that_hangs_or_is_cancelled(tmp_path):
     require_namespaces()
-    mark = uuid.uuid4().hex
-    entry = {"timeout": 3 * pace(), "sandbox": True}
-    (group,), _ = generated(tmp_path, {"mode": "hangs", "mark": mark}, **entry)
-    (row,) = group.trajectories
-    assert row.extra_fields["program_outcome"] == "timeout"
-    commands = [Path(f"/proc/{pid}/cmdline") for pid in descendants(1)]
-    assert not any(mark in file.read_text() for file in commands if file.exists())
+    assert num_turns_until_it_hangs(tmp_path, sandbox=True) == 10
 
 
 def test_a_journalled_program_is_made_again_without_running(tmp_path):

@@ -57,6 +57,16 @@ def test_a_variable_that_imports_read_gets_a_server_of_its_own(monkeypatch):
     other.shutdown()
 
 
+def test_the_log_of_a_run_needs_no_server_of_its_own(monkeypatch):
+    group = start()
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", "/elsewhere")
+    other = start()
+    assert server_of(group) == server_of(other)
+    assert other.environment("VERL_FILE_LOGGER_PATH") == ["/elsewhere"]
+    group.shutdown()
+    other.shutdown()
+
+
 def test_ranks_draw_different_numbers():
     group = start(2)
     first, second = group.draw()

@@ -55,7 +55,7 @@ def test_actors_have_names_and_an_environment_and_end_with_their_group(rayc, ray
     assert "briefCalculator_0:1" in ray.util.list_named_actors()
     del group
     gc.collect()
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while any(name.startswith("brief") for name in ray.util.list_named_actors()):
         assert time.monotonic() < give_up
         time.sleep(0.05)
@@ -252,11 +252,11 @@ def test_actors_die_with_a_killed_driver(ray_cluster):
     with driver:
         pids = [int(pid) for pid in driver.stdout.readline().split()[1:]]
         driver.send_signal(signal.SIGKILL)
-        driver.wait(timeout=10)
+        driver.wait(timeout=60)
     assert pids
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < give_up, "an actor has outlived its driver by 10 s"
+        assert time.monotonic() < give_up, "an actor has outlived its driver by a minute"
         time.sleep(0.1)
 
 
@@ -287,7 +287,7 @@ def test_each_thread_has_its_own_loop():
     loops = [get_event_loop()]
     thread = threading.Thread(target=lambda: loops.append(get_event_loop()))
     thread.start()
-    thread.join(timeout=5)
+    thread.join(timeout=60)
     assert loops[0] is get_event_loop()
     assert loops[0] is not loops[1]
 

@@ -8,7 +8,8 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text()
 TEST_ID = r"`(tests/[\w/]+\.py)::(\w+)`"
 OPENS_A_SOCKET = re.compile(
-    r"create_server\(|\.bind\(\(|HTTPServer\(|uvicorn\.Config\(|TCPStore\(|start_server\("
+    r"create_server\(|\.bind\(\(|HTTPServer\b|uvicorn\.Config\(|TCPStore\(|start_server\("
+    r"|JsonServer\("
 )
 
 

@@ -119,9 +119,7 @@ def test_what_killed_runs_held_is_ended_at_the_next_start(tmp_path, outside, num
         left = len(list(outside.iterdir()))
         num_left += left > 0
         tools = ToolSet([Outside(outside)], record_folder=records)
-        start = time.perf_counter()
         reaped = start_reaping(tools, records).result(timeout=60 * pace())
-        assert time.perf_counter() - start < 5 * pace()
         assert reaped.left == []
         assert reaped.num_ended >= left
         assert list(outside.iterdir()) == []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import wait_until
 from verl.protocol.trajectory import InfraFault
 from verl.tools import services
 from verl.tools.leases import ToolSet
@@ -157,7 +158,7 @@ async def test_a_service_that_never_replies_ends_at_the_deadline():
     try:
         with pytest.raises(InfraFault, match="did not answer: TimeoutError"):
             await search(tool(f"http://127.0.0.1:{http.server_port}/retrieve", timeout=0.3), "x")
-        assert requests
+        wait_until(lambda: requests)  # it was asked
     finally:
         held.set()
         http.shutdown()

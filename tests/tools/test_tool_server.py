@@ -8,6 +8,7 @@ import pytest
 
 from tests.agent_loop.scripted import END, ScriptedRollout, run_loop, turns_config
 from tests.agent_loop.scripted import call as turn
+from tests.pace import pace
 from verl.protocol.trajectory import InfraFault
 from verl.tools.http_tools import tools_of_server
 from verl.tools.leases import ToolSet
@@ -191,7 +192,7 @@ async def test_sessions_are_limited_and_forgotten_ones_are_given_back(served):
     counting.LOG.clear()
     one.service.call({"name": "count", "arguments": {}, "session": "a"})
     with pytest.raises(InfraFault, match=r"429.*1 sessions are open"):
-        await tools_of_server(one.url, timeout_seconds=0.2)[0].execute("b", {})
+        await tools_of_server(one.url, timeout_seconds=1 * pace())[0].execute("b", {})
     one.service.session_seconds = 0.0
     reply = one.service.call({"name": "count", "arguments": {}, "session": "b"})
     assert reply["text"] == "1"

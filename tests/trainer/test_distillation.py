@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from verl.config.distillation import TeacherConfig
 from verl.config.faults import ConfigError
 from verl.trainer.distillation.endpoint import read_answer
 from verl.trainer.distillation.replicas import Replicas
-from verl.trainer.distillation.serve import TeacherService, Waiting
+from verl.trainer.distillation.serve import TeacherService, Waiting, teacher_server
 from verl.trainer.distillation.teaching import TooFewAnswers
 from verl.utils.dataset.tables import DataError
-from verl.utils.http_json import post_json
+from verl.utils.environment import temp_env_var
+from verl.utils.http_json import RequestFailed, post_json
 from verl.utils.json_server import JsonServer, Refusal
 
 LOSS = "distillation.distillation_loss"
@@ -100,7 +102,7 @@ def test_rows_have_the_teacher_of_their_key(toy, tmp_path):
 
 def test_an_endpoint_answers_as_a_teacher_in_process_does(toy, tmp_path):
     service = TeacherService(str(toy / "model"), "cpu")
-    with JsonServer(service.routes, token="") as server:
+    with temp_env_var("VERL_TEACHER_TOKEN", "t" * 24), teacher_server(service) as server:
         endpoint = f"{TEACHER}.endpoint={server.url}/v1"
         options = {"mode": "forward_kl_topk", "path": toy / "model"}
         once = (f"{ACTOR}.optim.lr=0", "trainer.total_training_steps=1")
@@ -111,6 +113,16 @@ def test_an_endpoint_answers_as_a_teacher_in_process_does(toy, tmp_path):
     for name in ("teacher_log_probs", "teacher_topk_log_probs"):
         found, expected = (run.batch.batch[name][mask] for run in (served, local))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_teacher_answers_nobody_without_its_token(toy):
+    service = TeacherService(str(toy / "model"), "cpu")
+    with teacher_server(service) as server:
+        ask = partial(post_json, f"{server.url}/v1/completions", ASKED, **LIMITS)
+        assert ask(token=server.token)["choices"]
+        for wrong in ("", "t" * 24):
+            with pytest.raises(RequestFailed, match="401"):
+                ask(token=wrong)
 
 
 def test_replicas_that_the_run_starts_answer_as_a_teacher_in_process_does(toy, tmp_path):
@@ -139,7 +151,10 @@ def test_a_replica_that_dies_is_started_again_and_one_that_cannot_start_is_named
         os.kill(first._process.pid, signal.SIGKILL)
         first._process.wait(timeout=30)
         assert replicas.urls() != url
-        assert post_json(f"{replicas.urls()[0]}/completions", ASKED, **LIMITS)["choices"]
+        ask = partial(post_json, f"{replicas.urls()[0]}/completions", ASKED, **LIMITS)
+        assert ask(token=replicas.token)["choices"]
+        with pytest.raises(RequestFailed, match="401"):
+            ask()
     finally:
         replicas.close()
     with pytest.raises(RuntimeError, match=r"replica t\.0 of a teacher does not serve"):

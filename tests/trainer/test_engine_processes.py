@@ -10,6 +10,7 @@ import pytest
 
 from tests.toy import ACTOR, ROLLOUT, toy_run
 from tests.trainer.test_ranks import TWO_LOCAL, KeepsResponses, assert_same_run
+from verl.agent_loop import AsyncLLMServerManager
 from verl.workers.rollout.base import Rollout
 
 APART = f"{ROLLOUT}.name=native_process"
@@ -72,15 +73,24 @@ class Unlucky(Rollout):
         self.process.wake_up()
 
 
+def make_unlucky(trainer):
+    """The engine of `trainer` is killed while it serves next."""
+    manager = trainer.async_rollout_manager
+    (process,) = manager.rollout_replicas
+    unlucky = Unlucky(process)
+    unlucky.is_due = True
+    manager.rollouter.servers = AsyncLLMServerManager(
+        manager.config, [unlucky], recover=trainer.publisher.recover
+    )
+    return unlucky
+
+
 class LosesItsEngine(KeepsResponses):
     """While it serves in step 2."""
 
     def rollout(self, step):
         if self.global_steps == 2:
-            manager = self.async_rollout_manager
-            manager.rollout_replicas[0] = Unlucky(manager.rollout_replicas[0])
-            manager.rollout_replicas[0].is_due = True
-            manager.recover_with(self.publisher.recover)  # serves from the engines as they are
+            make_unlucky(self)
         return super().rollout(step)
 
 

@@ -1,7 +1,9 @@
 """Devices of the trainer generate while it waits, and the run is the same."""
 
+import asyncio
 import os
 import signal
+import threading
 
 import pytest
 
@@ -20,22 +22,41 @@ ALWAYS = (f"{SWITCH}.enable_switch=true", f"{SWITCH}.switch_threshold_ratio=1.0"
 
 
 class Watches(Records):
-    """How many requests lent engines got, each time that they were given back."""
+    """How many requests lent engines got, each time that they were given back.
+
+    No turn begins before engines are lent, and they are lent each time that the trainer waits,
+    however fast it is.
+    """
 
     num_lent: list
 
     def init_workers(self):
         super().init_workers()
-        fleet, give_back = (
-            self.async_rollout_manager.rollouter.servers.fleet,
-            self.lending._give_back,
+        lending, servers = self.lending, self.async_rollout_manager.rollouter.servers
+        give_back, lend, wait, ask = (
+            lending._give_back,
+            lending._lend,
+            lending.while_waiting,
+            servers._ask,
         )
+        has_lent = threading.Event()
 
         def counted():
-            self.num_lent.append(sum(slot.num_requests for slot in fleet.slots[1:]))
+            self.num_lent.append(sum(slot.num_requests for slot in servers.fleet.slots[1:]))
             give_back()
 
-        self.lending._give_back = counted
+        def lent():
+            is_lent = lend()
+            has_lent.set()
+            return is_lent
+
+        async def asked(*given, **options):
+            if not has_lent.is_set():
+                await asyncio.to_thread(has_lent.wait, 120.0)
+            return await ask(*given, **options)
+
+        lending._give_back, lending._lend, servers._ask = counted, lent, asked
+        lending.while_waiting = lambda share, report: wait(max(share, 0.5), report)
 
 
 def lent_run(toy, folder, *changes, cls=Watches):

@@ -3,13 +3,13 @@ import re
 import runpy
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from tests.pace import pace
 from verl.config.faults import ConfigError
 from verl.config.generation import EvaluationConfig
 from verl.config.load import load_config
@@ -186,17 +186,16 @@ def test_what_cannot_be_scored_is_listed_and_is_in_none_of_the_numbers(tmp_path,
         row(["die", "right"]),
         row(["hang", "wrong"]),
     ]
-    start = time.monotonic()
-    config = config_of(written(tmp_path, rows), grader, grading={"timeout_seconds": 1.0})
-    found = evaluate(config)
-    assert time.monotonic() - start < 15
+    limit = 2.0 * pace()
+    config = config_of(written(tmp_path, rows), grader, grading={"timeout_seconds": limit})
+    found = evaluate(config)  # ends, though one call does not
     reasons = {(one.row, one.number): one.reason for one in found.unscored}
     assert list(reasons) == [(1, 2), (2, 1), (2, 2), (3, 1), (4, 1)]
     assert "raised KeyError: 'no such unit'" in reasons[1, 2]
     assert "returned None" in reasons[2, 1]
     assert "returned nan" in reasons[2, 2]
     assert "died" in reasons[3, 1]
-    assert "took longer than 1.0 s" in reasons[4, 1]
+    assert f"took longer than {limit} s" in reasons[4, 1]
     quiz = found.sources["quiz"]
     assert (quiz.num_prompts, quiz.num_scored, quiz.num_unscored) == (4, 3, 5)
     assert quiz.mean.value == pytest.approx(2 / 3)
@@ -373,6 +372,7 @@ def test_the_json_result_has_every_number_and_every_unscored_response(tmp_path, 
 
 def command(monkeypatch, tmp_path, *arguments):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(sys, "argv", ["main_eval", "grading.num_workers=1", *arguments])
     main_eval.main()
 

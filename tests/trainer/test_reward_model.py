@@ -150,7 +150,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None,
     request = urllib.request.Request(
         f"http://{reward_router_address}/classify", json.dumps({"input": text}).encode()
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         score = json.load(answer)["data"][0]["probs"][0]
     return {"score": score, "text": text}
 """

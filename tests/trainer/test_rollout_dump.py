@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from verl.trainer.ppo.rollout_dump import dump_generations
+from verl.trainer.ppo.validation import dump_generations
 
 
 def dump(tmp_path, **changes):

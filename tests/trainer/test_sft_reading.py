@@ -36,7 +36,7 @@ class Rows:
 
     def wait_for(self, numbers):
         with self.has_read:
-            return self.has_read.wait_for(lambda: self.numbers == numbers, timeout=20)
+            return self.has_read.wait_for(lambda: self.numbers == numbers, timeout=60)
 
 
 def number_of(batch):
@@ -87,5 +87,5 @@ def test_a_dataset_that_is_stuck_is_said_to_be(monkeypatch):
     monkeypatch.setattr(batches, "MAX_SECONDS", 0.05)
     is_over = threading.Event()
     with pytest.raises(DataError, match="the dataset is stuck"):
-        RowReader().take(1, lambda number: is_over.wait(20), last=1)
+        RowReader().take(1, lambda number: is_over.wait(60), last=1)
     is_over.set()

@@ -81,7 +81,8 @@ def test_several_batches_are_one_validation():
 def test_the_table_of_samples_is_the_same_each_time():
     inputs = list("dbca")
     table = sample_table(inputs, inputs, range(4))
-    assert table == sample_table(inputs, inputs, range(4))
+    assert table == sample_table(inputs[::-1], inputs[::-1], range(4)[::-1])
+    assert table != sorted(table)
     assert sorted(row[0] for row in table) == list("abcd")
 
 

@@ -150,20 +150,20 @@ def test_a_copy_appears_only_when_it_is_complete(tmp_path):
         partial.mkdir()
         (partial / "a").write_text("a")
         halfway.set()
-        assert finish.wait(20)
+        assert finish.wait(60)
         (partial / "b").write_text("b")
 
     first = threading.Thread(target=fs._copy_once, args=(target, ".lock", False, fetch))
     first.start()
-    assert halfway.wait(20)
+    assert halfway.wait(60)
     assert not target.exists()
     second = threading.Thread(
         target=fs._copy_once, args=(target, ".lock", False, lambda _: pytest.fail("copied twice"))
     )
     second.start()
     finish.set()
-    first.join(20)
-    second.join(20)
+    first.join(60)
+    second.join(60)
     assert sorted(path.name for path in target.iterdir()) == ["a", "b"]
     assert not list(target.parent.glob("*.partial"))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from tests.pace import pace, wait_until
 from verl.utils.py_functional import (
     DynamicEnum,
     NestedNamespace,
@@ -191,7 +192,7 @@ def test_a_call_that_never_lets_go_of_the_interpreter_is_cut_off():
 def test_processes_it_started_die_with_it(tmp_path):
     note = tmp_path / "pid"
 
-    @timeout_limit(2)
+    @timeout_limit(2 * pace())
     def start_and_wait() -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         note.write_text(str(child.pid))
@@ -199,12 +200,7 @@ def test_processes_it_started_die_with_it(tmp_path):
 
     seconds_until_timeout(start_and_wait)
     pid = int(note.read_text())
-    for _ in range(50):
-        if not is_running(pid):
-            return
-        time.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the grandchild outlived the limit")
+    wait_until(lambda: not is_running(pid), "the grandchild outlived the limit")
 
 
 def is_running(pid: int) -> bool:
@@ -273,11 +269,11 @@ def test_a_signal_interrupts_in_place_and_is_removed():
         seen.append("ran here")
         time.sleep(60)
 
-    assert seconds_until_timeout(slow) < 2
+    assert seconds_until_timeout(slow) < 30
     assert seen == ["ran here"]
     assert signal.getsignal(signal.SIGALRM) is before
     left = signal.getitimer(signal.ITIMER_REAL)[0]
-    assert left == (pytest.approx(timer - 0.2, abs=0.15) if timer else 0)
+    assert 0.1 < timer - left < 60 if timer else left == 0
 
 
 def test_of_two_nested_alarms_the_earlier_rings():
@@ -302,7 +298,7 @@ def test_signals_outside_the_main_thread_are_refused():
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert "only in the main thread" in errors[0]
 
 

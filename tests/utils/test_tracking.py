@@ -15,7 +15,6 @@ from verl.utils.tracking import (
     TrackingBackend,
     ValidationGenerationsLogger,
     _MlflowLoggingAdapter,
-    choose_samples,
     clean_key,
     tracking_backends,
 )
@@ -128,16 +127,6 @@ def test_validation_samples_reach_the_run_that_tracking_opened():
     assert memory.samples == [(3, [("2+2", "4", 1.0)]), (4, [("1+1", "3", 0.0)])]
     with pytest.raises(ValueError, match="no open 'memory' tracker for project 'project'"):
         logger.log(["memory"], [], step=5)
-
-
-def test_the_table_shows_the_same_prompts_at_every_step():
-    inputs = [f"q{i}" for i in range(20)]
-    chosen = choose_samples(inputs, ["a"] * 20, range(20), max_samples=5)
-    again = choose_samples(inputs[::-1], ["b"] * 20, range(20)[::-1], max_samples=5)
-    assert [(s[0], s[2]) for s in chosen] == [(s[0], s[2]) for s in again]
-    assert len(chosen) == 5
-    assert [s[0] for s in chosen] != sorted(inputs)[:5]
-    assert choose_samples(["q"], ["a"], [1.0], max_samples=3) == [("q", "a", 1.0)]
 
 
 # ---- file ----------------------------------------------------------------------------------------

@@ -346,7 +346,7 @@ agent_loops = Registry[type[AgentLoopBase]](
     single_turn_agent="verl.agent_loop.single_turn:SingleTurnAgentLoop",
     env_agent="verl.agent_loop.env_agent:EnvAgentLoop",
     tool_agent="verl.agent_loop.tool_agent:ToolAgentLoop",
-    collabllm_agent="verl.trainer.recipes.collabllm.agent_loop:CollabLLMAgentLoop",
+    collabllm_agent="verl.trainer.recipes.collabllm:CollabLLMAgentLoop",
     program_agent="verl.server.program_agent:ProgramAgentLoop",
 )
 

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
@@ -183,10 +182,5 @@ class Conversation:
     def __enter__(self) -> "Conversation":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,6 +1,5 @@
 """`AgentLoopManager`: a batch of prompts in, a batch of trajectories out."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -89,16 +88,10 @@ class AgentLoopManager:
         sampled with the same weights. Where every response got a score while they were generated,
         the scores are `rm_scores`, and what graders reported besides are the columns that
         `reward_extra_keys` names. Where loops returned several rows of a session, or none, the
-        column `request_row` says which prompt a row continues. `generate_sequences_async` is for
-        code with an event loop.
+        column `request_row` says which prompt a row continues.
         """
         groups, options = groups_of_rows(prompts), options_of(prompts.meta_info)
         self.rollouter.generate(groups, options)
-        return self._as_batch(groups)
-
-    async def generate_sequences_async(self, prompts: DataProto) -> DataProto:
-        groups, options = groups_of_rows(prompts), options_of(prompts.meta_info)
-        await asyncio.to_thread(self.rollouter.generate, groups, options)
         return self._as_batch(groups)
 
     def sampling_params(self, meta_info: Mapping[str, Any]) -> dict[str, Any]:

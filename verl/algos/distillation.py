@@ -30,7 +30,6 @@ SAMPLED = (
 )  # fmt: skip
 TOP_K = ("forward_kl_topk", "reverse_kl_topk")
 FULL = ("forward_kl_full", "reverse_kl_full", "jsd")
-LOSS_MODES = (*SAMPLED, *TOP_K, *FULL)
 MIN_REST = 1e-6
 """Mass outside of the K tokens that counts as none."""
 

@@ -12,7 +12,7 @@ import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,9 @@ class RunMetrics:
             file.write(self.server.token)
         path = self._folder / "prometheus.yml"
         path.write_text(yaml.safe_dump(with_job({}, self._job(token)), sort_keys=False))
-        self._join(Path(self._config.file).expanduser(), token)
+        shared = Path(self._config.file).expanduser()
+        if shared.is_file():
+            add_job(shared, self._job(token), self._config.port)
         return str(path)
 
     def stop(self) -> None:
@@ -104,27 +106,52 @@ class RunMetrics:
             "static_configs": [{"targets": [f"127.0.0.1:{self.server.port}"]}],
         }
 
-    def _join(self, path: Path, token: Path) -> None:
-        """Add the run to a configuration of the user's, and have its Prometheus read it again."""
-        if not path.is_file():
-            return
+
+def update_prometheus_config(
+    config: PrometheusConfig, server_addresses: Sequence[str], rollout_name: str | None = None
+) -> None:
+    """Have Prometheus scrape these rollout servers, `host:port` each, under `/metrics`.
+
+    They become a job of the configuration `config.file`, which is written if it is not there, and
+    the Prometheus on `config.port` reads it again. No page states the parameters: they are those of
+    a caller that has the section, the addresses, and the rollout engine's name for the job's.
+    """
+    if not server_addresses:
+        raise ValueError("server_addresses is empty; pass host:port of every rollout server")
+    path = Path(config.file).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    static = {"targets": list(server_addresses)}
+    if config.served_model_name:
+        static["labels"] = {"model_name": Path(config.served_model_name).name}
+    job = {
+        "job_name": "rollout" if rollout_name is None else f"rollout_{rollout_name}",
+        "scrape_interval": f"{SCRAPE_SECONDS}s",
+        "static_configs": [static],
+    }
+    add_job(path, job, config.port)
+
+
+def add_job(path: Path, job: Mapping[str, Any], port: int) -> None:
+    """Add a job to a configuration of Prometheus, and have the one on `port` read it again."""
+    config: Any = {}
+    if path.is_file():
         if path.stat().st_uid != os.geteuid():
             logger.warning("prometheus.file %s belongs to another user and stays as it is", path)
             return
         config = yaml.safe_load(path.read_text()) or {}
-        if not isinstance(config, dict):
-            raise ValueError(f"prometheus.file {path} is no configuration of Prometheus")
-        path.write_text(yaml.safe_dump(with_job(config, self._job(token)), sort_keys=False))
-        address = f"http://127.0.0.1:{self._config.port}/-/reload"
-        request = urllib.request.Request(address, method="POST")
-        try:
-            urllib.request.urlopen(request, timeout=RELOAD_SECONDS).close()
-        except (OSError, urllib.error.URLError) as error:
-            logger.warning(
-                "this run is in %s, but %s does not answer (%s): start Prometheus with "
-                "--web.enable-lifecycle, or restart it",
-                *(path, address, error),
-            )
+    if not isinstance(config, dict):
+        raise ValueError(f"prometheus.file {path} is no configuration of Prometheus")
+    path.write_text(yaml.safe_dump(with_job(config, job), sort_keys=False))
+    address = f"http://127.0.0.1:{port}/-/reload"
+    request = urllib.request.Request(address, method="POST")
+    try:
+        urllib.request.urlopen(request, timeout=RELOAD_SECONDS).close()
+    except (OSError, urllib.error.URLError) as error:
+        logger.warning(
+            "%s has the job %s, but %s does not answer (%s): start Prometheus with "
+            "--web.enable-lifecycle, or restart it",
+            *(path, job["job_name"], address, error),
+        )
 
 
 def with_job(config: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Rule:
     the rule is not about this value), or None for a key that means nothing any more.
     `is_about_value` marks rules about a key that still exists, `completes` those whose function
     builds on the value of today's key instead of replacing it. A key without meaning is not
-    mentioned at the values `off`, or never (`is_quiet`); at others, `refuses` makes it a fault.
+    mentioned at the values `off`; at others, `refuses` makes it a fault.
     """
 
     old: str
@@ -56,11 +56,10 @@ class Rule:
     completes: bool = False
     off: tuple[Any, ...] = ()
     refuses: bool = False
-    is_quiet: bool = False
 
     def asks_for_nothing(self, value: Any) -> bool:
         follows = isinstance(value, str) and value.startswith("${")  # a default of its own files
-        return self.new is None and (self.is_quiet or follows or value in self.off)
+        return self.new is None and (follows or value in self.off)
 
     def way_to(self, path: str) -> str | None:
         """What `*` stands for in `path` ("" without a star), or None when the rule does not fit."""
@@ -464,8 +463,5 @@ RULES: list[Rule] = [
     Rule("ray_init.num_cpus", "ray_kwargs.ray_init.num_cpus"),
     Rule("ray_init.timeline_json_file", "ray_kwargs.timeline_json_file"),
     # verl 0.8 and 0.9.
-    *(
-        Rule(one.old, one.new, one.why, off=one.off, refuses=one.refuses, is_quiet=one.is_quiet)
-        for one in ENTRIES
-    ),
+    *(Rule(one.old, one.new, one.why, off=one.off, refuses=one.refuses) for one in ENTRIES),
 ]

@@ -14,7 +14,6 @@ data-parallel ranks and becomes `<name>_micro_batch_size_per_gpu`, unless the us
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -54,17 +53,6 @@ class Loaded:
         if self.faults:
             raise ConfigError(self.faults)
         return self.config
-
-
-def load_yaml(path: str | Path, root: type[BaseConfig]) -> Loaded:
-    """Load one file over the defaults of `root`. Hydra's `defaults:` need the command."""
-    config = OmegaConf.load(path)
-    if not isinstance(config, DictConfig):
-        raise ConfigError([Fault(f"{path} holds no mapping of options")])
-    if "defaults" in config:
-        text = f"{path} has a `defaults:` list, which Hydra composes; pass it with --config-name"
-        raise ConfigError([Fault(text)])
-    return load_config(config, root)
 
 
 def load_config(

@@ -14,7 +14,6 @@ from verl.config.base import BaseConfig, When, option
 from verl.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
-from verl.config.env import EnvConfig
 from verl.config.model import HFModelConfig, McoreModelConfig
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.ref import FSDPRefConfig, McoreRefConfig, RefConfig
@@ -28,6 +27,30 @@ from verl.config.reward import (
 from verl.config.roles import DISTILLED, ON_RAY, WITH_CRITIC, needs_reference
 from verl.config.rollout import McoreRolloutConfig, RolloutConfig
 from verl.config.trainer import RayKwargsConfig, TrainerConfig, TransferQueueConfig
+
+
+@dataclass(kw_only=True)
+class EnvConfig(BaseConfig):
+    """The world of the agent loop `env_agent`, and the processes that worlds run in."""
+
+    name: str | None = None
+    """Environment of rows without an `env` of their own: `gymnasium:FrozenLake-v1`,
+    `textarena:GuessTheNumber-v0`, `package.module.Class` or `path/to/file.py:Class`."""
+
+    kwargs: dict[str, Any] = option(default_factory=dict)
+    """Arguments of that environment."""
+
+    python: str | None = None
+    """Interpreter of an environment that needs packages of its own; null is this one."""
+
+    num_workers: int = option(64, minimum=1)
+    """Most environments at a time, each in a process; further trajectories wait."""
+
+    timeout_seconds: float = option(60.0, above=0)
+    """Longest call of an environment; then its process is killed and its trajectory dropped."""
+
+    max_observation_length: int = option(8192, minimum=1)
+    """Longest text of an observation, in characters; the middle of a longer one is cut out."""
 
 
 @dataclass(kw_only=True)

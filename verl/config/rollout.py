@@ -33,14 +33,6 @@ from verl.config.serving import (
 )
 
 
-def _greedy() -> SamplingConfig:
-    return SamplingConfig(temperature=0.0, do_sample=False)
-
-
-def _engine_kwargs() -> dict[str, Any]:
-    return {"vllm": {}, "sglang": {}, "trtllm": {}}
-
-
 @dataclass(kw_only=True)
 class MultiTurnConfig(BaseConfig):
     """Conversations with tools and simulated users."""
@@ -296,7 +288,9 @@ class RolloutConfig(ServingConfig):
     same weights give over recomputed ones; more of it, measured on a sample of rows, stops the
     run."""
 
-    val_kwargs: SamplingConfig = option(default_factory=_greedy)
+    val_kwargs: SamplingConfig = option(
+        default_factory=lambda: SamplingConfig(temperature=0.0, do_sample=False)
+    )
     """How tokens are drawn when the policy is validated."""
 
     prompt_length: int = option(512, yaml="${oc.select:data.max_prompt_length,512}", minimum=1)
@@ -377,7 +371,9 @@ class RolloutConfig(ServingConfig):
     )
     """Accepted for older scripts: SGLang always runs as a server in a process of its own."""
 
-    engine_kwargs: dict[str, Any] = option(default_factory=_engine_kwargs)
+    engine_kwargs: dict[str, Any] = option(
+        default_factory=lambda: {"vllm": {}, "sglang": {}, "trtllm": {}}
+    )
     """Arguments passed on to an engine, by its name: `engine_kwargs.vllm.swap_space`."""
 
     custom: dict[str, Any] | None = option(

@@ -188,15 +188,11 @@ class TrainerConfig(BaseConfig):
     """HTTPS proxy for Weights & Biases only."""
 
 
-def _ray_init() -> dict[str, Any]:
-    return {"num_cpus": None}
-
-
 @dataclass(kw_only=True)
 class RayKwargsConfig(BaseConfig):
     """Ray, where it is used."""
 
-    ray_init: dict[str, Any] = option(default_factory=_ray_init)
+    ray_init: dict[str, Any] = option(default_factory=lambda: {"num_cpus": None})
     """Keyword arguments of `ray.init`; a null `num_cpus` takes all. Inside a container with fewer
     cores than the machine, set it."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from verl.config.distillation import DistillationConfig, teachers_of
 from verl.config.faults import Fault, nearest_path, shown
 from verl.config.model import DEFAULT_MODEL, ROPE_OVERRIDES, rope_faults
 from verl.config.packages import (
@@ -21,10 +22,12 @@ from verl.config.packages import (
     megatron_package_faults,
 )
 from verl.config.ppo import PPOConfig
+from verl.config.rm import RMConfig
 from verl.config.roles import (
     ON_RAY,
     TRACKERS,
     needs_critic,
+    needs_reference,
     ranks_beside,
     runs_prime,
     teacher_ranks,
@@ -143,8 +146,17 @@ def tool_faults(config: PPOConfig) -> Iterator[Fault]:
 
 
 def named_models(config: Any) -> Iterator[tuple[str, str]]:
+    """Each key that names a model the run loads, with its value."""
     if isinstance(config, PPOConfig):
         yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+        reference = config.actor_rollout_ref.ref.model.path
+        if needs_reference(config) and reference is not None:
+            yield "actor_rollout_ref.ref.model.path", reference
+        adapter = config.actor_rollout_ref.model.lora_adapter_path
+        if adapter is not None:
+            yield "actor_rollout_ref.model.lora_adapter_path", adapter
+        if config.distillation.enabled:
+            yield from named_teachers(config.distillation)
         same = config.critic.model.path == config.actor_rollout_ref.model.path
         if needs_critic(config) and not same:
             yield "critic.model.path", config.critic.model.path
@@ -156,6 +168,18 @@ def named_models(config: Any) -> Iterator[tuple[str, str]]:
         yield "model.partial_pretrain", config.model.partial_pretrain
     elif "model" in config:
         yield "model.path", config.model.path
+        if isinstance(config, RMConfig) and config.objective.ref_path is not None:
+            yield "objective.ref_path", config.objective.ref_path
+
+
+def named_teachers(section: DistillationConfig) -> Iterator[tuple[str, str]]:
+    try:
+        teachers = teachers_of(section)
+    except ValueError:  # named by `distillation_faults`
+        return
+    for name, teacher in teachers.items():
+        if teacher.model_path is not None and not teacher.endpoint:  # there it is a name of theirs
+            yield f"distillation.teacher_models.{name}.model_path", teacher.model_path
 
 
 def is_local(name: Any) -> bool:

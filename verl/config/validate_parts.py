@@ -27,8 +27,12 @@ from verl.config.roles import (
     rollout_traits,
     world_size,
 )
-from verl.config.validate_pairs import pair_faults, sequence_loss_faults
-from verl.config.validate_prime import preference_faults, prime_faults
+from verl.config.validate_recipes import (
+    pair_faults,
+    preference_faults,
+    prime_faults,
+    sequence_loss_faults,
+)
 
 REJECTION_CRITERIA = (
     *(

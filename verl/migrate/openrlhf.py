@@ -1,4 +1,8 @@
-"""OpenRLHF's flags (`python -m openrlhf.cli.train_ppo_ray --pretrain ...`)."""
+"""OpenRLHF's flags (`python -m openrlhf.cli.train_ppo_ray --pretrain ...`).
+
+Those of 0.11 have the section before the name (`--rollout.batch_size`); `SECTIONED` says which
+older flag each one is, and `TABLE` has the rows of both.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,11 +47,16 @@ def low_high(value: Any) -> Values:
     return {f"{ACTOR}.clip_ratio_low": float(low), f"{ACTOR}.clip_ratio_high": float(high)}
 
 
+def betas(value: Any) -> Values:
+    first, second = value.split() if isinstance(value, str) else value
+    return {f"{ACTOR}.optim.betas": [float(first), float(second)]}
+
+
 def loss(value: Any) -> Values:
     return {"ppo": {}, "gspo": {f"{ACTOR}.policy_loss.loss_mode": "gspo"}}[str(value)]
 
 
-TABLE: Table = {
+OLDER: Table = {
     "pretrain": Row(f"{MODEL}.path"),
     "critic_pretrain": Row("critic.model.path"),
     "reward_pretrain": Row(
@@ -140,29 +149,157 @@ TABLE: Table = {
     "wandb_project": Row("trainer.project_name"),
     "wandb_run_name": Row("trainer.experiment_name"),
 }  # fmt: skip
+"""The flags before 0.11."""
+
+SECTIONED = {
+    "actor.model_name_or_path": "pretrain",
+    "critic.model_name_or_path": "critic_pretrain",
+    "reward.model_name_or_path": "reward_pretrain",
+    "reward.remote_url": "remote_rm_url",
+    "train.agent_func_path": "agent_func_path",
+    "data.prompt_dataset": "prompt_data",
+    "eval.dataset": "eval_dataset",
+    "data.input_key": "input_key",
+    "data.label_key": "label_key",
+    "data.apply_chat_template": "apply_chat_template",
+    "data.input_template": "input_template",
+    "rollout.max_new_tokens": "generate_max_len",
+    "data.max_samples": "max_samples",
+    "train.seed": "seed",
+    "rollout.batch_size": "rollout_batch_size",
+    "rollout.n_samples_per_prompt": "n_samples_per_prompt",
+    "train.batch_size": "train_batch_size",
+    "train.micro_batch_size": "micro_train_batch_size",
+    "rollout.micro_batch_size": "micro_rollout_batch_size",
+    "train.max_epochs": "max_epochs",
+    "train.num_episodes": "num_episodes",
+    "actor.adam.lr": "actor_learning_rate",
+    "critic.adam.lr": "critic_learning_rate",
+    "actor.lr_warmup_ratio": "lr_warmup_ratio",
+    "actor.lr_scheduler": "lr_scheduler",
+    "actor.adam.weight_decay": "l2",
+    "actor.max_norm": "max_norm",
+    "algo.advantage.estimator": "advantage_estimator",
+    "actor.policy_loss_type": "policy_loss_type",
+    "actor.eps_clip": "eps_clip",
+    "actor.eps_clip_low_high": "eps_clip_low_high",
+    "actor.dual_clip": "dual_clip",
+    "critic.value_clip": "value_clip",
+    "algo.advantage.gamma": "gamma",
+    "algo.advantage.lambd": "lambd",
+    "actor.entropy_coef": "entropy_loss_coef",
+    "algo.kl.init_coef": "init_kl_coef",
+    "algo.kl.use_loss": "use_kl_loss",
+    "algo.kl.estimator": "kl_estimator",
+    "algo.dynamic_filtering_enable": "dynamic_filtering",
+    "reward.overlong_buffer_len": "overlong_buffer_len",
+    "reward.overlong_penalty_factor": "overlong_penalty_factor",
+    "critic.freezing_steps": "freezing_actor_steps",
+    "reward.normalize_enable": "normalize_reward",
+    "rollout.temperature": "temperature",
+    "rollout.top_p": "top_p",
+    "vllm.tensor_parallel_size": "vllm_tensor_parallel_size",
+    "vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "vllm.num_engines": "vllm_num_engines",
+    "vllm.enable_prefix_caching": "enable_prefix_caching",
+    "vllm.enforce_eager": "enforce_eager",
+    "vllm.enable_sleep": "vllm_enable_sleep",
+    "vllm.sync_backend": "vllm_sync_backend",
+    "ds.enable_sleep": "deepspeed_enable_sleep",
+    "train.colocate_all": "colocate_all_models",
+    "train.colocate_actor_ref": "colocate_actor_ref",
+    "actor.num_nodes": "actor_num_nodes",
+    "actor.num_gpus_per_node": "actor_num_gpus_per_node",
+    **{
+        f"{role}.{name}": f"{role}_{name}"
+        for role in ("ref", "critic", "reward")
+        for name in ("num_nodes", "num_gpus_per_node")
+    },
+    "ds.zero_stage": "zero_stage",
+    "ds.adam_offload": "adam_offload",
+    "ref.offload": "ref_reward_offload",
+    "ds.ring_attn_size": "ring_attn_size",
+    "ds.ring_attn_head_stride": "ring_head_stride",
+    "ds.packing_samples": "packing_samples",
+    "actor.gradient_checkpointing_enable": "gradient_checkpointing",
+    "ds.attn_implementation": "attn_implementation",
+    "ds.param_dtype": "bf16",
+    "ds.lora.rank": "lora_rank",
+    "ds.lora.alpha": "lora_alpha",
+    "ds.lora.target_modules": "target_modules",
+    "ckpt.output_dir": "save_path",
+    "ckpt.path": "ckpt_path",
+    "ckpt.save_steps": "save_steps",
+    "eval.steps": "eval_steps",
+    "ckpt.max_num": "max_ckpt_num",
+    "logger.logging_steps": "logging_steps",
+    "ckpt.load_enable": "load_checkpoint",
+    "ckpt.save_hf": "save_hf_ckpt",
+    "logger.wandb.key": "use_wandb",
+    "logger.tensorboard_dir": "use_tensorboard",
+    "logger.wandb.project": "wandb_project",
+    "logger.wandb.run_name": "wandb_run_name",
+}
+"""Each flag of 0.11 that had another name before."""
+
+SPELLINGS = {old: new for new, old in SECTIONED.items()}
+PROMPT_ROOM = "prompt and response together; data.max_prompt_length is what is left for the prompt"
+
+TABLE: Table = {
+    **OLDER,
+    **{new: OLDER[old] for new, old in SECTIONED.items() if old in OLDER},
+    "data.max_len": Row(note=PROMPT_ROOM),
+    "actor.loss_agg_mode": Row(f"{ACTOR}.loss_agg_mode"),
+    "actor.adam.betas": Row(convert=betas),
+    "actor.aux_loss_coef": Row(f"{MODEL}.override_config.router_aux_loss_coef"),
+    "actor.freeze_visual_encoder": on(f"{ACTOR}.freeze_vision_tower"),
+    "algo.advantage.no_std_norm": Row(
+        convert=lambda value: {"algorithm.norm_adv_by_std_in_grpo": value is False}
+    ),
+    "train.dynamic_batch_enable": on(f"{ACTOR}.use_dynamic_bsz"),
+    "train.max_tokens_per_gpu": Row(f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    "rollout.max_tokens_per_gpu": Row(f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+    "train.async_enable": Row(note="python -m verl.experimental.fully_async_policy; docs/async.md"),
+    "eval.temperature": Row(f"{ROLLOUT}.val_kwargs.temperature"),
+    "eval.n_samples_per_prompt": Row(f"{ROLLOUT}.val_kwargs.n"),
+    "data.image_key": Row("data.image_key"),
+    "data.max_images_per_prompt": Row(f"{ROLLOUT}.limit_images"),
+    "critic.adam.weight_decay": Row("critic.optim.weight_decay"),
+    "critic.lr_warmup_ratio": Row("critic.optim.lr_warmup_steps_ratio"),
+    "critic.max_norm": Row("critic.grad_clip"),
+    "ds.use_liger_kernel": Row(note="our own kernels take its place"),
+}
 
 
 def migrate(settings: Mapping[str, Any], num_gpus: int) -> Migration:
     """The run of these flags; how many devices there are is one of them."""
     migration = Migration("OpenRLHF's PPO")
-    stated = {"advantage_estimator": "gae", "n_samples_per_prompt": 1, **settings}
-    updates = stated.pop("train_batch_size", None)
-    coefficient = stated.pop("init_kl_coef", None)
-    is_loss, kind = stated.pop("use_kl_loss", False), stated.pop("kl_estimator", "k1")
-    if "actor_num_gpus_per_node" not in stated:
+    stated = dict(settings)
+
+    def spelling(old: str) -> str:
+        """The flag as the script has it."""
+        return SPELLINGS[old] if SPELLINGS[old] in settings else old
+
+    stated.setdefault(spelling("advantage_estimator"), "gae")
+    per_prompt = stated.setdefault(spelling("n_samples_per_prompt"), 1)
+    updates = stated.pop(spelling("train_batch_size"), None)
+    coefficient = stated.pop(spelling("init_kl_coef"), None)
+    is_loss = stated.pop(spelling("use_kl_loss"), False)
+    kind = stated.pop(spelling("kl_estimator"), "k1")
+    if spelling("actor_num_gpus_per_node") not in stated:
         migration.values["trainer.n_gpus_per_node"] = num_gpus
     migration.take(stated, TABLE)
     if coefficient is not None and not isinstance(coefficient, Expression):
         kl = kl_values(float(coefficient), is_loss, KL_TYPES.get(kind, "kl"))
-        migration.set("init_kl_coef, use_kl_loss, kl_estimator", kl)
-    per_prompt = stated["n_samples_per_prompt"]
+        names = ("init_kl_coef", "use_kl_loss", "kl_estimator")
+        migration.set(", ".join(map(spelling, names)), kl)
     if updates is not None and not isinstance(updates, Expression | None):
-        samples, n = number(updates), number(per_prompt)
+        name, samples, n = spelling("train_batch_size"), number(updates), number(per_prompt)
         if samples % n:
-            migration.missing.append(("train_batch_size", f"{samples} are not whole groups of {n}"))
+            migration.missing.append((name, f"{samples} are not whole groups of {n}"))
         else:
             note = f"prompts per update, not samples: {samples} / {n}"
-            migration.set("train_batch_size", {f"{ACTOR}.ppo_mini_batch_size": samples // n}, note)
+            migration.set(name, {f"{ACTOR}.ppo_mini_batch_size": samples // n}, note)
     return migration
 
 

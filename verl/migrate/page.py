@@ -1,6 +1,6 @@
 """`docs/migration.md`, written from the tables."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from verl.config.legacy import RULES
 from verl.migrate import openrlhf, trl
@@ -47,8 +47,8 @@ def page() -> str:
         "\n## OpenRLHF\n",
         "`--train_batch_size` counts samples per update and becomes `ppo_mini_batch_size` in "
         "prompts; `--init_kl_coef` with `--use_kl_loss` is the KL in the loss, without it the KL "
-        "in the reward.\n",
-        *table(openrlhf.TABLE),
+        "in the reward. Flags of 0.11 and later have their section before the name.\n",
+        *table(openrlhf.TABLE, openrlhf.SECTIONED),
         "\n## verl\n",
         "Keys that moved; the first rule that fits is taken, `*` is any way to the key.\n",
         *older_table(),
@@ -65,10 +65,14 @@ stated in the command.
 """
 
 
-def table(rows: Table) -> Iterator[str]:
+def table(rows: Table, renamed: Mapping[str, str] | None = None) -> Iterator[str]:
+    """One line per setting; `renamed` are newer names of other rows, which stand beside those."""
+    newer = {old: new for new, old in (renamed or {}).items()}
     yield "| setting | here | note |\n| --- | --- | --- |"
     for name, row in rows.items():
-        yield f"| `{name}` | {here(row)} | {row.note} |"
+        if name not in newer.values():
+            also = f", `{newer[name]}`" if name in newer else ""
+            yield f"| `{name}`{also} | {here(row)} | {row.note} |"
 
 
 def here(row: Row) -> str:

@@ -172,7 +172,7 @@ def flags(words: list[str]) -> dict[str, Any]:
     for word in words:
         if word.startswith("--"):
             name, is_assigned, value = word[2:].partition("=")
-            name = name.replace("-", "_").rpartition(".")[2]
+            name = name.replace("-", "_")
             settings[name] = plain(value) if is_assigned else True
         elif name is not None:
             earlier = settings[name]

@@ -26,7 +26,15 @@ from verl.server.completions import complete
 from verl.server.errors import ApiError, ErrorAnswer, internal_error, unavailable
 from verl.server.events import CONTENT_TYPE as EVENTS
 from verl.server.guard import Guard
-from verl.server.schemas import MODEL_NAME, TOKEN_ID, ChatRequest, CompletionRequest
+from verl.server.schemas import (
+    MODEL_NAME,
+    TOKEN_ID,
+    ChatRequest,
+    CompletionRequest,
+    ImagePart,
+    ImageUrl,
+    TextPart,
+)
 from verl.server.service import Service
 from verl.utils.exposition import CONTENT_TYPE as METRICS
 from verl.utils.json_server import page_policy
@@ -57,7 +65,7 @@ def bare_app(service: Service) -> FastAPI:
     add_watching_routes(app, service)
     add_page(app)
     add_error_handlers(app)
-    publish_schema(app, model=service.options.model, vocabulary=service.encoder.vocabulary)
+    publish_schema(app, service)
     return app
 
 
@@ -178,8 +186,8 @@ ERRORS = {
 REF = "#/components/schemas/"
 
 
-def publish_schema(app: FastAPI, *, model: str, vocabulary: int) -> None:
-    """Let `app.openapi()`, and with it `/openapi.json`, give the completed schema."""
+def publish_schema(app: FastAPI, service: Service) -> None:
+    """Let `app.openapi()`, and with it `/openapi.json`, give the schema of this model."""
     schema = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
@@ -192,8 +200,13 @@ def publish_schema(app: FastAPI, *, model: str, vocabulary: int) -> None:
     for path in schema["paths"].values():
         for operation in path.values():
             complete_operation(operation)
-    facts = {TOKEN_ID: {"maximum": vocabulary - 1}, MODEL_NAME: {"enum": [model]}}
+    facts = {
+        TOKEN_ID: {"maximum": service.encoder.vocabulary - 1},
+        MODEL_NAME: {"enum": [service.options.model]},
+    }
     fill_in(schema, facts)
+    if not service.encoder.reads_images:
+        leave_out_images(schema)
     app.openapi = lambda: schema
 
 
@@ -208,6 +221,21 @@ def complete_operation(operation: dict[str, Any]) -> None:
     content = {"application/json": {"schema": {"$ref": REF + "ErrorAnswer"}}}
     for status, text in ERRORS.items():
         operation["responses"][status] = {"description": text, "content": content}
+
+
+def leave_out_images(node: Any) -> None:
+    """Where a part may be text or an image, it is text."""
+    if isinstance(node, dict):
+        if {"$ref": f"{REF}{ImagePart.__name__}"} in node.get("oneOf", ()):
+            node.clear()
+            node["$ref"] = f"{REF}{TextPart.__name__}"
+        for unused in (ImagePart, ImageUrl):
+            node.pop(unused.__name__, None)
+        for inner in node.values():
+            leave_out_images(inner)
+    elif isinstance(node, list):
+        for inner in node:
+            leave_out_images(inner)
 
 
 def fill_in(node: Any, facts: Mapping[str, Mapping[str, Any]]) -> None:

@@ -63,6 +63,10 @@ class Encoder:
         self._template_kwargs = template_kwargs
         self._continuations: dict[str, Continuation] = {}
 
+    @property
+    def reads_images(self) -> bool:
+        return self._images is not None
+
     async def prompts(self, request: CompletionRequest) -> list[list[int]]:
         """The ids of each prompt of a request for completions."""
         given = request.prompt

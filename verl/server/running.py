@@ -18,7 +18,6 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
@@ -109,12 +108,7 @@ class RunningServer:
     def __enter__(self) -> "RunningServer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _run(self) -> None:

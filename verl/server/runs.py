@@ -84,12 +84,7 @@ class Run:
         self._tasks = [loop.create_task(self._produce(n)) for n in range(len(self._requests))]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks, timeout=LEAVE_SECONDS)
@@ -97,12 +92,17 @@ class Run:
         self._receive.close()
 
     async def next(self) -> tuple[int, TokenDelta] | None:
-        """The next tokens, with the number of their prompt. ApiError if the request failed."""
+        """The next tokens, with the number of their prompt. ApiError if the request failed.
+
+        Not with `asyncio.wait_for`: before Python 3.12 that forgets a cancellation that comes
+        together with tokens, and the engine would go on for a client that has gone.
+        """
         while self._num_open:
             left = self._deadline - asyncio.get_running_loop().time()
             try:
-                event = await asyncio.wait_for(self._receive.receive(), timeout=left)
-            except asyncio.TimeoutError:  # another class than the built-in one before Python 3.11
+                with anyio.fail_after(left):
+                    event = await self._receive.receive()
+            except TimeoutError:
                 raise too_slow(self._seconds) from None
             if event.delta is not None:
                 return event.prompt, event.delta

@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import anyio
@@ -328,12 +327,7 @@ class SampledDeltas:
         except (EngineLostError, ValueError, RuntimeError) as error:
             self._send.send_nowait(error)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._work:
             task.cancel()
         await asyncio.wait(self._work, timeout=CLOSE_SECONDS)
@@ -345,8 +339,9 @@ class SampledDeltas:
         while self._num_open:
             seconds = self._job.session.request_seconds
             try:
-                delta = await asyncio.wait_for(self._receive.receive(), timeout=seconds)
-            except asyncio.TimeoutError:  # another class than the built-in one before Python 3.11
+                with anyio.fail_after(seconds):  # not wait_for: see `Run.next`
+                    delta = await self._receive.receive()
+            except TimeoutError:
                 raise too_slow(seconds) from None
             if isinstance(delta, Exception):
                 has_begun = any(output.token_ids for output in outputs)

@@ -111,10 +111,6 @@ class Place:
     path: tuple[int, ...]
     new_ids: list[int] = field(default_factory=list)
 
-    @property
-    def new_messages(self) -> Sequence[Message]:
-        return self.messages[self.num_known :]
-
 
 class Tree:
     """The turns of one session."""

@@ -29,6 +29,9 @@ class BaseTool:
     """What the class reads of `config` beside `type`, `scope` and `timeout`; a file with anything
     else is refused. None, and a subclass that does not say, takes what it is given."""
 
+    default_schema: ClassVar[Mapping[str, Any] | None] = None
+    """The schema of a tool whose entry in the YAML file has none, as OpenAI's API writes it."""
+
     def __init__(
         self,
         config: Mapping[str, Any],
@@ -46,7 +49,10 @@ class BaseTool:
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
         """The schema that the model is shown; override it to need none in the YAML file."""
-        return vars(self).get("tool_schema")
+        stated = vars(self).get("tool_schema")
+        if stated is None and self.default_schema is not None:
+            return OpenAIFunctionToolSchema.model_validate(self.default_schema)
+        return stated
 
     async def create(
         self, instance_id: str | None = None, **kwargs: Any

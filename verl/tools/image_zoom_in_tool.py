@@ -43,16 +43,13 @@ class ImageZoomInTool(BaseTool):
     """Crops the image that the row gives in `create_kwargs.image`."""
 
     allows_parallel_calls = True
+    default_schema = SCHEMA
 
     def __init__(
         self, config: Any = None, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config or {}, tool_schema)
         self._instance_dict: dict[str, Any] = {}
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        stated = vars(self).get("tool_schema")
-        return stated or OpenAIFunctionToolSchema.model_validate(SCHEMA)
 
     async def create(
         self, instance_id: str | None = None, **kwargs: Any

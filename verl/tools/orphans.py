@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "tool-instances-{}.jsonl"
-MAX_RECORD_BYTES = 1 << 30
 MAX_REAPED_AT_ONCE = 32
 
 

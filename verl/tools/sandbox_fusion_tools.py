@@ -54,6 +54,7 @@ class SandboxFusionTool(BaseTool):
     """
 
     allows_parallel_calls = True
+    default_schema = DEFAULT_SCHEMA
     options = (
         *("sandbox_fusion_url", "num_workers", "rate_limit", "enable_global_rate_limit"),
         *("default_timeout", "default_language", "memory_limit_mb"),
@@ -88,11 +89,6 @@ class SandboxFusionTool(BaseTool):
         if config.get("enable_global_rate_limit", True):
             with _places_lock:
                 self._place = _places.setdefault(rate_limit, self._place)
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
-        return super().get_openai_tool_schema() or OpenAIFunctionToolSchema.model_validate(
-            DEFAULT_SCHEMA
-        )
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

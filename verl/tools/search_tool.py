@@ -54,6 +54,7 @@ class SearchTool(BaseTool):
     """
 
     allows_parallel_calls = True
+    default_schema = DEFAULT_SCHEMA
     options = ("retrieval_service_url", "topk", "num_workers", "rate_limit", "reply")
 
     def __init__(
@@ -83,11 +84,6 @@ class SearchTool(BaseTool):
         )
 
         self.config["timeout"] = self.service.deadline_seconds
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
-        return super().get_openai_tool_schema() or OpenAIFunctionToolSchema.model_validate(
-            DEFAULT_SCHEMA
-        )
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

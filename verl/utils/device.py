@@ -67,8 +67,6 @@ def _npu_is_available() -> bool:
 
 is_cuda_available: bool = torch.cuda.is_available()
 is_npu_available: bool = _npu_is_available()
-is_rocm: bool = torch.version.hip is not None
-"""Whether "cuda" means AMD's GPUs here; what is written for NVIDIA's alone asks."""
 
 
 def get_device_name() -> str:

@@ -204,6 +204,12 @@ def retrieval_token() -> str:
     return variable("VERL_RETRIEVAL_TOKEN")
 
 
+def teacher_token() -> str:
+    """`VERL_TEACHER_TOKEN`: what `distillation.serve` asks for, and is shown to the endpoint of a
+    teacher; unset, the first makes one, and nothing is shown."""
+    return variable("VERL_TEACHER_TOKEN")
+
+
 def ray_job_config() -> str:
     """`RAY_JOB_CONFIG_JSON_ENV_VAR`: what `ray job submit` was given, as JSON; "" outside a job."""
     return variable("RAY_JOB_CONFIG_JSON_ENV_VAR")

@@ -23,11 +23,29 @@ def names(home: str, *found: str, **others: str) -> dict[str, str]:
 
 
 _LOOPS = "verl.agent_loop"
+_LOOP_NAMES = names(
+    _LOOPS,
+    "AgentLoopBase",
+    "AgentLoopManager",
+    "AgentLoopMetrics",
+    "AgentLoopOutput",
+    "AsyncLLMServerManager",
+    "register",
+    AgentLoopWorker=f"{_LOOPS}.llm_server:AgentLoopWorker",
+)
 _HELPERS = "verl.utils.recipe_helpers"
 _PROCESS = "verl.workers.rollout.replica:EngineProcessRollout"
 _PROFILER = "verl.utils.profiler"
 _VISION = "verl.utils.dataset.vision_utils"
 _MANAGERS = "verl.workers.reward_manager"
+_SECTIONS = "verl.workers.config"
+_WORKERS = names(
+    "verl.workers.roles",
+    "ActorRolloutRefWorker",
+    "CriticWorker",
+    "RewardModelWorker",
+    AsyncActorRolloutRefWorker="verl.workers.roles:ActorRolloutRefWorker",
+)
 _SEPARATION = {
     "SeparateRayPPOTrainer": "verl.trainer.ppo.v1:PPOTrainerSeparateAsync",
     "DetachActorWorker": "verl.workers.roles:ActorRolloutRefWorker",
@@ -46,9 +64,26 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     ),
     "verl.experimental.dynamic_dataset": {},
     "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.utils.dataset.dynamicgen_dataset",
+    "verl.experimental.agent_loop.prometheus_utils": names(
+        "verl.board.prometheus", "update_prometheus_config"
+    ),
+    "verl.experimental.agent_loop": _LOOP_NAMES,
+    "verl.experimental.agent_loop.agent_loop": {
+        **_LOOP_NAMES,
+        "AgentLoopWorkerBase": f"{_LOOPS}.llm_server:AgentLoopWorker",
+        "DictConfigWrap": f"{_LOOPS}:DictConfigWrap",
+        "_agent_loop_registry": f"{_LOOPS}.base:agent_loops",
+        "get_trajectory_info": f"{_LOOPS}.manager:get_trajectory_info",
+    },
     "verl.experimental.agent_loop.single_turn_agent_loop": "verl.agent_loop.single_turn",
     "verl.experimental.agent_loop.tool_agent_loop": "verl.agent_loop.tool_agent",
     "verl.experimental.agent_loop.tool_parser": "verl.tools.parsers",
+    "verl.experimental.teacher_loop": names(
+        "verl.trainer.distillation.teaching",
+        "Teaching",
+        EndpointTeacher="verl.trainer.distillation.endpoint:EndpointTeacher",
+        TeacherWorker="verl.workers.roles.teacher:TeacherWorker",
+    ),
     "verl.interactions.utils": {},
     "verl.interactions.utils.interaction_registry": "verl.interactions.registry",
     "verl.experimental.reward_loop.reward_manager.base": names(
@@ -71,6 +106,8 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     ),
     "verl.tools.utils": {},
     "verl.tools.utils.tool_registry": "verl.tools.tool_registry",
+    "verl.trainer.config.algorithm": "verl.config.algorithm",
+    "verl.trainer.config.config": "verl.trainer.config",
     "verl.trainer.fsdp": {},
     "verl.trainer.fsdp.fsdp_engine": names(
         "verl.workers.engine.fsdp", "FSDPEngine", BaseEngine="verl.workers.engine:BaseEngine"
@@ -80,6 +117,12 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     },
     "verl.trainer.ppo.rollout_corr_helper": "verl.algos.rollout_correction",
     "verl.utils.activation_offload": names(_HELPERS, "enable_activation_offloading"),
+    "verl.utils.config": names(
+        "verl.config.convert",
+        "omega_conf_to_dataclass",
+        "update_dict_with_config",
+        validate_config="verl.config.validate:validate_config",
+    ),
     "verl.utils.debug": _PROFILER,
     "verl.utils.debug.metrics": names("verl.trainer.ppo.metric_utils", "calculate_debug_metrics"),
     "verl.utils.debug.performance": "verl.utils.profiler.performance",
@@ -91,6 +134,7 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.utils.megatron_utils": names("verl.workers.engine.megatron", "load_library"),
     "verl.utils.memory_utils": names(_HELPERS, "aggressive_empty_cache"),
     "verl.utils.net_utils": names(_HELPERS, "get_free_port", "is_valid_ipv6_address"),
+    "verl.utils.profiler.config": "verl.config.profiler",
     "verl.utils.profiler.performance": names(
         _PROFILER,
         "log_gpu_memory_usage",
@@ -103,6 +147,8 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.utils.reward_score.prime_code.testing_util": names(
         "verl.utils.reward_score.prime_code", "run_test"
     ),
+    "verl.utils.skip": names("verl.utils.rollout_skip", "RolloutSkip", "SkipManager"),
+    "verl.utils.tokenizer.continuous_token": "verl.utils.dataset.continuous_token",
     "verl.utils.trainer": {},
     "verl.utils.trainer.core_algos": "verl.trainer.ppo.core_algos",
     "verl.utils.transferqueue_utils": names(
@@ -113,14 +159,19 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     ),
     "verl.utils.vllm": {},
     "verl.utils.vllm.patch": names(_HELPERS, "patch_vllm_moe_model_weight_loader"),
-    "verl.workers.engine_workers": names("verl.workers.roles", "ActorRolloutRefWorker"),
-    "verl.workers.megatron_workers": names(
-        "verl.workers.roles",
-        "ActorRolloutRefWorker",
-        "CriticWorker",
-        "RewardModelWorker",
-        AsyncActorRolloutRefWorker="verl.workers.roles:ActorRolloutRefWorker",
+    **{
+        f"{_SECTIONS}.{section}": _SECTIONS
+        for section in (
+            *("actor", "critic", "engine", "model"),
+            *("optimizer", "reward_model", "rollout"),
+        )
+    },
+    "verl.workers.engine_workers": names(
+        "verl.workers.roles", "ActorRolloutRefWorker", "TrainingWorker"
     ),
+    "verl.workers.fsdp_workers": _WORKERS
+    | names(_HELPERS, "create_device_mesh", "get_sharding_strategy"),
+    "verl.workers.megatron_workers": _WORKERS,
     "verl.workers.rollout.async_server": names(
         "verl.workers.rollout.replica",
         "RolloutReplica",

@@ -21,11 +21,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -130,6 +130,28 @@ def end_descendants() -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(LOOK_SECONDS)
+
+
+def reap(process: "subprocess.Popen[Any]", timeout_seconds: float) -> None:
+    """Wait for a child that was told to end, and kill it if it does not."""
+    try:
+        process.wait(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=timeout_seconds)
+
+
+def ending_of(pid: int, code: int | None, tail: Iterable[str]) -> str:
+    """How a child ended, by its exit code (None: it runs), and the last lines that it wrote."""
+    if code is None:
+        how = f"process {pid} runs"
+    elif code < 0:
+        hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+        how = f"process {pid} was ended by {signal.Signals(-code).name}{hint}"
+    else:
+        how = f"process {pid} ended with exit code {code}"
+    lines = "\n".join(f"    {line}" for line in tail)
+    return f"{how}; the last that it wrote:\n{lines}" if lines else f"{how} and wrote nothing"
 
 
 def has_children() -> bool:
@@ -266,3 +288,12 @@ def num_oom_kills() -> int:
     except OSError:  # not Linux
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def resident_gib() -> float:
+    """Memory of this process that is in use now."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:  # not Linux
+        return 0.0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**30

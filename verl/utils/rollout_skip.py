@@ -6,6 +6,11 @@ prompts it was made for: with other prompts the rewards would belong to other qu
 is an error and not a surprise in the reward curve. Validation always generates.
 
     RolloutSkip(config, async_rollout_manager).wrap_generate_sequences()
+
+A method of one's own that generates is marked instead, and asks its object's configuration:
+
+    @SkipManager.annotate(role="rollout")
+    def generate_sequences(self, prompts): ...
 """
 
 import hashlib
@@ -13,13 +18,14 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
 
 from verl.protocol import DataProto
 from verl.utils.fs import own_folder
 
-__all__ = ["DataProto", "RolloutSkip"]
+__all__ = ["DataProto", "RolloutSkip", "SkipManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +45,17 @@ class RolloutSkip:
     one per training step, so a dump is reused only with the same batch size and samples per prompt.
     """
 
-    def __init__(self, config: Any, rollout_wg: Generator) -> None:
+    def __init__(self, config: Any, rollout_wg: Generator | None = None) -> None:
         rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+        section = _skip_section(config)
         self.n, self.gbs = rollout["n"], _prompts_per_generation(config.data)
         name = (
             f"{trainer.get('experiment_name', '')}_{trainer.get('project_name', '')}"
             f"_GBS{self.gbs}__N{self.n}"
         )
-        folder = Path(rollout.get("skip_dump_dir", "/tmp/rollout_dump")).expanduser()
-        self.dumped_dir = folder / name.replace("/", "_")
-        self.steps = set(rollout.get("skip_steps") or ())
+        folder = section.get("dump_dir") or rollout.get("skip_dump_dir", "/tmp/rollout_dump")
+        self.dumped_dir = Path(folder).expanduser() / name.replace("/", "_")
+        self.steps = set(section.get("steps") or rollout.get("skip_steps") or ())
         self._rollout_wg = rollout_wg
 
     @property
@@ -58,10 +65,15 @@ class RolloutSkip:
 
     def wrap_generate_sequences(self) -> None:
         """From now on `rollout_wg.generate_sequences` reads the dump where there is one."""
-        generate = self._rollout_wg.generate_sequences
-        wrap = self._wrapped_async if inspect.iscoroutinefunction(generate) else self._wrapped
-        self._rollout_wg.generate_sequences = wrap(generate)
+        if self._rollout_wg is None:
+            raise ValueError("rollout_wg is None; pass the object whose generations are dumped")
+        self._rollout_wg.generate_sequences = self.around(self._rollout_wg.generate_sequences)
         logger.warning("skip_rollout is on: generations are read from %s", self.dumped_dir)
+
+    def around(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate`, which reads the dump where there is one."""
+        wrap = self._wrapped_async if inspect.iscoroutinefunction(generate) else self._wrapped
+        return wrap(generate)
 
     def _wrapped(self, generate: Callable[..., DataProto]) -> Callable[..., DataProto]:
         def generate_or_load(prompts: DataProto, **kwargs: Any) -> DataProto:
@@ -93,7 +105,7 @@ class RolloutSkip:
         """Whether the generations of these prompts are dumped and read; those of validation and of
         steps that `skip_steps` leaves out are not."""
         step = prompts.meta_info.get("global_steps", 0)
-        return not _is_validation(prompts) and (not self.steps or step in self.steps)
+        return not prompts.meta_info.get("validate") and (not self.steps or step in self.steps)
 
     def _load(self, prompts: DataProto) -> DataProto | None:
         path = self._path(prompts)
@@ -125,6 +137,56 @@ class RolloutSkip:
         return self.dumped_dir / f"step_{prompts.meta_info.get('global_steps', 0)}"
 
 
+class SkipManager:
+    """Dumps of generations for methods that are marked with `annotate`.
+
+    No page states its parameters: the role is a section of `skip`, as in the keys of verl 0.9.
+    """
+
+    @staticmethod
+    def annotate(role: str = "rollout") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Use on a method `generate(self, prompts, **kwargs)` of an object with a `config`.
+
+        Where `skip.<role>.enable` (or `rollout.skip_rollout`) of that configuration is on, the
+        method reads a dump if there is one, and writes one if there is none.
+        """
+        if role != "rollout":
+            raise ValueError(
+                f"skip.{role} is not there: dumps are of whole steps; use role='rollout'"
+            )
+
+        def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(method)
+            def call(self: Any, prompts: DataProto, **kwargs: Any) -> Any:
+                skip = _skip_of(self.config)
+                generate = method.__get__(self)
+                return (generate if skip is None else skip.around(generate))(prompts, **kwargs)
+
+            return call
+
+        return decorate
+
+
+def _skip_of(config: Any) -> RolloutSkip | None:
+    """The dumps that a run's configuration asks for, in today's keys or in those of verl 0.9."""
+    section = _skip_section(config)
+    is_on = config.actor_rollout_ref.rollout.get("skip_rollout", False)
+    if not (is_on or section.get("enable", False)):
+        return None
+    if section.get("action", "cache") != "cache":
+        raise ValueError(
+            f"skip.rollout.action is {section['action']!r}; a dump serves the step that it was "
+            "made in: use cache"
+        )
+    return RolloutSkip(config)
+
+
+def _skip_section(config: Any) -> Mapping[str, Any]:
+    """`skip.rollout` of a configuration that was not loaded by us; empty in ours."""
+    skip = config.get("skip") if isinstance(config, Mapping) else None
+    return (skip or {}).get("rollout") or {}
+
+
 def fingerprint(prompts: DataProto) -> str:
     """What tells two batches of prompts apart: their token ids if present, else the messages."""
     digest = hashlib.sha256(str(len(prompts)).encode())
@@ -134,10 +196,6 @@ def fingerprint(prompts: DataProto) -> str:
         messages = list(prompts.non_tensor_batch["raw_prompt"])
         digest.update(json.dumps(messages, default=repr, sort_keys=True).encode())
     return digest.hexdigest()
-
-
-def _is_validation(prompts: DataProto) -> bool:
-    return bool(prompts.meta_info.get("validate", False))
 
 
 def _prompts_per_generation(data: Mapping[str, Any]) -> int:

@@ -28,6 +28,9 @@ from verl.utils.template_probe import check_chat_template
 
 logger = logging.getLogger(__name__)
 
+__path__: list[str] = []
+"""`continuous_token` is imported as if it were below (`verl.utils.old_paths`)."""
+
 _GEMMA2_TURN_END = "<end_of_turn>"
 _PROCESSOR_FILES = (
     "processor_config.json",

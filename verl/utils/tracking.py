@@ -26,7 +26,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -134,12 +133,7 @@ class Tracking:
     def __enter__(self) -> "Tracking":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finish()
 
 
@@ -180,15 +174,6 @@ class ValidationGenerationsLogger:
             f"no open {name!r} tracker for project {wanted[0]!r}, experiment {wanted[1]!r}; "
             "create Tracking with these names before samples are logged"
         )
-
-
-def choose_samples(
-    inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float], max_samples: int
-) -> list[Sample]:
-    """The samples of a table: the same prompts at every step, whatever order they come in."""
-    samples = sorted(zip(inputs, outputs, scores, strict=True), key=lambda sample: sample[0])
-    np.random.RandomState(42).shuffle(samples)
-    return list(samples[:max_samples])
 
 
 def open_backend(

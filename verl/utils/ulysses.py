@@ -4,7 +4,6 @@ verl's engines shard tokens by themselves (`verl.models.ulysses`). Here a proces
 group whose ranks share sequences, inputs are padded and sliced by rank, and outputs are gathered.
 """
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -115,12 +114,7 @@ class FSDPUlyssesShardingManager:
             self._outer = get_ulysses_sequence_parallel_group()
             set_ulysses_sequence_parallel_group(self.group)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.group is not None:
             set_ulysses_sequence_parallel_group(self._outer)
 

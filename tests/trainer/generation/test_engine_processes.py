@@ -13,7 +13,7 @@ from verl.config.load import load_config
 from verl.config.rollout import RolloutConfig
 from verl.trainer.generation.engines import GenerationFailed, start_engines, start_processes
 from verl.trainer.main_generation_server import main as serve
-from verl.trainer.serving.run import ServingFailed
+from verl.trainer.serving import ServingFailed
 from verl.workers.rollout.factory import ProcessEngineSpec, native_process, register_engine
 from verl.workers.rollout.process.client import EngineSpec, EngineStartError
 

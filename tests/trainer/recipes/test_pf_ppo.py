@@ -8,7 +8,7 @@ from tests.toy import toy_run, weights
 from verl.agent_loop.buffer import OnPolicy
 from verl.config.faults import ConfigError
 from verl.protocol import DataProto
-from verl.trainer.recipes.pf_ppo.trainer import ReplayBuffer, ReplayTrainer
+from verl.trainer.recipes.pf_ppo import ReplayBuffer, ReplayTrainer
 
 SETTINGS = [
     "trainer.recipe=pf_ppo",

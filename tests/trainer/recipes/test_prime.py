@@ -21,8 +21,8 @@ from verl.config.validate import validate
 from verl.protocol import DataProto
 from verl.single_controller import ClassWithInitArgs, ResourcePool
 from verl.single_controller.local import LocalWorkerGroup
-from verl.trainer.recipes.prime.trainer import outcomes, refuse_split_sessions
-from verl.trainer.recipes.prime.worker import (
+from verl.trainer.recipes.prime import outcomes, refuse_split_sessions
+from verl.trainer.recipes.prime_worker import (
     ACCURACY,
     LOG_PROBS,
     REF_LOG_PROBS,

@@ -28,7 +28,7 @@ from tests.utils.checkpoint.saver import contents
 from verl.utils.checkpoint.store import find_intact
 from verl.utils.checkpoint.tensor_store import load_state
 
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 60
 
 
 @dataclass

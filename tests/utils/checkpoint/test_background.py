@@ -25,14 +25,14 @@ def test_a_second_job_waits_for_the_first():
     background, may_end, order = Background("test"), threading.Event(), []
 
     def first():
-        assert may_end.wait(10)
+        assert may_end.wait(60)
         order.append("first")
 
     background.start(first)
     assert background.is_busy
     threading.Timer(0.1, may_end.set).start()
     background.start(lambda: order.append("second"))
-    background.finish(10)
+    background.finish(60)
     assert order == ["first", "second"]
     assert not background.is_busy
 
@@ -55,12 +55,12 @@ def test_what_a_job_raises_is_raised_once_by_whoever_looks_next():
 
 def test_waiting_has_an_end():
     background, may_end = Background("test"), threading.Event()
-    background.start(lambda: may_end.wait(10))
+    background.start(lambda: may_end.wait(60))
     with pytest.raises(TimeoutError, match=r"test has not ended within 0\.05 s"):
         background.finish(0.05)
     background.check()  # looking does not wait
     may_end.set()
-    background.finish(10)
+    background.finish(60)
 
 
 def test_receipts_are_collected_when_every_rank_has_written(tmp_path):

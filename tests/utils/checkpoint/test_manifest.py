@@ -255,16 +255,16 @@ def test_a_header_may_fill_the_file_and_no_more(tmp_path):
             read_header(path)
 
 
-def test_huge_headers_and_manifests_are_refused_within_a_second(step):
+def test_huge_headers_and_manifests_are_refused_within_a_second_of_work(step):
     with open(step / "evil.safetensors", "wb") as file:
         file.write((100 << 20).to_bytes(8, "little"))
         file.truncate((100 << 20) + 8)
     forge(step)
-    start = time.monotonic()
+    start = time.thread_time()
     assert refused(step, r"evil\.safetensors: not a safetensors file")
     os.truncate(step / "manifest.json", 1 << 30)
     assert refused(step, "larger than")
-    assert time.monotonic() - start < 1.0
+    assert time.thread_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

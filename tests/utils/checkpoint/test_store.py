@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.utils.checkpoint import layout
 from verl.utils.checkpoint.layout import (
     LOCK,
     CheckpointCorruptError,
@@ -26,6 +28,7 @@ from verl.utils.checkpoint.layout import (
     as_os_error,
     holding,
     list_steps,
+    note_phase,
     saving_folder,
     step_of,
 )
@@ -257,7 +260,7 @@ def test_a_negative_step_is_refused(tmp_path):
 def test_the_next_save_removes_what_dead_runs_left_and_nothing_else(tmp_path):
     dead = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"],
-        capture_output=True, text=True, timeout=30, check=True,
+        capture_output=True, text=True, timeout=60, check=True,
     ).stdout.strip()  # fmt: skip
     host = saving_folder(tmp_path, 0).name.split("-")[1]
     leftovers = [
@@ -513,6 +516,64 @@ def test_a_folder_belongs_to_one_run_and_is_free_as_soon_as_that_is_dead(tmp_pat
             assert str(os.getpid()) in lock["trainer.default_local_dir"].read_text()
         for child in children:
             os.kill(child, signal.SIGKILL)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from verl.utils.checkpoint.layout import holding, note_phase
+
+folder = Path(sys.argv[1])
+with holding({"trainer.default_local_dir": folder / "a", "trainer.rollout_data_dir": folder / "b"}):
+    note_phase("update_actor of step 12")
+    if sys.argv[2:]:
+        Path(sys.argv[2]).write_text(str(os.getpid()))  # a group with little memory
+        pages = [bytearray(b"x") * (8 << 20) for _ in range(200)]
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def run_killed(folder, *group):
+    """The process id of a run that was killed while it held two locks below `folder`."""
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(folder), *group])
+    assert killed.wait(120) == -signal.SIGKILL
+    return killed.pid, {f"trainer.{name}": folder / name for name in ("a", "b")}
+
+
+@pytest.mark.parametrize("num_oom_kills", [0, 2])
+def test_a_run_that_was_killed_is_told_once_at_the_next_start(
+    tmp_path, monkeypatch, caplog, num_oom_kills
+):
+    process, locks = run_killed(tmp_path)
+    before = layout.num_oom_kills()
+    monkeypatch.setattr(layout, "num_oom_kills", lambda: before + num_oom_kills)
+    with holding(locks):
+        (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"the last run here, process {process} on {socket.gethostname()} since ")
+    assert re.search(r"it died in update_actor of step 12, with 0\.[0-9] GiB", said)
+    assert ("the kernel has killed 2 processes" in said) == bool(num_oom_kills)
+    assert ("kill -9" in said) == (not num_oom_kills)
+
+
+def test_a_run_that_ends_or_fails_leaves_no_crash_report(tmp_path, caplog):
+    lock = {"trainer.default_local_dir": tmp_path / LOCK}
+    with pytest.raises(FileNotFoundError), holding(lock):
+        (tmp_path / "gone").read_text()
+    with holding(lock):
+        note_phase("gen of step 1")
+    (tmp_path / LOCK).write_text("process 1 on an older version")
+    with holding(lock):
+        pass
+    assert not caplog.records
+
+
+def test_a_full_disk_does_not_end_a_run_that_tells_its_phase(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with holding({"trainer.default_local_dir": tmp_path / LOCK}):
+        monkeypatch.setattr(os, "pwrite", refuse)
+        note_phase("gen of step 1")
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):

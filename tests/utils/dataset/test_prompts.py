@@ -118,9 +118,9 @@ def test_truncation_error_names_the_limit_and_the_ways_out():
 def test_a_huge_prompt_is_cut_before_it_is_tokenized(side):
     tokenizer = tiny_tokenizer()
     huge = "a" * 10**6 + "b" * 10**6
-    start = time.perf_counter()
+    start = time.thread_time()
     ids = encode_prompt(huge, tokenizer, max_tokens=8, truncation=side)
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 1.0
     expected = {"left": "b" * 8, "right": "a" * 8, "middle": "a" * 4 + "b" * 4}
     assert text(tokenizer, ids) == expected[side]
     with pytest.raises(PromptTooLong, match="2000000 characters"):

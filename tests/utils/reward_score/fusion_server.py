@@ -97,4 +97,4 @@ def running_server() -> Iterator[FusionServer]:
     finally:
         server.http.shutdown()
         server.http.server_close()
-        thread.join(10)
+        thread.join(60)

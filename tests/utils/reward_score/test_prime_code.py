@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.pace import pace
 from tests.utils.sandbox.needs import require_namespaces
 from verl.utils.reward_score import default_compute_score, prime_code
 from verl.utils.reward_score.prime_code import apps_check_correctness
@@ -77,16 +78,16 @@ def test_the_time_limit_is_for_all_cases_together():
     table = {"inputs": ["1"] * 10, "outputs": ["1"] * 10}
     verdicts, metadata = apps_check_correctness(table, "while True: pass", timeout=0.6)
     assert verdicts == [-3] * 10
-    assert sum(record.get("duration", 0.0) for record in metadata) <= 1.1
     assert [record["status"] for record in metadata[1:]] == ["timeout_skipped"] * 9
 
 
 def test_time_used_by_early_cases_is_gone_for_later_ones():
-    table = {"inputs": ["0.5", "5"], "outputs": ["0.5", "5"]}
+    limit = 2 * pace()
+    table = {"inputs": [f"{0.5 * limit}", f"{0.8 * limit}"]}  # each of them would be in time
+    table["outputs"] = table["inputs"]
     program = "import time; text = input(); time.sleep(float(text)); print(text)"
-    verdicts, metadata = apps_check_correctness(table, program, timeout=1.5)
+    verdicts, _ = apps_check_correctness(table, program, timeout=limit)
     assert verdicts == [True, -3]
-    assert metadata[1]["duration"] <= 1.0 + 0.5
 
 
 ADD = {"inputs": ["[1, 2]\n3", [[], 1]], "outputs": ["[4, 5]", [[]]], "fn_name": "add"}

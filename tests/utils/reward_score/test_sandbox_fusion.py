@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.pace import pace
 from tests.utils.reward_score.fusion_server import FusionServer, running_server
 from tests.utils.sandbox.needs import require_namespaces
 from verl.utils.reward_score import sandbox_fusion
@@ -88,7 +89,7 @@ if word == "sleep":
 print(word)
 """
     table = {"inputs": ["ok", "no", "raise", "sleep", "late"], "outputs": ["ok"] * 5}
-    verdicts, metadata = check_correctness(server.url, table, program, timeout=1.5)
+    verdicts, metadata = check_correctness(server.url, table, program, timeout=2 * pace())
     assert verdicts == [True, False, -2, -3, -3]
     statuses = ["success", "wrong_answer", "runtime_error", "timeout", "timeout_skipped"]
     assert [record["status"] for record in metadata] == statuses
@@ -216,7 +217,7 @@ def test_an_address_that_is_none_is_named():
 def test_an_answer_that_drips_is_cut_at_the_deadline(server):
     def drip(handler) -> None:
         handler.wfile.write(b"HTTP/1.0 200 OK\r\n")
-        for _ in range(100):
+        for _ in range(1200):
             handler.wfile.write(b"X: y\r\n")
             handler.wfile.flush()
             time.sleep(0.05)
@@ -225,7 +226,7 @@ def test_an_answer_that_drips_is_cut_at_the_deadline(server):
     start = time.monotonic()
     with pytest.raises(RequestFailed, match=r"no answer within 0\.4 s"):
         post_json(server.url, {}, timeout_seconds=0.4, max_response_bytes=100)
-    assert time.monotonic() - start < 4.5  # all of it takes 5 s
+    assert time.monotonic() - start < 59  # all of it takes 60 s
 
 
 def test_an_answer_beyond_the_limit_is_not_read(server):

@@ -9,4 +9,4 @@ from verl.utils.sandbox import Limits, Sandbox
 @pytest.fixture
 def sandbox() -> Sandbox:
     require_namespaces()
-    return Sandbox(Limits(timeout_seconds=10), packages=())
+    return Sandbox(Limits(timeout_seconds=60), packages=())

@@ -2,8 +2,7 @@
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -18,13 +17,6 @@ def count_processes(name: str) -> int:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return count
-
-
-def wait_until(condition: Callable[[], bool], timeout_seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -42,4 +34,4 @@ def peak_of(name: str) -> Iterator[list[int]]:
         yield peak
     finally:
         is_over.set()
-        watcher.join(10)
+        watcher.join(60)

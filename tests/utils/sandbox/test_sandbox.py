@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from tests.utils.sandbox.processes import count_processes, wait_until
+from tests.pace import wait_until
+from tests.utils.sandbox.processes import count_processes
 from verl.utils.sandbox import Limits, Sandbox, SandboxUnavailable
 from verl.utils.sandbox.sandbox import ENVIRONMENT
 
@@ -195,7 +196,7 @@ time.sleep(60)
         wait_until(lambda: count_processes(name) == 1)
     finally:
         parent.kill()
-        parent.wait(10)
+        parent.wait(60)
     wait_until(lambda: count_processes(name) == 0)
 
 

@@ -73,7 +73,7 @@ def judge_server(answer: Callable[[dict[str, Any]], Answer]) -> Iterator[JudgeSe
         yield judge
     finally:
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
         server.server_close()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pace import wait_until
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.injections import INJECTIONS
 from tests.workers.reward_manager.judge_server import (
@@ -21,16 +22,14 @@ from tests.workers.reward_manager.judge_server import (
 from verl.config.ppo import PPOConfig
 from verl.config.reward import FSDPRewardModelConfig
 from verl.protocol import DataProto
+from verl.utils.chat_client import ChatClient, ChatEndpoint, ChatUnavailable
 from verl.utils.environment import temp_env_var
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.adapters import grades_of
 from verl.workers.reward_manager.grader import Abstain, InfraError, Score
 from verl.workers.reward_manager.judge import (
     Judge,
-    JudgeClient,
-    JudgeEndpoint,
     JudgeRewardManager,
-    JudgeUnavailable,
     NoVerdict,
     Question,
 )
@@ -47,7 +46,7 @@ def _key():
 
 
 def ask(server, candidate="4", *, options=None, **changes):
-    endpoint = JudgeEndpoint(url=server.url, model="judge", **{**FAST, **changes})
+    endpoint = ChatEndpoint(url=server.url, model="judge", **{**FAST, **changes})
     judge = Judge(endpoint, **(options or {}))
     return asyncio.run(judge("sums", candidate, "4", {"raw_prompt": "2+2?"}))
 
@@ -234,7 +233,7 @@ def test_what_may_pass_is_asked_again(status):
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404])
 def test_what_will_not_pass_is_not_asked_again(status):
-    with judge_server(lambda r: (status, "no")) as server, pytest.raises(JudgeUnavailable) as error:
+    with judge_server(lambda r: (status, "no")) as server, pytest.raises(ChatUnavailable) as error:
         ask(server)
     assert len(server.requests) == 1
     assert f"status {status}" in str(error.value)
@@ -244,7 +243,7 @@ def test_what_will_not_pass_is_not_asked_again(status):
 def test_attempts_come_to_an_end():
     with (
         judge_server(lambda r: (500, "broken")) as server,
-        pytest.raises(JudgeUnavailable, match=r"no answer in 3 attempts; last: status 500"),
+        pytest.raises(ChatUnavailable, match=r"no answer in 3 attempts; last: status 500"),
     ):
         ask(server, max_attempts=3)
     assert len(server.requests) == 3
@@ -268,7 +267,7 @@ def test_a_hanging_server_is_left_at_the_deadline():
         return verdict(request, 1)
 
     with judge_server(answer) as server:
-        with pytest.raises(JudgeUnavailable, match=r"no answer within 0\.2 s"):
+        with pytest.raises(ChatUnavailable, match=r"no answer within 0\.2 s"):
             ask(server, request_timeout_seconds=0.2, max_attempts=2)
         release.set()
 
@@ -276,21 +275,21 @@ def test_a_hanging_server_is_left_at_the_deadline():
 def test_an_endless_answer_is_cut_off():
     with (
         judge_server(lambda r: (200, "x" * 200_000)) as server,
-        pytest.raises(JudgeUnavailable, match="longer than 1000 bytes"),
+        pytest.raises(ChatUnavailable, match="longer than 1000 bytes"),
     ):
         ask(server, max_response_bytes=1000)
 
 
 @pytest.mark.parametrize("body", ["", "{}", "[]", '{"choices": [{"message": {"content": null}}]}'])
 def test_an_answer_that_is_no_completion_is_a_fault(body):
-    with judge_server(lambda r: (200, body)) as server, pytest.raises(JudgeUnavailable):
+    with judge_server(lambda r: (200, body)) as server, pytest.raises(ChatUnavailable):
         ask(server, max_attempts=1)
 
 
 def test_the_key_is_not_carried_to_another_address():
     with judge_server(lambda r: verdict(r, 1)) as other:
         moved = (307, "", {"Location": other.url + "/chat/completions"})
-        with judge_server(lambda r: moved) as server, pytest.raises(JudgeUnavailable):
+        with judge_server(lambda r: moved) as server, pytest.raises(ChatUnavailable):
             ask(server)
     assert other.requests == []
 
@@ -298,12 +297,12 @@ def test_the_key_is_not_carried_to_another_address():
 def test_nobody_there_is_a_fault():
     with judge_server(lambda r: "") as server:
         pass
-    with pytest.raises(JudgeUnavailable, match="gave no answer in 2 attempts"):
+    with pytest.raises(ChatUnavailable, match="gave no answer in 2 attempts"):
         ask(server, max_attempts=2)
 
 
 def test_a_key_that_is_not_set_is_named():
-    with judge_server(lambda r: "") as server, pytest.raises(JudgeUnavailable, match="NO_SUCH_KEY"):
+    with judge_server(lambda r: "") as server, pytest.raises(ChatUnavailable, match="NO_SUCH_KEY"):
         ask(server, api_key_env="NO_SUCH_KEY")
     assert server.requests == []
 
@@ -314,7 +313,7 @@ def test_a_key_that_is_not_set_is_named():
 )
 def test_an_address_that_cannot_work_is_refused_at_the_start(url, reason):
     with pytest.raises(ValueError, match=reason):
-        JudgeEndpoint(url=url, model="judge")
+        ChatEndpoint(url=url, model="judge")
 
 
 # ---- the manager ---------------------------------------------------------------------------------
@@ -359,7 +358,7 @@ def test_every_response_gets_its_own_verdict_in_its_place():
 
 def test_no_more_questions_are_open_than_allowed():
     def answer(request):
-        time.sleep(0.05)
+        wait_until(lambda: server.most_open >= 2)
         return verdict(request, 1)
 
     with judge_server(answer) as server:
@@ -406,5 +405,5 @@ def test_a_judge_needs_an_address_and_a_model():
 
 def test_the_client_can_be_used_by_itself():
     with judge_server(lambda r: "hello") as server:
-        client = JudgeClient(JudgeEndpoint(url=server.url, model="judge", **FAST))
+        client = ChatClient(ChatEndpoint(url=server.url, model="judge", **FAST))
         assert asyncio.run(client.complete([{"role": "user", "content": "hi"}])) == "hello"

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pace import wait_until
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.batches import batch
-from tests.workers.reward_manager.test_worker_pool import is_running, wait_until
+from tests.workers.reward_manager.test_worker_pool import is_running
 from verl.utils import line
 from verl.utils.forked_workers import WorkerProcess
 from verl.utils.line import HEADER, Line, header_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pace import pace
+from tests.pace import pace, wait_until
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.workers.reward_manager.batches import batch
 from verl.workers.reward_manager import get_reward_manager_cls
@@ -163,7 +163,7 @@ def test_a_function_that_hangs_is_left_behind_at_its_deadline_and_the_others_are
             release.wait(600)
         return 1.0
 
-    found = grade(function, "5", "6", "7", timeout_seconds=0.3 * pace())
+    found = grade(function, "5", "6", "7", timeout_seconds=1.0 * pace())
     release.set()
     assert [type(g) for g in found] == [Score, InfraError, Score]
     assert found[1].is_timeout
@@ -176,7 +176,10 @@ def test_a_child_process_is_killed_even_when_it_keeps_the_interpreter_busy(tmp_p
             sum(range(10**12))  # one long call into C
         return 1.0
 
-    found = grade(function, "5", "6", timeout_seconds=1.0, isolate=True)
+    for seconds in (1.0, 10.0, 40.0):  # a busy machine may not even start it in time
+        found = grade(function, "5", "6", timeout_seconds=seconds, isolate=True)
+        if (tmp_path / "6").exists() and isinstance(found[0], Score):
+            break
     assert [type(g) for g in found] == [Score, InfraError]
     child = int((tmp_path / "6").read_text())
     assert child != os.getpid()
@@ -192,6 +195,7 @@ def test_when_nothing_answers_the_rest_is_not_waited_for():
         time.sleep(30)
 
     found = grade(function, *"0123456789", timeout_seconds=0.2)
+    wait_until(lambda: len(calls) >= GradingService.MAX_TIMEOUTS_IN_A_ROW)
     assert len(calls) == GradingService.MAX_TIMEOUTS_IN_A_ROW
     assert all(isinstance(g, InfraError) for g in found)
     assert "not tried after 3 time-outs in a row" in found[-1].reason
@@ -204,7 +208,9 @@ def test_async_functions_run_at_the_same_time_and_results_keep_their_order():
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.2 - 0.02 * int(solution_str))
+        while most < 8:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02 * (8 - int(solution_str)))  # the last ends first
         running -= 1
         return float(solution_str)
 
@@ -229,15 +235,17 @@ def test_plain_functions_run_one_at_a_time_unless_more_are_asked_for():
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.05)
+        wait_until(lambda: most >= num_workers)
         with lock:
             running -= 1
         return 1.0
 
+    num_workers = 1
     grade(function, *"0123")
     assert most == 1
-    grade(function, *"0123", num_workers=4)
-    assert most > 1
+    num_workers = 4
+    grade(function, *"0123", num_workers=4, timeout_seconds=60.0)
+    assert most == 4
 
 
 # ---- as a reward manager -------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def server():
 
 def post(address, endpoint, body, headers=None):
     host, _, key = address.partition("/")
-    connection = http.client.HTTPConnection(host, timeout=10)
+    connection = http.client.HTTPConnection(host, timeout=60)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request("POST", f"/{key}/{endpoint}", content, headers or {})
     answer = connection.getresponse()
@@ -104,7 +104,7 @@ def test_texts_are_scored_one_request_at_a_time(server):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert most[0] == 1
 
 

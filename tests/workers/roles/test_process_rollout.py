@@ -46,7 +46,7 @@ def answer(workers, seed=3):
 def kill_engine(workers):
     process = workers.workers[0].rollout
     os.kill(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
 

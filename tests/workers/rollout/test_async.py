@@ -61,7 +61,7 @@ class Slow:
         self._step, engine.core.step = engine.core.step, self
 
     def __call__(self):
-        assert self._may_step.acquire(timeout=10)
+        assert self._may_step.acquire(timeout=60)
         self.num_steps += 1
         self._step()
 
@@ -127,7 +127,7 @@ def test_an_event_loop_that_is_blocked_does_not_stop_decoding(model):
     async def block():
         future = engine.submit(request([5], SamplingParams(max_tokens=16, ignore_eos=True)))
         await asyncio.sleep(0)
-        return future.result(timeout=10)  # as a tool that is no coroutine would
+        return future.result(timeout=60)  # as a tool that is no coroutine would
 
     (output,) = asyncio.run(block())
     assert len(output.token_ids) == 16
@@ -150,7 +150,7 @@ def test_requests_of_one_turn_of_the_loop_enter_in_one_step(model):
     with engine.together():
         futures = [engine.submit(one) for one in requests(4)]
         time.sleep(0.05)
-    assert all(future.result(timeout=10) for future in futures)
+    assert all(future.result(timeout=60) for future in futures)
     assert len(admitted[0]) == 4
 
 
@@ -163,7 +163,7 @@ def test_samples_are_told_as_they_end_and_futures_resolve_at_the_end_of_a_step(m
             request([5], params, num_samples=4),
             lambda sample, output: ended.append((sample, len(output.token_ids), future.done())),
         )
-    outputs = future.result(timeout=10)
+    outputs = future.result(timeout=60)
     assert sorted(sample for sample, _, _ in ended) == [0, 1, 2, 3]
     assert [length for _, length, _ in ended] == sorted(len(o.token_ids) for o in outputs)
     assert not any(was_done for _, _, was_done in ended)
@@ -180,9 +180,9 @@ def test_an_error_in_on_end_is_that_of_its_request_alone(model):
     with engine.together():
         failing = engine.submit(request([5], params, "a"), fail)
         other = engine.submit(request([6], params, "b"))
-    assert other.result(timeout=10)
+    assert other.result(timeout=60)
     with pytest.raises(KeyError, match="of the caller"):
-        failing.result(timeout=10)
+        failing.result(timeout=60)
 
 
 def test_the_event_loop_is_woken_per_request_and_not_per_step(model):
@@ -246,7 +246,7 @@ def test_requests_may_come_from_many_threads(model):
     expected = build_engine(model).generate_batch(requests(40))
     engine = build_engine(model)
     with ThreadPoolExecutor(8) as threads:
-        outputs = list(threads.map(lambda r: engine.submit(r).result(timeout=30), requests(40)))
+        outputs = list(threads.map(lambda r: engine.submit(r).result(timeout=60), requests(40)))
     assert [ids(o) for o in outputs] == [ids(o) for o in expected]
     assert_nothing_is_left(engine)
 
@@ -256,7 +256,7 @@ def test_a_batch_may_run_while_others_wait(model):
     engine = build_engine(model)
     futures = [engine.submit(one) for one in requests(20)[:10]]
     outputs = engine.generate_batch(requests(20)[10:])
-    outputs = [future.result(timeout=10) for future in futures] + outputs
+    outputs = [future.result(timeout=60) for future in futures] + outputs
     assert [ids(o) for o in outputs] == [ids(o) for o in expected]
 
 
@@ -272,7 +272,7 @@ def test_a_pause_lies_between_two_steps(model):
         assert slow.num_steps == before < 2
         with pytest.raises(RuntimeError, match="1 requests are not finished"):
             engine.core.sleep()
-    assert len(future.result(timeout=10)[0].token_ids) == 16
+    assert len(future.result(timeout=60)[0].token_ids) == 16
     engine.sleep()
 
 
@@ -281,8 +281,8 @@ def test_an_engine_that_nobody_refers_to_is_freed_with_its_thread_but_first_does
     future = engine.submit(request([5], SamplingParams(max_tokens=16, ignore_eos=True)))
     thread, freed = engine._thread._thread, weakref.ref(engine)
     del engine
-    assert len(future.result(timeout=10)[0].token_ids) == 16
-    deadline = time.monotonic() + 10
+    assert len(future.result(timeout=60)[0].token_ids) == 16
+    deadline = time.monotonic() + 60
     while thread.is_alive() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
@@ -301,7 +301,7 @@ def test_a_closed_engine_drops_its_requests_and_refuses_others(model):
     engine.close()
     for dropped in (future, engine.submit(request([5], SamplingParams()))):
         with pytest.raises(RuntimeError, match="the engine was closed"):
-            dropped.result(timeout=10)
+            dropped.result(timeout=60)
     assert_nothing_is_left(engine)
 
 

@@ -157,9 +157,9 @@ def test_a_fleet_aborts_what_runs_and_what_waits_and_a_rest_completes_it():
     for whole, uncut in zip(wholes, expected, strict=True):
         watched.has_stepped.clear()
         running = fleet.submit(whole)
-        assert watched.has_stepped.wait(30)
+        assert watched.has_stepped.wait(60)
         fleet.abort([whole.request_id])
-        for number, output in enumerate(running.result(30)):
+        for number, output in enumerate(running.result(60)):
             if output.stop_reason == "abort":
                 # All four again: their seeds are derived from that of the request.
                 (samples,) = engine.generate_batch([rest_of(whole, output)])
@@ -205,7 +205,7 @@ def test_an_aborted_request_whose_engine_is_lost_is_not_given_to_another():
     fleet = Fleet([Losing(), other])
     running = fleet.submit(request([7], SamplingParams(), num_samples=2))
     fleet.abort("r")
-    outputs = running.result(30)
+    outputs = running.result(60)
     assert [(output.token_ids, output.stop_reason) for output in outputs] == [
         ([5], "stop"),
         ([], "abort"),

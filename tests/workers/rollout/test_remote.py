@@ -1,6 +1,7 @@
 """An engine that is called in polls gives what it gives when it is called directly."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -28,11 +29,14 @@ class Generates(Worker):
         self.engine = make_engine()
         self.poller = SteppedPoller(self.engine.core)
         self.num_polls = 0
+        self.held_poll, self.may_go_on = -1, threading.Event()
         self.is_broken = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_poll(self, poll):
         self.num_polls += 1
+        if self.num_polls == self.held_poll:
+            assert self.may_go_on.wait(60)
         if self.is_broken:
             raise FloatingPointError("the weights have diverged")
         return self.poller.poll(poll)
@@ -98,12 +102,20 @@ def test_a_request_that_comes_later_joins_those_that_run(remote, monkeypatch):
     monkeypatch.setattr(polling, "STEPS_PER_POLL", 1)
 
     async def ask():
+        worker = worker_of(remote)
+        worker.held_poll = 2
         first = asyncio.create_task(remote.generate(request("long", tokens=24)))
-        while worker_of(remote).num_polls < 2:
+        while worker.num_polls < 2:
             await asyncio.sleep(0.001)
-        late = await remote.generate(request("short", seed=3, tokens=4))
-        assert not first.done()
-        return late, await first
+        late = asyncio.create_task(remote.generate(request("short", seed=3, tokens=4)))
+        await asyncio.sleep(0)
+        ended = []
+        first.add_done_callback(lambda _: ended.append("first"))
+        late.add_done_callback(lambda _: ended.append("late"))
+        worker.may_go_on.set()
+        outputs = await late, await first
+        assert ended == ["late", "first"]
+        return outputs
 
     late, first = asyncio.run(ask())
     assert late == make_engine().generate_batch([request("short", seed=3, tokens=4)])[0]
@@ -142,10 +154,13 @@ def test_an_aborted_request_ends_with_what_it_has(remote, monkeypatch):
     monkeypatch.setattr(polling, "STEPS_PER_POLL", 1)
 
     async def ask():
+        worker = worker_of(remote)
+        worker.held_poll = 2
         task = asyncio.create_task(remote.generate(request("stopped", tokens=24)))
-        while worker_of(remote).num_polls < 2:
+        while worker.num_polls < 2:
             await asyncio.sleep(0.001)
         remote.abort("stopped")
+        worker.may_go_on.set()
         return await task
 
     (output,) = asyncio.run(ask())

@@ -220,18 +220,6 @@ def test_content_that_is_not_what_was_sent_is_found_by_name_and_never_served():
     assert are_equal(weights, targets)
 
 
-def test_weights_loaded_from_elsewhere_are_adopted_only_if_they_are_the_same():
-    weights = small_weights()
-    published = copy_weights(WeightSender(), weights.items(), 4, receiver_for(weights)[1])
-    loaded = WeightReceiver(small_weights())
-    loaded.adopt(published)
-    assert loaded.version == 4
-    with pytest.raises(StaleBucketError):
-        loaded.apply(buckets_of(weights, version=3)[0])
-    with pytest.raises(FingerprintError, match="what is here has fingerprint"):
-        WeightReceiver(small_weights(seed=1)).adopt(published)
-
-
 def test_an_update_without_weights_or_with_a_name_twice_is_refused():
     with pytest.raises(ValueError, match="no weights to send as version 1"):
         list(WeightSender().buckets([], 1))

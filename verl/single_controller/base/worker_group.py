@@ -193,7 +193,7 @@ class WorkerGroup:
             rank_calls = [
                 RankCall(rank, *expand_futures(args, kwargs)) for rank, args, kwargs in rank_calls
             ]
-        if self._role and self._is_fused():
+        if self._role and self._colocated_class().is_fused:
             address = f"{self._role}{FUSED_SEPARATOR}{method_name}"
             rank_calls = [
                 RankCall(rank, (address, *args), kwargs) for rank, args, kwargs in rank_calls
@@ -280,9 +280,6 @@ class WorkerGroup:
 
     def _roles(self) -> dict[str, ClassWithInitArgs]:
         return self._colocated_class().roles
-
-    def _is_fused(self) -> bool:
-        return self._colocated_class().is_fused
 
     def _colocated_class(self) -> type[ColocatedWorker]:
         """The class itself if it holds roles, else the one that holds none."""

@@ -42,7 +42,7 @@ from verl.single_controller.local.rank import run_rank
 from verl.utils import environment
 from verl.utils.device import is_cuda_available, is_npu_available
 from verl.utils.line import call_numbers, close_in_forks
-from verl.utils.processes import die_with_parent
+from verl.utils.processes import die_with_parent, reap
 
 NUMBER = struct.Struct("i")
 ANSWER = struct.Struct("Qi")
@@ -63,6 +63,8 @@ IMPORT_PREFIXES = (
     *("LD_", "PYTHON", "CUDA_", "HF_", "VERL_"),
 )
 """Variables that may be read during an import."""
+OF_A_RUN = "VERL_FILE_LOGGER_"
+"""Read by a run and by no import: a process that makes several runs sets them for each."""
 
 
 # ---- driver --------------------------------------------------------------------------------------
@@ -112,7 +114,11 @@ def is_available() -> bool:
 def fork_rank(theirs: socket.socket, modules: Sequence[str]) -> ForkedProcess:
     """Start a rank that has imported `modules` and serves its end of a line."""
     variables = sorted(environment.all_variables().items())
-    read = [(name, value) for name, value in variables if name.startswith(IMPORT_PREFIXES)]
+    read = [
+        (name, value)
+        for name, value in variables
+        if name.startswith(IMPORT_PREFIXES) and not name.startswith(OF_A_RUN)
+    ]
     key = (os.getpid(), *read)  # a fork of the driver needs its own
     with _lock:
         for attempts_left in range(ATTEMPTS - 1, -1, -1):
@@ -186,11 +192,7 @@ class ForkServer:
 
     def end(self) -> None:
         self._control.close()
-        try:
-            self._process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=END_SECONDS)
+        reap(self._process, END_SECONDS)
 
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}

@@ -10,7 +10,7 @@ one: it never counts as 0.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from verl.config.distillation import TeacherConfig
 from verl.protocol import DataProto
+from verl.trainer.distillation.replicas import Replicas
+from verl.utils.environment import teacher_token
 from verl.utils.http_json import RequestFailed, post_json
 from verl.workers.actor.teacher import (
     PROMPT_MASK,
@@ -46,18 +48,21 @@ class EndpointTeacher:
         self,
         name: str,
         teacher: TeacherConfig,
-        servers: Callable[[], Sequence[str]] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
-        """`servers` gives the addresses for each step; without, it is `teacher.endpoint`."""
+        """`replicas` of this run, or whoever serves `teacher.endpoint`."""
         self.name = name
-        self._servers = servers or (lambda: [str(teacher.endpoint)])
+        self._endpoint = str(teacher.endpoint)
+        self._replicas = replicas
+        self._token = teacher_token() if replicas is None else replicas.token
         self._model = teacher.model_path
         self._timeout_seconds = teacher.timeout_seconds
 
     def answers(self, batch: DataProto, top_k: int) -> tuple[dict[str, Tensor], list[int]]:
         """Columns of what it says of the responses, and the rows that have no answer."""
         num_columns = batch.batch["responses"].shape[1]
-        urls = [f"{address.rstrip('/')}/completions" for address in self._servers()]
+        servers = [self._endpoint] if self._replicas is None else self._replicas.urls()
+        urls = [f"{address.rstrip('/')}/completions" for address in servers]
         ask = partial(self._ask, urls=urls, top_k=top_k)
         with ThreadPoolExecutor(MAX_AT_ONCE * len(urls)) as pool:
             found = list(pool.map(ask, range(len(batch)), requested_ids(batch)))
@@ -96,6 +101,7 @@ class EndpointTeacher:
                     payload,
                     timeout_seconds=self._timeout_seconds,
                     max_response_bytes=MAX_ANSWER_BYTES,
+                    token=self._token,
                 )
                 return read_answer(reply, ids, num_response, top_k)
             except (RequestFailed, OSError, ValueError) as error:

@@ -4,6 +4,7 @@
            <-"endpoint: http://127.0.0.1:port/v1"-
            ==requests of EndpointTeacher, spread over the replicas==>
 
+They ask for a token that the driver makes and gives them in their environment.
 Replicas end with the driver, however it ends. One that has died is started again before the next
 step, a few times; what it was asked meanwhile is asked of the next one.
 """
@@ -11,6 +12,7 @@ step, a few times; what it was asked meanwhile is asked of the next one.
 import contextlib
 import logging
 import queue
+import secrets
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 
 from verl.config.distillation import TeacherConfig
 from verl.utils import environment
-from verl.utils.processes import DIE_WITH_PARENT
+from verl.utils.processes import DIE_WITH_PARENT, ending_of, reap
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +34,9 @@ TAIL_LINES = 20
 class Replica:
     """One process; `url` is its endpoint once `wait` has returned."""
 
-    def __init__(self, name: str, command: Sequence[str], device: int | None) -> None:
+    def __init__(self, name: str, command: Sequence[str], device: int | None, token: str) -> None:
         self.name = name
-        variables = environment.all_variables()
+        variables = {**environment.all_variables(), "VERL_TEACHER_TOKEN": token}
         if device is not None:
             visible = variables.get("CUDA_VISIBLE_DEVICES")
             name = visible.split(",")[device] if visible else str(device)
@@ -79,18 +81,11 @@ class Replica:
         return self._process.poll() is None
 
     def last_lines(self) -> str:
-        lines = "".join(f"\n    {line}" for line in self._tail)
-        code = self._process.poll()
-        how = "it runs" if code is None else f"it ended with exit code {code}"
-        return f"{how}; the last that it wrote:{lines}"
+        return ending_of(self._process.pid, self._process.poll(), self._tail)
 
     def close(self) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=END_SECONDS)
+        reap(self._process, END_SECONDS)
         self._listener.join(timeout=END_SECONDS)
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -119,6 +114,7 @@ class Replicas:
         self._command = ["-m", "verl.trainer.distillation.serve", *words]
         self._devices = devices if device != "cpu" else ()
         self._num_restarts = 0
+        self.token = secrets.token_urlsafe(24)
         self._replicas = [
             self._start(f"{name}.{number}", number) for number in range(teacher.num_replicas)
         ]
@@ -131,7 +127,7 @@ class Replicas:
 
     def _start(self, name: str, number: int) -> Replica:
         device = self._devices[number % len(self._devices)] if self._devices else None
-        return Replica(name, self._command, device)
+        return Replica(name, self._command, device, self.token)
 
     def urls(self) -> list[str]:
         """The endpoints; replicas that have died are started again first."""

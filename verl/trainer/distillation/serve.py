@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.utils.device import resolve_device
+from verl.utils.environment import teacher_token
 from verl.utils.json_server import JsonServer, Refusal
 from verl.workers.engine import EngineRegistry, EngineSpec
 from verl.workers.engine.outputs import Outputs
@@ -171,6 +172,16 @@ def positions_of(row: Waiting, own: Tensor, best: Tensor, values: Tensor) -> Pos
     return positions
 
 
+def teacher_server(service: TeacherService, port: int = 0) -> JsonServer:
+    """On this machine only, for whoever has the token."""
+    return JsonServer(
+        service.routes,
+        port=port,
+        token=teacher_token() or None,
+        max_body_bytes=MAX_BODY_BYTES,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m verl.trainer.distillation.serve", description="Serve a teacher over HTTP."
@@ -192,12 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=options.max_model_len,
         )
-        server = JsonServer(
-            service.routes, port=options.port, token="", max_body_bytes=MAX_BODY_BYTES
-        )
+        server = teacher_server(service, options.port)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    sys.stdout.write(f"endpoint: {server.url}/v1\n")
+    shown = "the one in VERL_TEACHER_TOKEN" if teacher_token() else server.token
+    sys.stdout.write(f"token: {shown}\nendpoint: {server.url}/v1\n")
     sys.stdout.flush()
     try:
         server.serve_forever()

@@ -8,7 +8,7 @@ Modes over the whole vocabulary get no columns of answers: the training pass ask
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ class Teaching:
             self.close()
             raise
 
-    def _start(self, name: str, teacher: TeacherConfig) -> Callable[[], list[str]] | None:
+    def _start(self, name: str, teacher: TeacherConfig) -> Replicas | None:
         """The replicas of a teacher that this run serves; None for one that others serve."""
         if not teacher.num_replicas:
             return None
@@ -92,7 +92,7 @@ class Teaching:
             name, teacher, resolve_device(trainer.device), range(first, first + count)
         )
         self._replicas.append(replicas)
-        return replicas.urls
+        return replicas
 
     def close(self) -> None:
         """End the processes of teachers."""

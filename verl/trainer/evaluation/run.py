@@ -223,7 +223,7 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
     for source, summary in evaluation.sources.items():
         name, counts = printable(source), (summary.num_scored, summary.num_unscored)
         for metric, value in metrics(summary):
-            shown = [value_text(value), interval_text(value), str(value.num_prompts)]
+            shown = [f"{value.value:.4f}", interval_text(value), str(value.num_prompts)]
             table.add_row(Text(name), metric, *shown, *map(str, counts))
         if summary.mean is None:
             table.add_row(Text(name), "mean", "none", "", "0", *map(str, counts))
@@ -236,10 +236,6 @@ def metrics(summary: SourceSummary) -> Iterator[tuple[str, Estimate]]:
         yield "mean", summary.mean
     for k, value in summary.pass_at.items():
         yield f"pass@{k}", value
-
-
-def value_text(estimate: Estimate) -> str:
-    return f"{estimate.value:.4f}"
 
 
 def interval_text(estimate: Estimate) -> str:

@@ -17,6 +17,7 @@ from verl.protocol import DataProto
 from verl.protocol.padded import Padding, padded_batch
 from verl.protocol.trajectory import Group, Score, Trajectory
 from verl.trainer.ppo.workers import RunWorkers
+from verl.utils.checkpoint.layout import note_phase
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.scramble import keyed_seed
@@ -29,6 +30,8 @@ class Report:
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}
         self.timing: dict[str, float] = {}
+        self.step: int | None = None
+        """None before the first and after the last."""
 
     def add(self, name: str, value: Any) -> None:
         self.metrics[name] = value
@@ -39,6 +42,7 @@ class Report:
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
+        note_phase(stage if self.step is None else f"{stage} of step {self.step}")
         return marked_timer(stage, self.timing)
 
     def merge(self, metrics: Mapping[str, Any], *, keeps_own: bool = False) -> None:
@@ -63,6 +67,9 @@ class StepContext:
 
     groups: list[Group] = field(default_factory=list)
     """What the step trains on, before grading drops any."""
+
+    def __post_init__(self) -> None:
+        self.report.step = self.step
 
     def seed_of(self, uid: str, sample: int) -> int:
         """The seed of a trajectory that is drawn in this step."""

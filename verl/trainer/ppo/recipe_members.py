@@ -8,8 +8,7 @@ import numpy as np
 
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
-from verl.trainer.ppo.rollout_dump import dump_generations
-from verl.trainer.ppo.validation import dump_batch
+from verl.trainer.ppo.validation import dump_batch, dump_generations
 from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.tracking import ValidationGenerationsLogger

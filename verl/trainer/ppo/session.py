@@ -483,7 +483,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self._open_journal(-1 if state is None else state.global_steps)
         if state is None:
             return
-        self.sync_rollout()
+        self.publisher.publish()
         self.global_steps = self.last_saved_step = state.global_steps
         self.train_dataloader.load_state_dict(state.dataloader)
         if state.kl_coefficient is not None:

@@ -1,10 +1,18 @@
 """Validation: held-out prompts, sampling settings of their own, the same graders.
 
 A response that could not be graded has no value (None) and is counted as missing; it is not wrong.
+
+The responses of a step may be written to `<folder>/<step>.jsonl`, one line per response: `{"input",
+"output", "gts", "score", "step"}` and whatever the reward reported beside the score. A file appears
+when it is complete.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +21,6 @@ from verl.algos.sessions import one_row_per_session
 from verl.board.store import Sample
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Group, InfraError, Score
-from verl.trainer.ppo.rollout_dump import dump_generations
 from verl.trainer.ppo.scoring import graded
 from verl.trainer.ppo.validation_metrics import (
     collect_reward_extras,
@@ -21,7 +28,11 @@ from verl.trainer.ppo.validation_metrics import (
     process_validation_metrics,
 )
 from verl.utils.torch_functional import kept_tokens
+from verl.utils.tracking import jsonable
 from verl.workers.reward_manager.service import GradingService
+
+# Controls from U+007F on, line separators, direction marks, and halves of surrogate pairs.
+_HIDDEN = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 Extras = dict[str, Any]
 
@@ -172,3 +183,39 @@ def dump_batch(batch: DataProto, folder: str, step: int, tokenizer: Any) -> None
         scores=batch.batch["token_level_scores"].sum(-1).tolist(),
         reward_extra_infos=columns,
     )
+
+
+def dump_generations(
+    folder: str | Path,
+    step: int,
+    *,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    gts: Sequence[Any],
+    scores: Sequence[float],
+    reward_extra_infos: Mapping[str, Sequence[Any]],
+) -> Path:
+    """Write one step and return the path. Every column has one entry per response."""
+    columns = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
+    columns |= {key: values for key, values in reward_extra_infos.items() if key not in columns}
+    for name, values in columns.items():
+        if len(values) != len(inputs):
+            raise ValueError(
+                f"{name} has {len(values)} entries for {len(inputs)} responses; a response "
+                "without a value needs None in its place"
+            )
+    path = Path(folder).expanduser() / f"{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".jsonl.tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for row in range(len(inputs)):
+            entry = {name: jsonable(values[row]) for name, values in columns.items()}
+            file.write(readable_json({**entry, "step": step}) + "\n")
+    os.replace(unfinished, path)
+    return path
+
+
+def readable_json(entry: Mapping[str, Any]) -> str:
+    """All scripts as they are written; what could steer a terminal or break a line is escaped."""
+    text = json.dumps(entry, ensure_ascii=False)  # escapes the controls below U+0020 by itself
+    return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -111,10 +111,6 @@ class RunWorkers:
         )
         self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
 
-    def sync_rollout(self) -> dict[str, float]:
-        """Let the rollout engines generate with the trained weights; the metrics of it."""
-        return self.publisher.publish()
-
     def _fleet(self) -> Fleet | None:
         """The rollout engines, unless a manager of the user's has them."""
         manager = self.async_rollout_manager

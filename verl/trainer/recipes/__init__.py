@@ -1,4 +1,4 @@
-"""Recipes: algorithms that change stages of the loop, each in a folder of its own.
+"""Recipes: algorithms that change stages of the loop, each a module.
 
 A recipe is a `TaskRunner` with a trainer class that overrides stages, and worker classes of its own
 where it needs them. `trainer.recipe` names it, so a recipe runs wherever `main_ppo` runs: in one
@@ -12,10 +12,10 @@ from verl.utils.registry import Registry
 
 RECIPES = Registry[type[TaskRunner]](
     "recipe",
-    online_dpo="verl.trainer.recipes.online_dpo.trainer:OnlineDPORunner",
-    prime="verl.trainer.recipes.prime.runner:PrimeRunner",
-    spin="verl.trainer.recipes.spin.trainer:SpinRunner",
-    pf_ppo="verl.trainer.recipes.pf_ppo.trainer:PFPPORunner",
+    online_dpo="verl.trainer.recipes.online_dpo:OnlineDPORunner",
+    prime="verl.trainer.recipes.prime:PrimeRunner",
+    spin="verl.trainer.recipes.spin:SpinRunner",
+    pf_ppo="verl.trainer.recipes.pf_ppo:PFPPORunner",
 )
 """The runner of each recipe. Users' code may register more."""
 

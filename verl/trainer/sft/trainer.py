@@ -53,7 +53,7 @@ from verl.trainer.sft.settings import (
     settings_of,
     steps_between,
 )
-from verl.utils.checkpoint.layout import CheckpointSaveError, holding
+from verl.utils.checkpoint.layout import CheckpointSaveError, holding, note_phase
 from verl.utils.dataset.tables import DataError
 from verl.utils.device import collecting_seldom, seed_everything
 from verl.utils.distributed import (
@@ -150,6 +150,7 @@ class SFTTrainer:
             stack.callback(self.profiler.stop)
             stack.callback(self._reader.close)
             for step in range(first + 1, self.total_steps + 1):
+                note_phase(f"step {step}")
                 self._profile(step)
                 metrics = self.train_step(step)
                 is_asked = termination is not None and termination.is_requested

@@ -15,6 +15,7 @@ the change survive a power failure. Every error carries the path it is about.
 
 import errno as errno_names
 import fcntl
+import json
 import logging
 import os
 import re
@@ -22,12 +23,14 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
 from verl.utils.environment import EndsTheRun
+from verl.utils.processes import num_oom_kills, resident_gib
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +301,81 @@ class FolderInUse(EndsTheRun, RuntimeError):
     exit_code = 2
 
 
-_held: dict[Path, list[int]] = {}  # lock file -> descriptor, how often this process holds it
+RECORD_BYTES = 512
+
+
+@dataclass
+class Holder:
+    """What a lock file says of the run that holds it.
+
+    A run that ends, also by an error, takes its record back. A record that nobody holds is of a run
+    that could not: it was killed.
+    """
+
+    process: int
+    host: str
+    since: str
+    num_oom_kills: int
+    """Of the whole machine, when the run began."""
+    phase: str = "its start"
+    memory_gib: float = 0.0
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return cls(os.getpid(), socket.gethostname(), began, num_oom_kills())
+
+    @classmethod
+    def read(cls, descriptor: int) -> "Holder | None":
+        try:
+            return cls(**json.loads(os.pread(descriptor, RECORD_BYTES, 0)))
+        except (ValueError, TypeError):  # blank, or of another version
+            return None
+
+    def write(self, descriptor: int) -> None:
+        write_record(descriptor, json.dumps(asdict(self)))
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host} since {self.since}"
+
+    def crash_report(self) -> str:
+        num_killed = num_oom_kills() - self.num_oom_kills
+        if self.host == socket.gethostname() and num_killed > 0:
+            cause = (
+                f"the kernel has killed {num_killed} processes of this machine since then because "
+                "memory ran out; trainer.dry_run=True estimates what a run needs"
+            )
+        else:
+            cause = "it was killed (kill -9), crashed, or its machine went down"
+        return (
+            f"the last run here, {self}, did not shut down: it died in {self.phase}, with "
+            f"{self.memory_gib:.1f} GiB resident; {cause}"
+        )
+
+
+def write_record(descriptor: int, text: str) -> None:
+    """In place and of one size, so that a full disk has room for the next one."""
+    with suppress(OSError):  # a run does not end for want of its crash report
+        os.pwrite(descriptor, text.ljust(RECORD_BYTES).encode(), 0)
+
+
+@dataclass
+class Hold:
+    """A lock that this process holds, and how often."""
+
+    descriptor: int
+    holder: Holder
+    count: int = 0
+
+
+_held: dict[Path, Hold] = {}
+
+
+def note_phase(phase: str) -> None:
+    """Record the run's phase and memory in its locks, for the crash report of the next start."""
+    for hold in _held.values():
+        hold.holder.phase, hold.holder.memory_gib = phase, resident_gib()
+        hold.holder.write(hold.descriptor)
 
 
 @contextmanager
@@ -309,38 +386,44 @@ def holding(locks: Mapping[str, Path]) -> Iterator[None]:
     them. Holding what this process holds already is nothing new. Where the file system has no
     locks, or the folder cannot be written, a warning says so and the run goes on.
     """
+    crashes: dict[int, str] = {}  # by process: one may have held several of them
     with ExitStack() as stack:
         for option, lock in locks.items():
-            stack.enter_context(_holding(option, lock))
+            stack.enter_context(_holding(option, lock, crashes))
+        for report in crashes.values():
+            logger.warning("%s", report)
         yield
 
 
 @contextmanager
-def _holding(option: str, path: Path) -> Iterator[None]:
+def _holding(option: str, path: Path, crashes: dict[int, str]) -> Iterator[None]:
     path = path.expanduser().absolute()
     if path not in _held:
-        _held[path] = [_lock(option, path), 0]
-    _held[path][1] += 1
+        _held[path] = Hold(_lock(option, path, crashes), Holder.this_process())
+        _held[path].holder.write(_held[path].descriptor)
+    _held[path].count += 1
     try:
         yield
     finally:
         if path in _held:  # not in a fork of the run
-            _held[path][1] -= 1
-            if not _held[path][1]:
-                os.close(_held.pop(path)[0])
+            _held[path].count -= 1
+            if not _held[path].count:
+                descriptor = _held.pop(path).descriptor
+                write_record(descriptor, "")
+                os.close(descriptor)
 
 
-def _lock(option: str, path: Path) -> int:
+def _lock(option: str, path: Path, crashes: dict[int, str]) -> int:
     try:
         make_folders(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         logger.warning("%s (%s) cannot be locked: %s", option, path.parent, error)
-        return os.open(os.devnull, os.O_RDONLY)
+        return os.open(os.devnull, os.O_WRONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        holder = Holder.read(descriptor)
         os.close(descriptor)
         raise FolderInUse(
             f"{path.parent} ({option}) is in use by another run: {holder or 'it does not say who'}."
@@ -356,17 +439,15 @@ def _lock(option: str, path: Path) -> int:
             error.strerror,
         )
         return descriptor
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    os.ftruncate(descriptor, 0)
-    os.pwrite(
-        descriptor, f"process {os.getpid()} on {socket.gethostname()} since {began}\n".encode(), 0
-    )
+    dead = Holder.read(descriptor)
+    if dead is not None:
+        crashes[dead.process] = dead.crash_report()
     return descriptor
 
 
 def _leave_locks_to_parent() -> None:
-    for descriptor, _ in _held.values():
-        os.close(descriptor)
+    for hold in _held.values():
+        os.close(hold.descriptor)
     _held.clear()
 
 

@@ -68,7 +68,8 @@ class Manifest:
 
     def to_text(self) -> str:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        text = _serialise({**body, "self_sha256": _hash_text(_serialise(body))})
+        digest = hashlib.sha256(_serialise(body).encode()).hexdigest()
+        text = _serialise({**body, "self_sha256": digest})
         if len(text) > MAX_MANIFEST_BYTES:
             raise ValueError(
                 f"the manifest would have {len(text)} bytes, of which the fingerprint "
@@ -178,10 +179,6 @@ def _parse(octets: bytes) -> Manifest:
 
 def _serialise(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
-
-
-def _hash_text(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _refuse_constant(name: str) -> None:

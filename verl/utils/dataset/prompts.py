@@ -25,7 +25,6 @@ from verl.utils.dataset.tables import DataError
 
 Message = Mapping[str, Any]
 Prompt = str | list[dict[str, Any]]
-TRUNCATIONS = ("error", "left", "right", "middle")
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"

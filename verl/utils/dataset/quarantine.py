@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -99,12 +98,7 @@ class Quarantine:
     def __enter__(self) -> "Quarantine":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
             Path(self._file.name).unlink(missing_ok=True)

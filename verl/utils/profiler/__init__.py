@@ -4,7 +4,7 @@
 records the steps it is told to, with the tool that the configuration names.
 """
 
-from verl.utils.profiler.config import ProfilerConfig
+from verl.config.profiler import ProfilerConfig
 from verl.utils.profiler.profile import (
     DistProfiler,
     DistProfilerExtension,

@@ -2,7 +2,7 @@
 
 `Judge` is an async reward function like any other: it may also be called from one's own. A verdict
 is a score, a judge that replies several times without a verdict abstains, and an endpoint that does
-not reply raises `JudgeUnavailable`, which is never a verdict.
+not reply raises `ChatUnavailable`, which is never a verdict.
 
 **The request.** One question is one POST to `<url>/chat/completions` of an OpenAI-compatible
 endpoint. What may pass by waiting (429, 5xx, a time-out, a broken connection, a reply that is no
@@ -28,13 +28,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.protocol.trajectory import Abstain, Score, Trajectory
-from verl.utils.chat_client import ChatClient, ChatEndpoint, ChatUnavailable
+from verl.utils.chat_client import ChatClient, ChatEndpoint
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.managers import LIMIT_OPTIONS, RateLimitedRewardManager
-
-JudgeClient = ChatClient
-JudgeEndpoint = ChatEndpoint
-JudgeUnavailable = ChatUnavailable
 
 KEY_BYTES = 8
 MAX_VERDICT_CHARACTERS = 4000
@@ -71,7 +67,7 @@ class Judge:
 
     def __init__(
         self,
-        endpoint: "JudgeEndpoint",
+        endpoint: "ChatEndpoint",
         *,
         instructions: str = DEFAULT_INSTRUCTIONS,
         min_score: float = 0.0,
@@ -83,7 +79,7 @@ class Judge:
             raise ValueError(f"the judge's min_score ({min_score}) must be below {max_score}")
         if max_questions < 1:
             raise ValueError(f"max_questions of the judge is {max_questions}; ask at least once")
-        self.client = JudgeClient(endpoint)
+        self.client = ChatClient(endpoint)
         self.instructions = instructions
         self.min_score, self.max_score = min_score, max_score
         self.max_questions = max_questions
@@ -122,15 +118,15 @@ class Judge:
 
 
 def judge_of(options: Mapping[str, Any]) -> Judge:
-    """The judge that a configuration describes: options of `JudgeEndpoint` and of `Judge`."""
-    names = {field.name for field in fields(JudgeEndpoint)}
+    """The judge that a configuration describes: options of `ChatEndpoint` and of `Judge`."""
+    names = {field.name for field in fields(ChatEndpoint)}
     endpoint = {name: value for name, value in options.items() if name in names}
     others = {name: value for name, value in options.items() if name not in names}
-    return Judge(JudgeEndpoint(**endpoint), **others)
+    return Judge(ChatEndpoint(**endpoint), **others)
 
 
 class JudgeRewardManager(RateLimitedRewardManager):
-    """`reward_manager.name=judge`; `reward_model.reward_kwargs` has the options of `JudgeEndpoint`
+    """`reward_manager.name=judge`; `reward_model.reward_kwargs` has the options of `ChatEndpoint`
     and `Judge`, and the limits are those of `rate_limited`: `reward_model.max_concurrent` questions
     at a time, `reward_model.timeout` seconds for one response with all its attempts."""
 
@@ -225,10 +221,8 @@ class Question:
 def escaped_json(material: Any) -> str:
     """JSON on one line, in which no template and no hidden character is left."""
     text = json.dumps(material, ensure_ascii=False, default=str)
-    text = _TEMPLATE_TEXT.sub(_unicode_escape, text)
-    return "".join(
-        letter if letter.isprintable() else _unicode_escape_of(letter) for letter in text
-    )
+    text = _TEMPLATE_TEXT.sub(lambda match: _unicode_escape(match.group()), text)
+    return "".join(letter if letter.isprintable() else _unicode_escape(letter) for letter in text)
 
 
 def fenced_blocks(text: str, name: str) -> list[str]:
@@ -265,9 +259,5 @@ def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _unicode_escape(match: re.Match[str]) -> str:
-    return _unicode_escape_of(match.group())
-
-
-def _unicode_escape_of(letter: str) -> str:
+def _unicode_escape(letter: str) -> str:
     return json.dumps(letter)[1:-1] if ord(letter) > 127 else f"\\u{ord(letter):04x}"

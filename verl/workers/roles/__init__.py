@@ -4,6 +4,7 @@ from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker, RolloutW
 from verl.workers.roles.critic import CriticWorker
 from verl.workers.roles.reward_model import RewardModelWorker
 from verl.workers.roles.teacher import TeacherWorker
+from verl.workers.roles.training import TrainingWorker
 
 __all__ = [
     "ActorRolloutRefWorker",
@@ -11,4 +12,5 @@ __all__ = [
     "RewardModelWorker",
     "RolloutWorker",
     "TeacherWorker",
+    "TrainingWorker",
 ]

@@ -37,7 +37,6 @@ from verl.utils.tokenizer import WithProcessorFiles
 from verl.workers.actor.dp_actor import Policy, Reference
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
 from verl.workers.engine.routes import ROUTED_EXPERTS, prepare_replay
-from verl.workers.roles.back_end import engine_options, engine_section
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
@@ -55,7 +54,14 @@ from verl.workers.roles.generator import (
 )
 from verl.workers.roles.teacher import MESH as TEACHER_MESH
 from verl.workers.roles.teacher import TeachingWorker
-from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
+from verl.workers.roles.worker import (
+    CheckpointedWorker,
+    RankWorker,
+    engine_options,
+    engine_section,
+    update_passes,
+    utilisation,
+)
 from verl.workers.rollout.base import Rollout
 from verl.workers.rollout.engine_weights import KeptWeights, exhaust, on_host, send_to_ports
 from verl.workers.rollout.factory import has_own_process, ranks_per_engine

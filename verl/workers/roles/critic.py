@@ -15,7 +15,6 @@ from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.critic.dp_critic import DataParallelPPOCritic, rows_per_pass
 from verl.workers.engine import EngineRegistry, EngineSpec
-from verl.workers.roles.back_end import engine_options, engine_section, ranks_per_sequence
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
@@ -26,7 +25,15 @@ from verl.workers.roles.dispatch import (
     row_column,
     update_plan,
 )
-from verl.workers.roles.worker import CheckpointedWorker, RankWorker, update_passes, utilisation
+from verl.workers.roles.worker import (
+    CheckpointedWorker,
+    RankWorker,
+    engine_options,
+    engine_section,
+    ranks_per_sequence,
+    update_passes,
+    utilisation,
+)
 from verl.workers.schedule import MicroBatching
 
 MESH = "critic"

@@ -11,7 +11,7 @@ user's own loop; any number of rows will do. The role has the settings of the sp
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,7 @@ INFERENCE_COLUMNS = (
 )  # fmt: skip
 
 ModeFunctions = dict[str, Callable[..., Any]]
+AnyBatch = DataProto | DataProtoFuture | StoredBatch | TensorDict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +75,33 @@ class UpdateSettings:
     """`rows_per_step` counts prompts, whose responses the loss compares."""
 
 
-def dispatch_inference(mesh_name: str, model: str) -> ModeFunctions:
+Question = Callable[[DataProto | StoredBatch], tuple[Any, ...]]
+"""From a batch to what a role is asked about it, beside the name of its model."""
+
+
+def nothing(batch: DataProto | StoredBatch) -> tuple[Any, ...]:
+    """Settings that are the same for all batches."""
+    return ()
+
+
+def dispatch_inference(mesh_name: str, model: str, question: Question = nothing) -> ModeFunctions:
     """The mode of a method that runs rows through one of the role's models and returns columns.
 
-    The role has `inference_settings(model)`.
+    The role has `inference_settings(model, *question(batch))`.
     """
     return {
-        "dispatch_fn": partial(split_for_inference, mesh_name, model),
+        "dispatch_fn": partial(split_for_inference, mesh_name, model, question),
         "collect_fn": partial(gather_rows, mesh_name),
     }
 
 
-def dispatch_update(mesh_name: str) -> ModeFunctions:
-    """The mode of a method that trains on a batch; the role has `update_settings()`."""
+def dispatch_update(mesh_name: str, question: Question = nothing) -> ModeFunctions:
+    """The mode of a method that trains on a batch.
+
+    The role has `update_settings(*question(batch))`.
+    """
     return {
-        "dispatch_fn": partial(split_for_update, mesh_name),
+        "dispatch_fn": partial(split_for_update, mesh_name, question),
         "collect_fn": partial(collect_lazy_compute_data_proto, mesh_name),
     }
 
@@ -96,8 +109,9 @@ def dispatch_update(mesh_name: str) -> ModeFunctions:
 def split_for_inference(
     mesh_name: str,
     model: str,
+    question: Question,
     worker_group: WorkerGroup,
-    data: DataProto | DataProtoFuture | StoredBatch,
+    data: AnyBatch,
 ) -> Arguments:
     dp_ranks, batch = worker_group.mesh_dp_ranks(mesh_name), as_batch(data)
     num_ranks = max(dp_ranks) + 1
@@ -106,7 +120,9 @@ def split_for_inference(
     batch = with_prompt_index(batch)
     plan = plan_inference(
         token_counts(batch, "attention_mask"),
-        micro_batching=worker_group.execute_rank_zero_sync("inference_settings", model),
+        micro_batching=worker_group.execute_rank_zero_sync(
+            "inference_settings", model, *question(batch)
+        ),
         num_ranks=num_ranks,
         groups=prompts_to_keep_together(batch, len(batch), num_ranks),
     )
@@ -117,14 +133,16 @@ def split_for_inference(
 
 
 def split_for_update(
-    mesh_name: str, worker_group: WorkerGroup, data: DataProto | DataProtoFuture | StoredBatch
+    mesh_name: str, question: Question, worker_group: WorkerGroup, data: AnyBatch
 ) -> Arguments:
     dp_ranks, batch = worker_group.mesh_dp_ranks(mesh_name), as_batch(data)
     num_ranks = max(dp_ranks) + 1
     if num_ranks == 1:
         return dispatch_nd_compute_dataproto(dp_ranks, 1, worker_group, batch)
     batch = with_prompt_index(batch)
-    settings: UpdateSettings = worker_group.execute_rank_zero_sync("update_settings")
+    settings: UpdateSettings = worker_group.execute_rank_zero_sync(
+        "update_settings", *question(batch)
+    )
     plan = plan_update(
         token_counts(batch, "attention_mask"),
         token_counts(batch, "response_mask"),
@@ -178,6 +196,12 @@ def model_rows(data: DataProto) -> TensorDict:
 def gather_rows(mesh_name: str, worker_group: WorkerGroup, output: list[Any]) -> Any:
     """The results in the order of the caller's rows, without those of padding."""
     batch = collect_lazy_compute_data_proto(mesh_name, worker_group, output)
+    if isinstance(batch, DataProtoFuture):
+        return replace(batch, dispatch_fn=in_row_order)
+    return in_row_order(batch)
+
+
+def in_row_order(batch: DataProto) -> DataProto:
     if ROW_COLUMN not in batch.batch.keys():  # noqa: SIM118 (a TensorDict)
         return batch
     rows: Tensor = batch.batch.pop(ROW_COLUMN)
@@ -214,7 +238,9 @@ def planned_chunks(batch: Any, plan: Placement) -> list[Any]:
     return parts
 
 
-def as_batch(data: DataProto | DataProtoFuture | StoredBatch) -> Any:
+def as_batch(data: AnyBatch) -> Any:
+    if isinstance(data, TensorDict):
+        return DataProto.from_tensordict(data)
     return data.get(DEFAULT_TIMEOUT_SECONDS) if isinstance(data, DataProtoFuture) else data
 
 

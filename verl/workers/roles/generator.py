@@ -34,7 +34,7 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.spec import compute_dtype
-from verl.workers.roles.back_end import engine_section
+from verl.workers.roles.worker import engine_section
 from verl.workers.rollout.base import Rollout, SamplingParams, TokenOutput
 from verl.workers.rollout.engine_weights import (
     EngineWeights,

@@ -23,7 +23,6 @@ from verl.workers.actor.teacher import (
     teacher_columns,
 )
 from verl.workers.engine import BaseEngine
-from verl.workers.roles.back_end import engine_section, ranks_per_sequence
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     dispatch_inference,
@@ -31,7 +30,7 @@ from verl.workers.roles.dispatch import (
     planned_passes,
     row_column,
 )
-from verl.workers.roles.worker import RankWorker
+from verl.workers.roles.worker import RankWorker, engine_section, ranks_per_sequence
 from verl.workers.schedule import MicroBatching
 
 MESH = "teacher"

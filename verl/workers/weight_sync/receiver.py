@@ -85,18 +85,6 @@ class WeightReceiver:
         self._is_over = True
         self._num_received = dict.fromkeys(self._targets, -1)
 
-    def adopt(self, published: Published) -> None:
-        """Take what is here, loaded by other means, as `published`, if that is what it is."""
-        held = Published(published.version, fingerprint_of(self._hashes()))
-        if held != published:
-            raise FingerprintError(
-                f"what is here has fingerprint {held.fingerprint:#018x}, version "
-                f"{published.version} has {published.fingerprint:#018x}; send the weights instead"
-            )
-        self.forget()
-        self._held = held
-        self._update = (published.version, 0)
-
     def apply(self, bucket: Bucket) -> bool:
         """Write one bucket; True when it completed its update, which is now held and verified.
 

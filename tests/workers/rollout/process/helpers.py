@@ -1,7 +1,6 @@
 """Engine processes for the tests, and what to send them."""
 
 import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,6 @@ def request(
 ) -> GenerationRequest:
     params = SamplingParams(max_tokens=max_tokens)
     return GenerationRequest(request_id=request_id, prompt_ids=prompt_ids, params=params, **options)
-
-
-def wait_for(holds: Any, what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def runs(pid: int) -> bool:

@@ -96,7 +96,7 @@ async def test_an_aborted_request_ends_with_what_it_has(ready):
     bystander = asyncio.create_task(ready.generate(request([2], max_tokens=50)))
     await asyncio.sleep(0.05)
     await asyncio.to_thread(ready.abort, "long")
-    outputs = await asyncio.wait_for(task, 10)
+    outputs = await asyncio.wait_for(task, 60)
     assert [output.stop_reason for output in outputs] == ["abort", "abort"]
     assert outputs[0].token_ids == [1001 + i for i in range(len(outputs[0].token_ids))]
     assert len((await bystander)[0].token_ids) == 50
@@ -271,7 +271,7 @@ def send_over_tcp(engine, change, timeout_seconds=20.0):
         held = channel.confirmations()
     finally:
         channel.close()
-        thread.join(timeout=20)
+        thread.join(timeout=60)
     return held, said[0]
 
 

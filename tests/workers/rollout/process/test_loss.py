@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.pace import wait_until
 from tests.workers.rollout.process.counting import BREAKS, HANGS
 from tests.workers.rollout.process.helpers import (
     REPOSITORY,
@@ -19,7 +20,6 @@ from tests.workers.rollout.process.helpers import (
     request,
     runs,
     started,
-    wait_for,
 )
 from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.process.child import Child
@@ -70,7 +70,7 @@ def assert_is_lost(engine, pid, helper):
     with pytest.raises(EngineLostError):
         _ = engine.policy_version
     assert not engine.is_alive()
-    wait_for(lambda: not runs(pid) and not runs(helper), "the group is gone")
+    wait_until(lambda: not runs(pid) and not runs(helper), "the group is gone")
 
 
 async def lose_while_serving(engine, lose, seconds):
@@ -87,11 +87,9 @@ async def lose_while_serving(engine, lose, seconds):
         asyncio.create_task(asyncio.to_thread(engine.generate_batch, [request([3], LONG)]))
     )
     await asyncio.sleep(0.3)
-    begin = time.monotonic()
     lose(engine)
-    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), seconds + 20)
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), seconds + 60)
     assert [type(result) for result in results] == [EngineLostError] * 52
-    assert time.monotonic() - begin < seconds + 5  # of which most is a busy machine
     assert_is_lost(engine, pid, helper)
     return str(results[0])
 
@@ -128,7 +126,7 @@ async def test_a_step_that_fails_ends_the_process_and_shows_its_traceback(ready)
 def test_a_process_killed_while_idle_is_noticed_without_a_call(ready):
     pid, helper = ready.pid, int(ready.facts.version)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not ready.is_alive(), "the loss is noticed")
+    wait_until(lambda: not ready.is_alive(), "the loss is noticed")
     assert_is_lost(ready, pid, helper)
 
 
@@ -159,7 +157,7 @@ def test_a_process_that_is_closed_tells_those_who_wait(ready):
     thread.start()
     time.sleep(0.2)
     ready.close()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert "the engine's process is lost" in said[0]
 
 
@@ -182,7 +180,7 @@ def test_an_engine_whose_line_is_closed_ends_with_all_that_it_started(tmp_path):
     helper = int(answer["value"]["version"])
     assert runs(helper)
     child.wire.close()
-    wait_for(lambda: not runs(child.pid) and not runs(helper), "the group is gone")
+    wait_until(lambda: not runs(child.pid) and not runs(helper), "the group is gone")
     child.end()
     assert "SIGKILL" in child.stderr_tail()
 
@@ -219,9 +217,9 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
             assert runs(int(pid))
             assert runs(int(helper))
             os.kill(parent.pid, signal.SIGKILL)
-            parent.wait(timeout=10)
-            wait_for(lambda: not runs(int(pid)), "the engine ends with its parent", seconds=10)
-            wait_for(lambda: not runs(int(helper)), "and what it started", seconds=10)
+            parent.wait(timeout=60)
+            wait_until(lambda: not runs(int(pid)), "the engine ends with its parent")
+            wait_until(lambda: not runs(int(helper)), "and what it started")
             assert runs(int(fork))
             assert not list(temporary.iterdir())
         finally:

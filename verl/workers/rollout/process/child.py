@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl.utils.environment import scrubbed_environment
+from verl.utils.processes import ending_of
 from verl.workers.rollout.process.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -103,16 +104,7 @@ class Child:
 
     def stderr_tail(self) -> str:
         """Exit status of the process and the last lines it wrote."""
-        code = self._process.returncode
-        if code is None:
-            how = f"process {self.pid} runs"
-        elif code < 0:
-            hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
-            how = f"process {self.pid} was ended by {signal.Signals(-code).name}{hint}"
-        else:
-            how = f"process {self.pid} ended with exit code {code}"
-        lines = "\n".join(f"    {line}" for line in self._tail)
-        return f"{how}; the last that it wrote:\n{lines}" if lines else f"{how} and wrote nothing"
+        return ending_of(self.pid, self._process.returncode, self._tail)
 
     def _spawn(
         self, python: str, variables: dict[str, str], descriptor: int

@@ -15,10 +15,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future
+from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillWaiting  # another class before Python 3.11
-from concurrent.futures import wait as wait_futures
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -181,15 +180,6 @@ class Link:
                 return pending.future.result(timeout=WAIT_SECONDS)
             except StillWaiting:
                 continue
-
-    def wait_all(self, asked: Sequence[PendingCall]) -> list[Any]:
-        """All answers; the first error ends the wait."""
-        running = {pending.future for pending in asked}
-        while running:
-            done, running = wait_futures(running, timeout=WAIT_SECONDS, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result(timeout=0)
-        return [pending.future.result(timeout=0) for pending in asked]
 
     def call(self, name: str, *, descriptor: int | None = None, **arguments: Any) -> Any:
         return self.wait(self.begin(name, descriptor=descriptor, **arguments))

@@ -13,7 +13,6 @@ import http.client
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.utils.processes import DIE_WITH_PARENT
+from verl.utils.processes import DIE_WITH_PARENT, ending_of, reap
 from verl.workers.rollout.sglang_rollout.arguments import command_line, unknown_arguments
 
 LOOK_SECONDS = 0.2
@@ -85,24 +84,12 @@ class Server:
 
     def stderr_tail(self) -> str:
         """How it ended, and the last lines it wrote."""
-        code = self._process.poll()
-        if code is None:
-            how = f"process {self._process.pid} runs"
-        elif code < 0:
-            how = f"process {self._process.pid} was ended by {signal.Signals(-code).name}"
-        else:
-            how = f"process {self._process.pid} ended with exit code {code}"
-        lines = "\n".join(f"    {line}" for line in self._tail)
-        return f"{how}; the last that it wrote:\n{lines}"
+        return ending_of(self._process.pid, self._process.poll(), self._tail)
 
     def close(self) -> None:
         """SGLang ends its own children on SIGTERM; what is left goes with the process group."""
         self._process.terminate()
-        try:
-            self._process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=END_SECONDS)
+        reap(self._process, END_SECONDS)
         self._folder.cleanup()
 
     def _answers(self) -> bool:

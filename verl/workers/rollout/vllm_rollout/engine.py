@@ -17,23 +17,27 @@ import vllm
 from torch import Tensor
 from transformers import AutoTokenizer
 from vllm import EngineArgs, LLMEngine
+from vllm import SamplingParams as VllmSamplingParams
 from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
 
 from verl.utils.images import open_image
 from verl.utils.media import unexpanded
 from verl.workers.rollout.adapter_names import without_adapters
-from verl.workers.rollout.base import GenerationRequest, TokenDelta
+from verl.workers.rollout.base import GenerationRequest, SamplingParams, TokenDelta
 from verl.workers.rollout.native.sequence import (
     EngineLimits,
     refuse_what_cannot_run,
+    seeds_of_continuations,
     tokens_until_stop,
 )
 from verl.workers.rollout.process.hosted import EngineFacts, HostedEngine
 from verl.workers.rollout.vllm_rollout.adapters import AdapterFolder, published_form
 from verl.workers.rollout.vllm_rollout.arguments import merged_arguments
 from verl.workers.rollout.vllm_rollout.compatibility import CAN_PAUSE, REFUSED_REQUEST
-from verl.workers.rollout.vllm_rollout.sampling import sampling_of_samples
 
+SMALLEST_TEMPERATURE = 0.01
+LARGEST_SEED = 2**63 - 1
 PART_BYTES = 64 << 20
 """Weights that travel to vLLM's workers at a time, where there are several."""
 
@@ -189,6 +193,8 @@ class VLLMEngine(HostedEngine):
             self._load_base(weights)
         else:
             self._adapter.replace(weights, self._engine)
+        if self._engine.model_config.is_multimodal_model:
+            self._engine.reset_encoder_cache()  # of the scheduler too, or it would not ask again
         if not self._is_paused:
             self.forget_cache()
 
@@ -285,3 +291,39 @@ def input_with_images(request: GenerationRequest) -> Any:
         "prompt_token_ids": unexpanded(request.prompt_ids, request.media),
         "multi_modal_data": {"image": [open_image(one.source) for one in request.media]},
     }
+
+
+def sampling_of_samples(
+    request: GenerationRequest, end_tokens: Sequence[int]
+) -> list[VllmSamplingParams]:
+    """They differ in their seeds; a request without a seed leaves it to vLLM."""
+    params = request.params
+    seeds: list[int | None] = [None] * request.num_samples
+    if request.seeds is not None or params.seed is not None:
+        seeds = [seed & LARGEST_SEED for seed in seeds_of_continuations(request, params.seed or 0)]
+    return [vllm_sampling(params, seed, end_tokens) for seed in seeds]
+
+
+def vllm_sampling(
+    params: SamplingParams, seed: int | None, end_tokens: Sequence[int]
+) -> VllmSamplingParams:
+    if 0 < params.temperature < SMALLEST_TEMPERATURE:
+        raise ValueError(
+            f"temperature is {params.temperature}; vLLM would silently use {SMALLEST_TEMPERATURE} "
+            "instead: take that, or 0 for the likeliest token"
+        )
+    ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *end_tokens)
+    return VllmSamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        max_tokens=params.max_tokens,
+        stop_token_ids=list(ends),
+        ignore_eos=params.ignore_eos,
+        seed=seed,
+        logprobs=0,  # the drawn token's alone
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

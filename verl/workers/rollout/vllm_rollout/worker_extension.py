@@ -55,7 +55,6 @@ class WeightLoading:
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             for layer in tied_layers(model):
                 layer.quant_method.process_weights_after_loading(layer)
-        self.model_runner.reset_encoder_cache()
         return sorted({*partial, *self._absent(model)})
 
     def _absent(self, model: nn.Module) -> set[str]:

@@ -20,13 +20,23 @@ from verl.algos.prime import (
     prime_advantage,
     shaped_rewards,
 )
+from verl.config.ppo import PPOConfig
 from verl.config.reward import FSDPRewardModelConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import SESSION_UID
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.placing import REWARD_POOL, pool_of
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.tripwires import require_finite
-from verl.trainer.recipes.prime.worker import ACCURACY, LOG_PROBS, REF_LOG_PROBS, TEMPERATURE
+from verl.trainer.ppo.utils import Role
+from verl.trainer.recipes.prime_worker import (
+    ACCURACY,
+    LOG_PROBS,
+    REF_LOG_PROBS,
+    TEMPERATURE,
+    ImplicitRewardWorker,
+)
+from verl.trainer.task_runner import TaskRunner
 
 SCORES = "rm_scores"
 
@@ -109,6 +119,19 @@ class PrimeTrainer(PPOTrainer):
             )
         require_finite(batch, "advantages", "returns")
         return batch
+
+
+class PrimeRunner(TaskRunner):
+    """Trains a policy and the implicit reward model that rewards its tokens."""
+
+    trainer_class = PrimeTrainer
+
+    def add_reward_model_worker(self, config: PPOConfig) -> None:
+        self.role_worker_mapping[Role.RewardModel] = ImplicitRewardWorker
+        has_pool = config.reward_model.enable_resource_pool
+        self.mapping[Role.RewardModel] = (
+            REWARD_POOL if has_pool else pool_of(config, "reward_model")
+        )
 
 
 def outcomes(batch: DataProto) -> Tensor:

@@ -1,1 +1,0 @@
-"""SPPO: log-ratios that follow the reward above its baseline. Settings alone, no stage."""
