@@ -20,7 +20,7 @@ def pace() -> float:
 
 def wait_until(claim: Callable[[], object], what: str = "", seconds: float = 60.0) -> None:
     """Look until the claim holds: what other threads and processes do takes its time."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds * PATIENCE
     while not claim():
         assert time.monotonic() < end, what or claim
         time.sleep(0.01)

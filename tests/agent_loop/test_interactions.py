@@ -106,7 +106,8 @@ FAULTS = {
 def test_a_user_who_fails_is_a_broken_world(users, mood):
     config = turns_config(**users)
     world = ToolAgentLoop.world_of(config, chatml_tokenizer())
-    world.interactions.users["picky"].config["timeout"] = 0.2 * pace()
+    seconds = 1.0 * pace() if mood == "hangs" else 60.0
+    world.interactions.users["picky"].config["timeout"] = seconds
     with pytest.raises(InfraFault, match=FAULTS[mood]):
         run_loop(config, ScriptedRollout("one" + END), **row("picky", mood=mood))
     assert PickyInteraction.events == ["start", "finalize"]

@@ -196,7 +196,7 @@ def test_a_call_that_hangs_ends_at_its_deadline_and_the_model_is_told(tools):
     config = turns_config(**tools)
     tool_set = ToolAgentLoop.world_of(config, chatml_tokenizer()).tools
     for tool in tool_set.tools.values():
-        tool.config["timeout"] = 0.2 * pace()
+        tool.config["timeout"] = 1.0 * pace()
     output = run_loop(config, engine)
     assert "no result within" in text_of(output)
     assert output.extra_fields["tool_outcomes"] == {"timeout": 1}

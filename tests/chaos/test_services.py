@@ -19,7 +19,7 @@ import json, urllib.request
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     body = json.dumps({{"text": solution_str, "answer": ground_truth}}).encode()
-    with urllib.request.urlopen("http://127.0.0.1:{port}", data=body, timeout=0.5) as answer:
+    with urllib.request.urlopen("http://127.0.0.1:{port}", data=body, timeout={seconds}) as answer:
         return float(json.load(answer)["score"])
 """
 OUTAGES = ("killed", "status 500", "slow", "garbage", "not a score")
@@ -88,9 +88,10 @@ class Service:
 
 
 @contextmanager
-def service_for(folder):
+def service_for(folder, mode):
     service = Service()
-    (folder / "asks.py").write_text(REWARD.format(port=service.port))
+    seconds = 0.5 if mode == "slow" else 60  # a busy machine is no outage
+    (folder / "asks.py").write_text(REWARD.format(port=service.port, seconds=seconds))
     try:
         yield service
     finally:
@@ -130,7 +131,7 @@ def test_a_service_that_fails_pauses_the_run_and_costs_nothing(
     own_toy, tmp_path, monkeypatch, caplog, mode
 ):
     expected, straight = toy_run(own_toy, tmp_path / "straight")
-    with service_for(tmp_path) as service:
+    with service_for(tmp_path, mode) as service:
         pauses = []
 
         def back_at_the_second_pause(seconds):
@@ -161,7 +162,7 @@ def test_a_service_that_stays_away_ends_the_run_with_its_cause(
     monkeypatch.setattr(breaker, "sleep", lambda seconds: None)
     monkeypatch.setattr(breaker, "MAX_PAUSE_SECONDS", 0.2)
     cause = "Connection refused" if mode == "killed" else "HTTP Error 500"
-    with service_for(tmp_path) as service:
+    with service_for(tmp_path, mode) as service:
         loses = trainer_that_loses(service, mode)
         with pytest.raises(Outage, match=rf"failed in .* {cause}.*did not come back") as outage:
             toy_run(own_toy, tmp_path, asking(tmp_path), trainer_class=loses)

@@ -52,9 +52,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     "stage",
     [
-        pytest.param(
-            stage, marks=[] if stage in ("rollout", "update", "save") else pytest.mark.slow
-        )
+        pytest.param(stage, marks=[] if stage in ("update", "save") else pytest.mark.slow)
         for stage in (*STAGES, "save")
     ],
 )

@@ -41,10 +41,10 @@ def run_child(
     output.mkdir(exist_ok=True)
     child = children.Process(target=_train, args=(toy, output, changes, die, recipe))
     child.start()
-    child.join(timeout=100)
+    child.join(timeout=200)
     if child.exitcode is None:
         child.kill()
-        raise TimeoutError(f"the run in {output} did not end within 100 seconds")
+        raise TimeoutError(f"the run in {output} did not end within 200 seconds")
     return child.exitcode
 
 

@@ -58,13 +58,14 @@ def test_ten_thousand_calls_in_a_turn_are_a_bounded_number_of_calls():
 def test_reading_calls_takes_linear_time():
     def seconds(num_calls):
         text = CALL * num_calls + "<tool_call>" + "y" * 60 * num_calls
-        start = time.process_time()
+        start = time.thread_time()
         read(text, 16)
-        return time.process_time() - start
+        return time.thread_time() - start
 
     seconds(100)
     short = min(seconds(1000) for _ in range(3))
-    assert seconds(8000) < 8 * short * 3, "eight times the text, with room for noise"
+    long = min(seconds(8000) for _ in range(3))
+    assert long < 8 * short * 3, "eight times the text, with room for noise"
 
 
 def test_a_tools_output_cannot_imitate_a_turn(plain_server):

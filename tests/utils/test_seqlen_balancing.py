@@ -66,9 +66,9 @@ def test_one_very_long_sequence_is_met_by_short_ones_when_sizes_are_equal():
 
 def test_balancing_eight_thousand_sequences_over_64_ranks_takes_less_than_a_second():
     lengths = np.random.default_rng(0).lognormal(6, 1, 8192).astype(int).tolist()
-    start = time.process_time()
+    start = time.thread_time()
     found = tokens(lengths, get_seqlen_balanced_partitions(lengths, 64, equal_size=True))
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
     assert max(found) - min(found) <= 4
 
 
@@ -288,7 +288,7 @@ def test_impossible_divisions_are_refused(divide):
 
 def test_eight_thousand_sequences_in_64_parts_take_less_than_a_second():
     lengths = np.random.default_rng(0).lognormal(6, 1, 8192).astype(int).tolist()
-    start = time.process_time()
+    start = time.thread_time()
     found = sums(lengths, karmarkar_karp(lengths, 64, equal_size=False))
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
     assert found[-1] - found[0] <= 2

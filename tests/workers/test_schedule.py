@@ -202,7 +202,7 @@ def test_tokens_are_balanced_across_ranks():
 
 def test_a_hundred_thousand_rows_are_planned_in_a_second():
     lengths = np.random.default_rng(0).lognormal(6, 1, 100_000).astype(int).clip(10, 8000).tolist()
-    start = time.process_time()
+    start = time.thread_time()
     plan_update(
         lengths,
         lengths,
@@ -210,7 +210,7 @@ def test_a_hundred_thousand_rows_are_planned_in_a_second():
         micro_batching=MicroBatching(tokens=16384),
         num_ranks=8,
     )
-    assert time.process_time() - start < 2.0  # 0.5 s on a free core
+    assert time.thread_time() - start < 2.0  # 0.5 s on a free core
 
 
 def test_rows_are_split_by_count_in_order():

@@ -158,13 +158,13 @@ def test_a_million_characters_are_refused_in_little_time_and_memory(content):
     with pytest.raises(PromptTooLong):  # once before the clock: the tokenizer warms up
         encode_prompt(messages, TOKENIZER, max_tokens=512)
     tracemalloc.start()
-    start = time.process_time()
+    start = time.thread_time()
     with pytest.raises(PromptTooLong, match="characters"):
         encode_prompt(messages, TOKENIZER, max_tokens=512)
-    seconds = time.process_time() - start
+    seconds = time.thread_time() - start
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 0.25  # an idle machine needs a fifth of this
+    assert seconds < 1.0  # an idle machine needs a twentieth of this
     assert peak < 50 << 20
 
 

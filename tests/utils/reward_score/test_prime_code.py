@@ -171,7 +171,9 @@ def test_judging_leaves_no_thread_and_no_descriptor_behind():
     table = {"assert_case": ["assert f(1) == 1"] * 3}
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     assert apps_check_correctness(table, "def f(x): return x")[0] == [True] * 3
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    num_threads, num_files = before  # those of tests before this one may end meanwhile
+    assert threading.active_count() <= num_threads
+    assert len(os.listdir("/proc/self/fd")) <= num_files
 
 
 def test_an_endless_solution_is_a_time_out_for_an_assertion():

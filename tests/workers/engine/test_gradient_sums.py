@@ -12,7 +12,7 @@ from verl.workers.engine.memory import USABLE_SHARE, DeviceMemory
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.engine.stepping import MICRO_BATCHES_IN_16_BITS, GradientSums
 
-NUM_ROWS = 512
+NUM_ROWS = 320
 
 
 def add_pass(parameter, value):
