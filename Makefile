@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests and runs start many processes: each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-examples test-sglang test-verifiers test-invariance test-megatron test-templates chaos soak mutants golden test-all docs docs-serve dist test-dist lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-examples test-sglang test-verifiers test-invariance test-megatron test-templates test-trackio chaos soak mutants golden test-all docs docs-serve dist test-dist lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -102,6 +102,10 @@ test-megatron: $(STAMP)  ## Compare every pair of ways to divide a model with on
 test-templates: $(STAMP)  ## Compare what follows a turn with what 72 chat templates write, in 10,000 conversations
 	@test -d build/trl || $(BIN)/pip install --quiet --no-deps --target build/trl trl==1.16.0
 	$(BIN)/python -m pytest tests/utils/dataset/test_continuation.py -m 'slow or not slow'
+
+test-trackio: $(STAMP)  ## Log metrics and traces of a run to a real Trackio
+	@test -d build/trackio || $(BIN)/pip install --quiet --target build/trackio trackio==0.43.0
+	$(BIN)/python -m pytest tests/utils/test_trackio.py -m slow
 
 chaos: $(STAMP)  ## Run the tests of every fault and attack, and print all 49 rows with their state
 	$(BIN)/python -m tests.chaos.run

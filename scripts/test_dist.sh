@@ -14,5 +14,6 @@ cd "$folder"
 venv/bin/verl doctor
 venv/bin/python quickstart/run.py --out run "$@"
 venv/bin/python -m recipe.dapo.main_dapo trainer.dry_run=True trainer.n_gpus_per_node=1 > plan.txt
-test -s run/page.html && grep -q "data.train_batch_size" plan.txt
+test -s run/page.html || { echo "the quickstart wrote no page" >&2; exit 1; }
+grep -q "prompts per step" plan.txt || { cat plan.txt >&2; exit 1; }
 echo "$(basename "$wheel") and $(basename "$source") work outside the repository"

@@ -1,28 +1,37 @@
-"""What this machine has and lacks for training: `python -m verl.doctor`.
+"""What this machine has and lacks for training: `python -m verl.doctor [key=value ...]`.
 
 Each check gives a state, what was found, and what to do about it. Nothing is changed, nothing is
-downloaded. Exits with 1 if something that training needs is missing. For a configuration use the
-plan: `python -m verl.trainer.main_ppo ... trainer.dry_run=True`.
+downloaded. Exits with 1 if something that training needs is missing, or if the configuration, where
+arguments of `verl.trainer.main_ppo` are given, would be refused here.
 """
 
+import argparse
 import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from verl.config.effects import without_effect
+from verl.config.load import load_config
 from verl.config.packages import installed_version
+from verl.config.ppo import PPOConfig
 from verl.config.roles import ROLLOUTS
+from verl.config.validate import validate
+from verl.trainer.plan.layout import row_faults
+from verl.trainer.plan.megatron import layout_faults
 from verl.utils.environment import cache_folder, sglang_python, usable_cores, vllm_python
 from verl.utils.py_functional import printable
 
@@ -201,15 +210,44 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def findings() -> Iterator[Finding]:
+def check_configuration(overrides: Sequence[str]) -> Iterator[Finding]:
+    """What `verl.trainer.main_ppo` would refuse or ignore of these options on this machine."""
+    try:
+        loaded = load_config(OmegaConf.from_dotlist(list(overrides)), PPOConfig)
+    except OmegaConfBaseException as error:
+        yield Finding("configuration", BAD, str(error).partition("\n")[0], "write key=value")
+        return
+    config = loaded.config
+    faults = validate(config, loaded.user_set, known_faults=loaded.faults)
+    faults += [*row_faults(config), *layout_faults(config)]
+    for fault in faults:
+        found, _, remedy = fault.text.partition("; ")
+        yield Finding(fault.keys[0] if fault.keys else "configuration", BAD, found, remedy)
+    for key, reason in without_effect(config, loaded.user_set):
+        yield Finding(key, NOTE, f"has no effect: {reason}", "leave it out")
+    for notice in loaded.notices:
+        yield Finding("configuration", NOTE, notice)
+    if not faults:
+        counted = f"{len(loaded.user_set)} settings, none is refused"
+        yield Finding("configuration", OK, counted, "trainer.dry_run=True prints the plan")
+
+
+def findings(overrides: Sequence[str] = ()) -> Iterator[Finding]:
     for check in CHECKS:
         yield from check()
+    if overrides:
+        yield from check_configuration(overrides)
 
 
-def main(console: Console | None = None) -> int:
-    table = Table("", "what", "found", "what to do")
+def main(arguments: list[str] | None = None, console: Console | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m verl.doctor", description=__doc__)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="options of a run, to check those too"
+    )
+    options = parser.parse_args(arguments)
+    table = Table("", *(Column(name, overflow="fold") for name in ("what", "found", "what to do")))
     worst = 0
-    for finding in findings():
+    for finding in findings(options.overrides):
         mark = Text(finding.state, style=STYLES[finding.state])
         cells = (printable(text) for text in (finding.name, finding.found, finding.remedy))
         table.add_row(mark, *map(Text, cells))

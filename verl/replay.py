@@ -181,8 +181,8 @@ def column(samples: Sequence[Sample], name: str, width: int) -> Tensor:
 
 def request_of(folder: Path, step: int, overrides: Sequence[str] = ()) -> Request:
     store = one_run(folder)
-    loop = str(store.facts.get("loop", ""))
-    if loop and not loop.startswith("verl."):
+    loop = store.facts.get("foreign_loop")
+    if loop:
         raise ValueError(
             f"the steps of {store.path} were made by {loop}, not by our fit; only those of ours "
             "are made again from a store"

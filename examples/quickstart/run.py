@@ -291,7 +291,7 @@ def report(results: dict[str, Any], folder: Path, model: str, seconds: float) ->
 
 def serve_command(folder: Path, model: str) -> str:
     """`make serve` finds the model of a run in the usual folder by itself."""
-    if HERE != Path("examples/quickstart"):  # somewhere else there is no Makefile
+    if Path("examples/quickstart") != HERE:  # somewhere else there is no Makefile
         return f"verl serve actor_rollout_ref.model.path={shlex.quote(model)} trainer.device=cpu"
     return "make serve" if folder == USUAL_FOLDER else f"make serve MODEL={shlex.quote(model)}"
 

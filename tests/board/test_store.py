@@ -197,6 +197,10 @@ def test_two_runs_are_compared_down_to_the_first_token_that_differs(tmp_path):
     assert str(found) == "step 2: token 1 of sample 1 (2-1): [8, '<8>'] against [9, '<9>']"
     value = stored(tmp_path / "d", sample("2-0", advantage=(0.5, 2.0)), sample("2-1"))
     assert "advantage of token 1 of sample 0" in str(first_difference(ours, value))
+    close = stored(tmp_path / "g", sample("2-0", advantage=(0.5, 2.0000002)), sample("2-1"))
+    assert "2.0 against 2.000000" in str(first_difference(value, close)), "the last bit counts"
+    nan = [stored(tmp_path / name, sample("2-0", advantage=(0.5, np.nan))) for name in "hi"]
+    assert first_difference(*nan) is None
     fewer = stored(tmp_path / "e", sample("2-0"))
     assert "sample 1 is in the first run only" in str(first_difference(ours, fewer))
     metric = stored(tmp_path / "f", sample("2-0"), sample("2-1"), metrics={"actor/lr": 2.0})

@@ -249,28 +249,6 @@ def test_weave_calls_are_finished_with_the_output_or_the_error(stand_in):
     ]
 
 
-def test_trackio_gets_one_trace_per_trajectory_with_its_spans(tmp_path, monkeypatch):
-    import sys
-    from types import ModuleType
-
-    logged, trackio = [], ModuleType("trackio")
-    trackio.init = lambda **names: logged.append(names)
-    trackio.Trace = lambda **parts: parts
-    trackio.log = logged.append
-    monkeypatch.setitem(sys.modules, "trackio", trackio)
-    monkeypatch.setattr("verl.utils.trace_backends.require", lambda name, extra: trackio)
-    RolloutTraceConfig.init("project", "run", "trackio")
-    with rollout_trace_attr(step=2):
-        Agent().score("abc")
-    assert logged[0] == {"project": "project", "name": "run"}
-    (trace,) = [entry["trace"] for entry in logged[1:]]
-    assert trace["metadata"]["step"] == 2
-    assert [(one["name"], one["status"]) for one in trace["spans"]] == [
-        ("Agent.score", "success"),
-        ("rollout_trace", "success"),
-    ]
-
-
 def test_a_file_opens_in_perfetto_and_nests_spans_in_the_lane_of_their_trajectory(tmp_path):
     RolloutTraceConfig.init("project", "run", "file", folder=tmp_path)
 

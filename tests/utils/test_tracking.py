@@ -345,8 +345,8 @@ def test_swanlab_clearml_and_trackio_each_get_the_step_in_their_own_way(service)
     scalar = {"title": "actor", "series": "loss/mean", "value": 0.5, "iteration": 1}
     assert ("Task.init().get_logger().report_scalar", (), scalar) in clearml
     assert clearml[-1][0] == "Task.init().close"
-    assert ("log", ({"actor/loss/mean": 0.5},), {"step": 1}) in trackio
-    assert trackio[-1][0] == "finish"
+    assert ("init().log", ({"actor/loss/mean": 0.5},), {"step": 1}) in trackio
+    assert trackio[-1][0] == "init().finish"
 
 
 def test_mlflow_names_keep_the_allowed_characters():

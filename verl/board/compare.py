@@ -75,7 +75,7 @@ def column_difference(
     ours: list[float] | None, theirs: list[float] | None
 ) -> tuple[int, float | None, float | None] | None:
     for at, (x, y) in enumerate(zip_longest(ours or (), theirs or ())):
-        if x != y:
+        if x != y and not (x != x and y != y):  # both are NaN
             return at, x, y
     return None
 

@@ -33,6 +33,9 @@ class RunBoard:
         self._facts, self._max_bytes = facts, max_bytes
         self.is_on = is_on
         self.was_opened = False
+        self.foreign_loop = ""
+        """The function whose steps are recorded, if it is not our `fit`."""
+
         self._recorder: Recorder | None = None
         self._server: JsonServer | None = None
 
@@ -90,7 +93,7 @@ class RunBoard:
             self._recorder = Recorder(
                 self._folder,
                 self._tokenizer,
-                facts=self._facts(),
+                facts={**self._facts(), "foreign_loop": self.foreign_loop},
                 max_bytes=self._max_bytes,
                 first_step=step - 1,
             )

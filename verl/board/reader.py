@@ -168,8 +168,9 @@ class StoreReader:
         names = LISTED.split(", ")
         return {"count": count, "rows": [dict(zip(names, row, strict=True)) for row in rows]}
 
-    def sample(self, number: int) -> dict[str, Any]:
-        """One sample with all of its tokens: texts, and a number for each in every column."""
+    def sample(self, number: int, digits: int | None = 5) -> dict[str, Any]:
+        """One sample with all of its tokens: texts, and a number for each in every column, rounded
+        to so many digits for the page; None gives what was stored."""
         query = f"SELECT {LISTED}, extras, prompt_ids, response_ids FROM samples WHERE id = ?"
         rows = self._rows(query, number)
         if not rows:
@@ -186,8 +187,10 @@ class StoreReader:
             "prompt_tokens": [[token, texts[token]] for token in prompt],
             "tokens": [[token, texts[token]] for token in response],
             "columns": {
-                name: [round(value, 5) for value in np.frombuffer(data, "<f4").tolist()]
-                for name, data in columns
+                name: values if digits is None else [round(value, digits) for value in values]
+                for name, values in (
+                    (name, np.frombuffer(data, "<f4").tolist()) for name, data in columns
+                )
             },
         }
 
@@ -209,11 +212,11 @@ class StoreReader:
         return (self.sample(number) for (number,) in rows)
 
     def trained(self, step: int) -> Iterator[dict[str, Any]]:
-        """The trained samples of a step in the order of the batch, with their token columns."""
+        """The trained samples of a step in the order of the batch, their columns as stored."""
         rows = self._rows(
             "SELECT id FROM samples WHERE step = ? AND phase = 'train' ORDER BY id", step
         )
-        return (self.sample(number) for (number,) in rows)
+        return (self.sample(number, digits=None) for (number,) in rows)
 
 
 def one_run(path: Path) -> StoreReader:

@@ -156,6 +156,8 @@ class StoreWriter:
             )
             rows = connection.execute("SELECT id FROM vocabulary")
             self._known_ids = {row[0] for row in rows}
+            ((last,),) = connection.execute("SELECT MAX(id) FROM samples")
+            self._num_samples = int(last or 0)
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS)
@@ -203,53 +205,28 @@ class StoreWriter:
                 "INSERT INTO events (step, time, kind, text) VALUES (?, ?, ?, ?)",
                 [(step.number, step.time, kind, text) for kind, text in step.events],
             )
-            columns: list[tuple[int | None, str, bytes]] = []
-            for sample in samples:
-                number = self._write_sample(connection, step.number, sample)
-                columns += [
+            first, self._num_samples = self._num_samples + 1, self._num_samples + len(samples)
+            numbered = list(enumerate(samples, start=first))
+            connection.executemany(
+                "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [(number, step.number, *sample_row(sample)) for number, sample in numbered],
+            )
+            connection.executemany(
+                "INSERT INTO columns VALUES (?, ?, ?)",
+                [
                     (number, name, np.asarray(values, dtype="<f4").tobytes())
+                    for number, sample in numbered
                     for name, values in sample.columns.items()
-                ]
-            connection.executemany("INSERT INTO columns VALUES (?, ?, ?)", columns)
-        self._keep_within_limit(connection)
-
-    def _write_sample(
-        self, connection: sqlite3.Connection, step: int, sample: Sample
-    ) -> int | None:
-        """Write all but the token columns; the number of the sample."""
-        mask, advantage = (sample.columns.get(name) for name in ("mask", "advantage"))
-        mean = None
-        if advantage is not None and mask is not None and mask.any():
-            mean = float(advantage[mask != 0].mean())
-        cursor = connection.execute(
-            "INSERT INTO samples (step, phase, uid, prompt, response, truth, source, score, turns,"
-            " tokens, advantage, extras, prompt_ids, response_ids)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                step,
-                sample.phase,
-                sample.uid,
-                sample.prompt,
-                sample.response,
-                sample.truth,
-                sample.source,
-                sample.score,
-                sample.turns,
-                len(sample.response_ids),
-                mean,
-                json.dumps(sample.extras, default=str),
-                np.asarray(sample.prompt_ids, dtype="<i4").tobytes(),
-                np.asarray(sample.response_ids, dtype="<i4").tobytes(),
-            ),
-        )
-        new = {*sample.prompt_ids, *sample.response_ids} - self._known_ids
-        if new:
+                ],
+            )
+            ids = {token for one in samples for token in (*one.prompt_ids, *one.response_ids)}
+            new = sorted(ids - self._known_ids)
             connection.executemany(
                 "INSERT OR IGNORE INTO vocabulary VALUES (?, ?)",
-                [(token, self._decode(token)) for token in sorted(new)],
+                [(token, self._decode(token)) for token in new],
             )
-            self._known_ids |= new
-        return cursor.lastrowid
+            self._known_ids.update(new)
+        self._keep_within_limit(connection)
 
     def _keep_within_limit(self, connection: sqlite3.Connection) -> None:
         size = _pragma(connection, "page_size")
@@ -276,6 +253,30 @@ class StoreWriter:
                 (steps[-1], time.time(), text),
             )
         connection.execute("PRAGMA incremental_vacuum").fetchall()
+
+
+def sample_row(sample: Sample) -> tuple[Any, ...]:
+    """The columns of table `samples` after id and step."""
+    mask, advantage = (sample.columns.get(name) for name in ("mask", "advantage"))
+    mean = None
+    if advantage is not None and mask is not None:
+        trained = advantage[mask != 0]
+        mean = float(trained.sum()) / len(trained) if len(trained) else None
+    return (
+        sample.phase,
+        sample.uid,
+        sample.prompt,
+        sample.response,
+        sample.truth,
+        sample.source,
+        sample.score,
+        sample.turns,
+        len(sample.response_ids),
+        mean,
+        json.dumps(sample.extras, default=str),
+        np.asarray(sample.prompt_ids, dtype="<i4").tobytes(),
+        np.asarray(sample.response_ids, dtype="<i4").tobytes(),
+    )
 
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, float | str]:

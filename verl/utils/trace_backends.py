@@ -21,6 +21,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 from verl.utils.environment import mlflow_tracking_uri
 from verl.utils.import_utils import require
 from verl.utils.rollout_trace import RolloutTraceConfig, TraceBackend
+from verl.utils.tracking_backends import end_trackio_run, trackio_run
 
 MAX_CHARACTERS = 2000
 THREAD_LANES = 1_000_000
@@ -181,12 +182,14 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TrackioBackend(TraceBackend):
-    """A `trackio.Trace` per trajectory, logged when it ends."""
+    """A `trackio.Trace` per trajectory, logged when it ends; in the run of the metrics, if these go
+    to Trackio, too."""
 
     def __init__(self, project_name: str, experiment_name: str) -> None:
         super().__init__(project_name, experiment_name)
         self._trackio = self.client = _package("trackio", "track")
-        self._trackio.init(project=project_name, name=experiment_name)
+        self._lock = threading.Lock()
+        self._run: Any = None  # opened with the first trace: the metrics know the configuration
 
     @contextmanager
     def trajectory(self, name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
@@ -224,7 +227,14 @@ class TrackioBackend(TraceBackend):
 
     def _log(self, spans: list[dict[str, Any]], metadata: Mapping[str, Any]) -> None:
         trace = self._trackio.Trace(messages=[], spans=spans, metadata=brief(metadata))
-        self._trackio.log({"trace": trace})
+        with self._lock:  # samples end on several threads
+            if self._run is None:
+                self._run = trackio_run(self._trackio, self.project_name, self.experiment_name)
+            self._run.log({"trace": trace}, step=metadata.get("step"))
+
+    def close(self) -> None:
+        if self._run is not None:
+            end_trackio_run(self.project_name, self.experiment_name)
 
 
 def utc_now() -> str:

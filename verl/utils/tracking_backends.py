@@ -236,13 +236,35 @@ class ClearmlBackend(TrackingBackend):
 class TrackioBackend(TrackingBackend):
     def __init__(self, project_name: str, experiment_name: str, config: Any = None) -> None:
         super().__init__(project_name, experiment_name, config)
-        self._trackio = optional_package("trackio", backend="trackio")
-        self._trackio.init(
-            project=project_name, name=experiment_name, config=jsonable(config or {})
-        )
+        trackio = optional_package("trackio", backend="trackio")
+        self._run = trackio_run(trackio, project_name, experiment_name, jsonable(config or {}))
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        self._trackio.log({name: plain(value) for name, value in data.items()}, step=step)
+        self._run.log({name: plain(value) for name, value in data.items()}, step=step)
 
     def finish(self) -> None:
-        self._trackio.finish()
+        end_trackio_run(self.project_name, self.experiment_name)
+
+
+_trackio_runs: dict[tuple[str, str], list[Any]] = {}  # as often as it is held
+
+
+def trackio_run(trackio: Any, project_name: str, experiment_name: str, config: Any = None) -> Any:
+    """Hold the run that metrics and traces share: a second `trackio.init` would end the first run,
+    and `trackio.log` finds the run only on the thread that began it."""
+    held = _trackio_runs.setdefault((project_name, experiment_name), [])
+    if held:
+        held.append(held[0])
+    else:
+        names = {"project": project_name, "name": experiment_name}
+        held.append(trackio.init(**names, config=config, resume="allow"))
+    return held[0]
+
+
+def end_trackio_run(project_name: str, experiment_name: str) -> None:
+    """Let go of the run; the last holder writes out what was logged."""
+    held = _trackio_runs[project_name, experiment_name]
+    run = held.pop()
+    if not held:
+        del _trackio_runs[project_name, experiment_name]
+        run.finish()

@@ -12,6 +12,7 @@ given since the step before. A `fit` that calls ours inside is recorded by ours.
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 from verl.board.live import RunBoard
@@ -31,14 +32,15 @@ class OwnLoopRecord(TrackingBackend):
     def __init__(self, board: RunBoard, project_name: str, experiment_name: str) -> None:
         super().__init__(project_name, experiment_name)
         self._board = board
-        self._stack = ExitStack()
+        self._stack, self._name = ExitStack(), ""
         self._has_opened = False
         self._clock = StageClock()
         self._batches: list[DataProto] = []
         self._has_samples = False
         self._last: tuple[int, dict[str, Any], dict[str, float]] = (-1, {}, {})
 
-    def run(self, fit: Callable[[], None]) -> None:
+    def run(self, fit: MethodType) -> None:
+        self._name = f"{fit.__module__}.{fit.__qualname__}"
         with self._stack, listening(self):
             fit()
         if not self._has_samples and (self._has_opened or not self._board.was_opened):
@@ -64,6 +66,7 @@ class OwnLoopRecord(TrackingBackend):
         if not self._has_opened:
             if self._board.was_opened:  # by our loop, which runs inside this one
                 return
+            self._board.foreign_loop = self._name
             self._stack.enter_context(self._board)
             self._has_opened = True
         batches, self._batches = self._batches, []
@@ -87,5 +90,5 @@ class OwnLoopRecord(TrackingBackend):
 
 def is_complete(batch: DataProto) -> bool:
     """Whether the batch has what a sample of the store is made of."""
-    has_tensors = REQUIRED_TENSORS <= set(batch.batch.keys())
-    return has_tensors and REQUIRED_ARRAYS <= set(batch.non_tensor_batch)
+    has_tensors = set(batch.batch.keys()) >= REQUIRED_TENSORS
+    return has_tensors and set(batch.non_tensor_batch) >= REQUIRED_ARRAYS

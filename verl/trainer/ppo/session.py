@@ -233,7 +233,6 @@ class TrainingRun(RunWorkers, RecipeMembers):
                 "name": name,
                 "total_steps": self.total_training_steps,
                 "settings": settings,
-                "loop": f"{type(self).fit.__module__}.{type(self).fit.__qualname__}",
             },
             max_bytes=trainer.board_megabytes << 20,
         )

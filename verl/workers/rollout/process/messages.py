@@ -3,7 +3,8 @@
     to the engine                                       from the engine
       {"call": name, "number": n, ...arguments}           {"answer": n, "value": ...}
                                                           {"answer": n, "error": kind, "text": ...}
-                                                          {"deltas": [[n, sample, ...], ...], "cache_usage": share}
+                                                          {"deltas": [[n, sample, ...], ...],
+                                                           "cache_usage": share}
                                                           {"heartbeat": seconds of the current work}
 
 Requests are calls whose answer is the last of their deltas; only a refusal is an answer.
