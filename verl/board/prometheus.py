@@ -120,7 +120,7 @@ def update_prometheus_config(
         raise ValueError("server_addresses is empty; pass host:port of every rollout server")
     path = Path(config.file).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    static = {"targets": list(server_addresses)}
+    static: dict[str, Any] = {"targets": list(server_addresses)}
     if config.served_model_name:
         static["labels"] = {"model_name": Path(config.served_model_name).name}
     job = {
