@@ -37,6 +37,15 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
     "token-sum",
 )
+
+
+def aggregation_named(faults: Iterator[str]) -> Iterator[str]:
+    """Faults of a section; that of `loss_agg_mode` in the words that users' code looks for, too."""
+    for text in faults:
+        is_mode = text.partition(" is ")[0].endswith("loss_agg_mode")
+        yield f"{text} (Invalid loss_agg_mode)" if is_mode else text
+
+
 WITH_DPO = When(
     lambda here, run: here.policy_loss.loss_mode == "dpo", "only policy_loss.loss_mode=dpo uses it"
 )
@@ -299,9 +308,7 @@ class ActorConfig(BaseConfig):
     """Counts over the whole mini-batch, which losses divide by: keyword arguments of `agg_loss`."""
 
     def faults(self, path: str = "") -> Iterator[str]:
-        for text in super().faults(path):
-            is_mode = text.startswith(f"{path}loss_agg_mode is")
-            yield f"{text} (Invalid loss_agg_mode)" if is_mode else text
+        yield from aggregation_named(super().faults(path))
         over_all, per_gpu = self.ppo_micro_batch_size, self.ppo_micro_batch_size_per_gpu
         if self.use_dynamic_bsz:
             return

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.actor import LOSS_AGG_MODES
+from verl.config.actor import LOSS_AGG_MODES, aggregation_named
 from verl.config.base import BaseConfig, When, never, option, runtime_value, while_on
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.model import (
@@ -175,6 +175,9 @@ class CriticConfig(BaseConfig):
 
     model_config: HFModelConfig | None = runtime_value(None)
     """The model, handed over by the worker."""
+
+    def faults(self, path: str = "") -> Iterator[str]:
+        yield from aggregation_named(super().faults(path))
 
 
 @dataclass(kw_only=True)

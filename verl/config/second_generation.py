@@ -124,7 +124,22 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ENTRIES: tuple[Entry, ...] = (
     # Moved.
     moved("critic.fsdp", "critic.model.fsdp_config"),
-    moved("critic.model_config", "critic.model"),
+    *(
+        moved(f"critic.model_config.{name}", f"critic.model.{name}")
+        for name in (
+            "path",
+            "tokenizer_path",
+            "override_config",
+            "external_lib",
+            "trust_remote_code",
+            "enable_gradient_checkpointing",
+            "enable_activation_offload",
+            "lora_rank",
+            "lora_alpha",
+            "target_modules",
+        )
+    ),
+    idle("critic.model_config", "critic.model describes the critic's model", None, {}),
     moved("critic.model.lora.rank", "critic.model.lora_rank"),
     moved("critic.model.lora.alpha", "critic.model.lora_alpha"),
     moved("actor_rollout_ref.model.lora.alpha", "actor_rollout_ref.model.lora_alpha"),

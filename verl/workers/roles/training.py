@@ -122,7 +122,8 @@ class TrainingWorker(RankWorker, CheckpointedWorker):
             self.init_process_group(timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
             if isinstance(section, FSDPEngineConfig):
                 self._sequence_group = self.create_subgroups(ranks_per_sequence(section))
-        self._engine = None  # its memory is for the new one
+        self._engine = None
+        vars(self).pop("checkpoints", None)  # it holds the engine, whose memory is for the new one
         self._engine = EngineRegistry.new(
             EngineSpec(
                 model=model,
