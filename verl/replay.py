@@ -221,6 +221,9 @@ def remake(request: Request, folder: Path) -> tuple[Remade, Path | None]:
 def replay_config(request: Request, folder: Path) -> PPOConfig:
     """The run's own configuration with the overrides; it writes into `folder` alone."""
     values = DictConfig(request.store.facts["settings"])
+    values.critic.pop(
+        "model_config", None
+    )  # set by the run, and as an option an older name of model
     values.merge_with_dotlist(request.overrides)
     quiet: dict[str, Any] = {**QUIET, "default_local_dir": str(folder), "resume_mode": "disable"}
     if request.checkpoint is not None:
