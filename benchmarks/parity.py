@@ -1,14 +1,19 @@
 """One task, several programs: GRPO with ours, TRL and OpenRLHF, curves over each other.
 
-    pip install --no-deps --target build/trl -r requirements/trl.txt
-    OMP_NUM_THREADS=1 python -m benchmarks.parity --out build/parity [--steps 60] [--seeds 3]
+    python3 -m venv build/trl-venv
+    build/trl-venv/bin/pip install torch==2.13.0 && build/trl-venv/bin/pip install trl==1.16.0
+    OMP_NUM_THREADS=1 python -m benchmarks.parity --out build/parity --trl build/trl-venv/bin/python
 
 The toy of the tests (write as many sevens as you can, a model of 30,000 weights) on the CPU: the
 same weights, prompts, seeds, and numbers of samples and updates. Settings are those of plain GRPO
 (arXiv:2402.03300) without KL: token-mean loss, clip 0.2, AdamW with a constant rate, one update per
-batch, temperature 1. Each program runs in a process of its own, TRL with the folder that `--trl`
-names before everything else. A program that is not installed is named and left out. Results are
-`curves.json` and `curves.png`.
+batch, temperature 1. Each program runs in a process of its own, TRL with the Python of an
+environment of its own. A program that cannot run is named, with the reason, and left out. Results
+are `curves.json` and `curves.png`.
+
+OpenRLHF (0.11.2) does not run on a CPU, whatever is installed beside it: its ranks begin with
+`torch.cuda.set_device`, which a torch without CUDA does not have. `--openrlhf` names its Python, so
+that the kit says which of its requirements are missing.
 """
 
 import argparse
@@ -19,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -98,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--trl", type=Path, default=Path("build/trl"), help="TRL's folder")
+    parser.add_argument("--trl", default=sys.executable, help="Python that has TRL")
+    parser.add_argument("--openrlhf", default=sys.executable, help="Python that has OpenRLHF")
     parser.add_argument("--worker", nargs=3, metavar=("PROGRAM", "FOLDER", "SEED"))
     options = parser.parse_args(arguments)
     if options.worker:
@@ -124,7 +129,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     curves: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = make_toy(Path(name))
-        for program in installed(options.trl):
+        for program in programs_that_run(options):
             found = curves[program] = {"rewards": [], "seconds": []}
             for seed in range(1, options.seeds + 1):
                 started = time.monotonic()
@@ -134,23 +139,41 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return curves
 
 
-def installed(trl: Path) -> list[str]:
-    programs = ["verl"]
-    if (trl / "trl").is_dir() or find_spec("trl") is not None:
-        programs.append("trl")
-    else:
-        print(f"TRL is not in {trl}: left out")
-    print("OpenRLHF needs flash-attn and DeepSpeed, which need CUDA: left out")
-    return programs
+def programs_that_run(options: argparse.Namespace) -> list[str]:
+    """Ours, and those of the others that their environments can run; reasons are printed."""
+    reasons = {
+        "trl": missing_packages(options.trl, "trl", "datasets", "torch"),
+        "openrlhf": missing_packages(
+            options.openrlhf, "openrlhf", "flash_attn", "deepspeed", "vllm"
+        ),
+    }
+    if not reasons["openrlhf"]:
+        reasons["openrlhf"] = "its ranks call torch.cuda.set_device, and this kit is for the CPU"
+    for program, reason in reasons.items():
+        if reason:
+            print(f"{program} is left out: {reason}", flush=True)
+    return ["verl", *(program for program in RUNS if not reasons.get(program, "it is ours"))]
+
+
+def missing_packages(python: str, *packages: str) -> str:
+    """What an environment lacks, in words; "" if it has all of them."""
+    lookup = (
+        "import importlib.util as u, sys; print(*(p for p in sys.argv[1:] if not u.find_spec(p)))"
+    )
+    found = subprocess.run(
+        [python, "-c", lookup, *packages], capture_output=True, text=True, timeout=60, check=True
+    )
+    missing = found.stdout.split()
+    return f"not installed in the environment of {python}: {', '.join(missing)}" if missing else ""
 
 
 def in_process(program: str, folder: Path, seed: int, options: argparse.Namespace) -> Curve:
     result = folder / "result.json"
-    paths = [str(options.trl.resolve()), os.getcwd()] if program == "trl" else [os.getcwd()]
+    python = options.trl if program == "trl" else sys.executable
     words = ["--out", result, "--steps", options.steps, "--worker", program, folder, seed]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.parity", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        [python, "-m", "benchmarks.parity", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,

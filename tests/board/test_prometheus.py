@@ -9,12 +9,15 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import yaml
 
 from tests.toy import ROLLOUT, make_toy, toy_run
 from verl.board.prometheus import with_job
+from verl.config.serving import PrometheusConfig
+from verl.experimental.agent_loop.prometheus_utils import update_prometheus_config
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.exposition import Family, Seconds, exposition, metric_name
 
@@ -47,6 +50,51 @@ def test_a_job_takes_the_place_of_the_one_of_its_name():
     config = {"global": {}, "scrape_configs": [{"job_name": "a", "x": 1}, {"job_name": "b"}]}
     found = with_job(config, {"job_name": "a"})
     assert found == {"global": {}, "scrape_configs": [{"job_name": "b"}, {"job_name": "a"}]}
+
+
+class Reloads(BaseHTTPRequestHandler):
+    """A Prometheus that is told to read its configuration again."""
+
+    paths: list[str] = []
+
+    def do_POST(self):
+        self.paths.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_): ...
+
+
+def test_rollout_servers_become_a_job_that_prometheus_reads_at_once(tmp_path):
+    file = tmp_path / "metrics" / "prometheus.yml"
+    server = HTTPServer(("127.0.0.1", 0), Reloads)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        config = PrometheusConfig(
+            enable=True, file=str(file), port=server.server_port, served_model_name="/models/q"
+        )
+        update_prometheus_config(config, ["10.0.0.1:8000"], "vllm")
+        update_prometheus_config(config, ["10.0.0.1:8001", "10.0.0.2:8001"], "vllm")
+    finally:
+        server.shutdown()
+        thread.join(60)
+        server.server_close()
+    (job,) = yaml.safe_load(file.read_text())["scrape_configs"]
+    assert job["job_name"] == "rollout_vllm"
+    assert job["static_configs"] == [
+        {"targets": ["10.0.0.1:8001", "10.0.0.2:8001"], "labels": {"model_name": "q"}}
+    ]
+    assert Reloads.paths == ["/-/reload", "/-/reload"]
+
+
+def test_servers_are_there_and_a_prometheus_that_is_not_is_named(tmp_path, caplog):
+    config = PrometheusConfig(enable=True, file=str(tmp_path / "prometheus.yml"), port=1)
+    with pytest.raises(ValueError, match="server_addresses is empty"):
+        update_prometheus_config(config, [])
+    update_prometheus_config(config, ["a:1"])
+    assert "http://127.0.0.1:1/-/reload does not answer" in caplog.text
+    assert "rollout" in (tmp_path / "prometheus.yml").read_text()
 
 
 def fetch(url, token=None):

@@ -1,9 +1,8 @@
 """The import paths, names and signatures that users' code relies on.
 
-`PRESENT` is what the package offers now, `LATER` what is promised and is not there yet. Each entry
-is a name in the module above it, dotted for members. Parameters in brackets are those a caller may
-pass, in this order: `=...` is any default, `_` any name, and brackets followed by `*` stand for a
-callable of which only these first parameters are promised.
+Each entry of `PRESENT` is a name in the module above it, dotted for members. Parameters in brackets
+are those a caller may pass, in this order: `=...` is any default, `_` any name, and brackets
+followed by `*` stand for a callable of which only these first parameters are promised.
 """
 
 from tests.compat.surface_09 import SECOND_GENERATION
@@ -14,10 +13,3 @@ from tests.compat.surface_training import TRAINING
 from tests.compat.surface_utils import UTILITIES
 
 PRESENT = {**BATCH_AND_CONTROLLER, **LOOP, **TRAINING, **UTILITIES, **RECIPES, **SECOND_GENERATION}
-
-LATER = {
-    "verl.experimental.agent_loop.prometheus_utils": "update_prometheus_config",
-    "verl.utils.skip": "SkipManager",
-    "verl.utils.tokenizer.continuous_token": "",
-    "verl.workers.engine_workers": "TrainingWorker",
-}

@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 
 import verl.trainer
 from verl.base_config import BaseConfig
+from verl.config.load import load_config
+from verl.config.ppo import PPOConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import (
     ActorConfig,
@@ -56,6 +58,11 @@ def test_an_actor_needs_one_micro_batch_size(options, text):
         actor(use_dynamic_bsz=False, **options)
 
 
+def test_a_wrong_aggregation_is_named():
+    with pytest.raises(ValueError, match="Invalid loss_agg_mode"):
+        actor(use_dynamic_bsz=True, loss_agg_mode="token-median")
+
+
 def test_one_micro_batch_size_or_dynamic_batches_are_enough():
     assert actor(use_dynamic_bsz=False, ppo_micro_batch_size=2).ppo_micro_batch_size == 2
     actor(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=2)
@@ -96,6 +103,13 @@ def test_sequence_parallel_needs_packed_sequences():
 def test_the_lowest_learning_rate_may_be_none():
     assert FSDPOptimizerConfig(lr=1e-6).min_lr_ratio is None
     assert FSDPOptimizerConfig(lr=1e-6, min_lr_ratio=None).min_lr_ratio is None
+
+
+def test_a_file_may_have_no_lowest_learning_rate():
+    optim = {"min_lr_ratio": None}
+    loaded = load_config({"actor_rollout_ref": {"actor": {"optim": optim}}}, PPOConfig)
+    assert loaded.faults == []
+    assert loaded.config.actor_rollout_ref.actor.optim.min_lr_ratio is None
 
 
 def test_the_older_name_of_the_schedule_works_on_the_class():

@@ -10,12 +10,16 @@ from omegaconf import OmegaConf
 
 from tests.registries import restored
 from tests.tiny_tokenizer import tiny_tokenizer
+from verl.config.load import load_config
+from verl.config.ppo import PPOConfig
+from verl.config.sft import SFTConfig
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.single_controller.ray.base import create_colocated_worker_raw_cls
 from verl.trainer.main_ppo import create_rl_sampler
 from verl.trainer.ppo import core_algos, metric_utils
+from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.rollout_skip import RolloutSkip
@@ -93,6 +97,8 @@ def test_a_mesh_name_is_registered_once():
     worker._register_dispatch_collect_info("actor", dp_rank=0, is_collect=True)
     with pytest.raises(AssertionError, match="actor"):
         worker._register_dispatch_collect_info("actor", dp_rank=0, is_collect=True)
+    with pytest.raises(AssertionError, match="actor"):
+        worker.set_dispatch_collect("actor", {"actor": 0}, {"actor": True})
 
 
 class Adds(Worker):
@@ -129,6 +135,20 @@ def test_zero_checkpoints_to_keep_is_no_limit(tmp_path, limit):
         manager.register_checkpoint(str(folder), limit)
     assert len(manager.previous_saved_paths) == 3
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, [1, 2, 3]), (2, [2, 3])])
+def test_options_that_keep_zero_checkpoints_keep_all(tmp_path, limit, kept):
+    options = ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+    folder = {"default_local_dir": str(tmp_path), **dict.fromkeys(options, limit)}
+    loaded = load_config({"trainer": folder}, PPOConfig)
+    assert loaded.faults == []
+    run = RunCheckpoints(loaded.config, [], {"critic": None})
+    for step in (1, 2, 3):
+        with run.store.saving(step) as path:
+            (path / "weights").write_text("x")
+    assert sorted(int(path.name[-1]) for path in tmp_path.glob("global_step_*")) == kept
+    assert load_config({"trainer": {"max_ckpt_to_keep": limit}}, SFTConfig).faults == []
 
 
 def test_a_sampler_of_another_kind_is_refused_for_partial_settings():

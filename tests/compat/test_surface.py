@@ -7,7 +7,7 @@ from inspect import Parameter
 
 import pytest
 
-from tests.compat.surface import LATER, PRESENT
+from tests.compat.surface import PRESENT
 
 ANY = object()
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -22,10 +22,6 @@ def entries(text: str) -> list[str]:
         if found[-1].count("(") == found[-1].count(")"):
             found.append("")
     return [entry for entry in found if entry]
-
-
-def later_names(module: str) -> list[str]:
-    return LATER[module].split() or [""]
 
 
 def find(module: str, path: str):
@@ -55,16 +51,6 @@ def has_member(module: str, path: str) -> bool:
     return True
 
 
-def module_exists(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise  # the module is there and lacks something else
-        return False
-    return True
-
-
 @pytest.mark.parametrize("module", PRESENT)
 def test_the_module_has_its_names_and_they_take_what_callers_pass(module):
     importlib.import_module(module)
@@ -78,19 +64,6 @@ def test_the_module_has_its_names_and_they_take_what_callers_pass(module):
             actual = list(inspect.signature(target).parameters.values())[wants_self:]
             wrong += [f"{name}: {fault}" for fault in faults(line, actual)]
     assert wrong == []
-
-
-@pytest.mark.parametrize("module", LATER)
-def test_a_name_that_exists_is_not_listed_as_coming_later(module):
-    names = later_names(module)
-    found = [n for n in names if module_exists(module) and (not n or has_member(module, n))]
-    assert found == [], f"these names of {module} exist: move them from LATER to PRESENT"
-
-
-def test_no_name_is_in_both_tables():
-    for module in PRESENT.keys() & LATER.keys():
-        present = {line.partition("(")[0] for line in entries(PRESENT[module])}
-        assert not present & set(later_names(module)), module
 
 
 # ---- comparing signatures ------------------------------------------------------------------------

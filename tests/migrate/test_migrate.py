@@ -1,5 +1,6 @@
 """Runs of other programs become commands of ours, and their files are only read."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,44 @@ def test_a_yaml_of_verl_gets_the_keys_of_today(tmp_path):
         "critic.model.fsdp_config.param_offload": True,
         "data.train_batch_size": 8,
     }
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "verl.trainer.main_ppo",
+        "verl.experimental.one_step_off_policy.main_ppo",
+        "recipe.one_step_off_policy.main_ppo",
+        "verl.experimental.fully_async_policy.fully_async_main",
+        "verl.experimental.transfer_queue.main_ppo",
+        "recipe.dapo.main_dapo",
+        "recipe.prime.main_prime",
+        "recipe.spin.main_spin",
+        "verl.trainer.main_generation",
+        "verl.trainer.main_eval",
+        "verl.trainer.sft_trainer",
+    ],
+)
+def test_a_command_that_is_here_stays_the_command(tmp_path, module):
+    migration = migrated(tmp_path, "run.sh", f"python3 -m {module} trainer.nnodes=1\n")
+    assert (migration.module, migration.changes) == (module, [])
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_a_program_of_others_is_read_as_ours_and_said_to_be_theirs(tmp_path):
+    migration = migrated(tmp_path, "run.sh", "python -m recipe.mine.main_mine trainer.nnodes=1\n")
+    assert migration.module == "verl.trainer.main_ppo"
+    assert migration.changes[0][0] == "recipe.mine.main_mine"
+
+
+def test_a_command_with_flags_is_the_same_here(tmp_path, capsys):
+    path = tmp_path / "merge.sh"
+    path.write_text("python3 -m verl.model_merger merge --backend fsdp --local_dir a\n")
+    assert main([str(path)]) == 0
+    said = capsys.readouterr().out.split("\n", 1)[1]
+    assert said.replace(" \\\n    ", " ") == (
+        "python -m verl.model_merger merge --backend fsdp --local_dir a\n"
+    )
 
 
 def test_openrlhf_counts_samples_per_update(tmp_path):

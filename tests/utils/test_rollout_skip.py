@@ -6,6 +6,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.utils.rollout_skip import DataProto, RolloutSkip
+from verl.utils.skip import SkipManager
 
 
 class Manager:
@@ -148,3 +149,59 @@ def test_only_the_steps_that_are_named_are_dumped(tmp_path):
     assert manager.num_calls == 4
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in folder.iterdir()] == ["step_2"]
+
+
+class Marked(Manager):
+    """A manager of a user's, with the method marked."""
+
+    def __init__(self, settings):
+        super().__init__()
+        self.config = settings
+
+    @SkipManager.annotate(role="rollout")
+    def generate_sequences(self, prompts):
+        return super().generate_sequences(prompts)
+
+
+class MarkedAsync(Marked):
+    @SkipManager.annotate()
+    async def generate_sequences(self, prompts):  # pyright: ignore
+        await asyncio.sleep(0)
+        return Manager.generate_sequences(self, prompts)
+
+
+def of_verl_09(tmp_path, **section):
+    settings = config(tmp_path / "unused")
+    settings.skip = {"rollout": {"enable": True, "dump_dir": str(tmp_path), **section}}
+    return settings
+
+
+def test_a_marked_method_reads_what_it_generated_in_an_earlier_run(tmp_path):
+    first, second = Marked(of_verl_09(tmp_path)), Marked(of_verl_09(tmp_path))
+    generated = first.generate_sequences(prompts())
+    loaded = second.generate_sequences(prompts())
+    assert (first.num_calls, second.num_calls) == (1, 0)
+    assert torch.equal(loaded.batch["responses"], generated.batch["responses"])
+    third = MarkedAsync(of_verl_09(tmp_path))
+    asyncio.run(third.generate_sequences(prompts()))
+    assert third.num_calls == 0
+
+
+def test_a_marked_method_generates_where_dumps_are_off_or_of_other_steps(tmp_path):
+    manager = Marked(of_verl_09(tmp_path, enable=False))
+    some = Marked(of_verl_09(tmp_path, steps=[2]))
+    for one in (manager, some):
+        for _ in range(2):
+            one.generate_sequences(prompts(step=1))
+        assert one.num_calls == 2
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        some.generate_sequences(prompts(step=2))
+    assert some.num_calls == 3
+
+
+def test_what_dumps_cannot_do_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="a dump serves the step"):
+        Marked(of_verl_09(tmp_path, action="repeat")).generate_sequences(prompts())
+    with pytest.raises(ValueError, match=r"skip\.async_rollout is not there"):
+        SkipManager.annotate(role="async_rollout")

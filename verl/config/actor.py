@@ -299,7 +299,9 @@ class ActorConfig(BaseConfig):
     """Counts over the whole mini-batch, which losses divide by: keyword arguments of `agg_loss`."""
 
     def faults(self, path: str = "") -> Iterator[str]:
-        yield from super().faults(path)
+        for text in super().faults(path):
+            is_mode = text.startswith(f"{path}loss_agg_mode is")
+            yield f"{text} (Invalid loss_agg_mode)" if is_mode else text
         over_all, per_gpu = self.ppo_micro_batch_size, self.ppo_micro_batch_size_per_gpu
         if self.use_dynamic_bsz:
             return

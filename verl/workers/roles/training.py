@@ -41,7 +41,6 @@ from verl.utils.tensordict_utils import assign_non_tensor
 from verl.workers.engine import BaseEngine, EngineRegistry, EngineSpec
 from verl.workers.engine.base import Columns, TrainResult
 from verl.workers.mini_batch import NUM_TOKENS, merge_reports, plan_for_one_rank
-from verl.workers.roles.back_end import ranks_per_sequence
 from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
@@ -53,7 +52,7 @@ from verl.workers.roles.dispatch import (
     row_column,
     update_plan,
 )
-from verl.workers.roles.worker import CheckpointedWorker, RankWorker
+from verl.workers.roles.worker import CheckpointedWorker, RankWorker, ranks_per_sequence
 from verl.workers.schedule import MicroBatching, StepPlan
 
 MESH = "train"

@@ -175,6 +175,8 @@ def utilisation(
     return {} if share is None else {f"perf/mfu/{role}": share}
 
 
+# ---- what the section of a role says of its engine -----------------------------------------------
+
 MEGATRON = (McoreActorConfig, McoreCriticConfig, McoreRefConfig)
 
 

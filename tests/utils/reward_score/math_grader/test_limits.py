@@ -38,6 +38,22 @@ def test_every_expensive_text_gets_a_verdict_or_an_abstention_in_time(name):
 
 
 @pytest.mark.parametrize(
+    ("within", "beyond", "reason"),
+    [
+        ("(" * 24 + "x+1" + ")" * 24, "(" * 25 + "x+1" + ")" * 25, "nested more than 24 deep"),
+        ("x+1" + "+0" * 298, "x+1" + "+0" * 299, "more than 600 parts"),
+        ("1+x" + " " * 1997, "1+x" + " " * 1998, "too long"),
+    ],
+    ids=["brackets", "tokens", "characters"],
+)
+def test_a_limit_is_where_the_page_on_graders_says(within, beyond, reason):
+    assert grade(within, "x+1") == Correct()
+    verdict = grade(beyond, "x+1")
+    assert isinstance(verdict, Abstain)
+    assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
     "name", ["power tower", "huge factorial", "million digits", "deep brackets", "large matrix"]
 )
 def test_what_cannot_be_computed_is_not_called_wrong(name):
