@@ -64,6 +64,7 @@ def test_outcomes_are_kept_as_they_come_and_only_the_rest_is_run_again(tmp_path)
     states = States(ROWS[:2], tmp_path / "states.json")
     for test, outcome in ((first.tests[0], "passed"), (second.tests[0], "failed")):
         report = SimpleNamespace(nodeid=test, when="call", outcome=outcome, skipped=False)
+        report.failed, report.longreprtext = outcome == "failed", "why"
         states.pytest_runtest_logreport(report)
     kept = States.kept(ROWS[:2], tmp_path / "states.json")
     assert kept.table() == states.table()
