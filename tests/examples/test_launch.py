@@ -51,6 +51,9 @@ echo node-b
 """
 TIMEOUT = """#!/bin/bash
 printf '%s\\0' "$@" >>"$NOTES/timeout"
+if [ "${SKYPILOT_NODE_RANK:-}" = 0 ]; then  # it waits for the head beside it
+    until [ -s "$NOTES/ray" ]; do sleep 0.01; done
+fi
 """
 STAND_INS = {
     "python": PYTHON,
