@@ -123,6 +123,7 @@ class InteractionSet:
     ) -> None:
         self.users = dict(users)
         self.default_timeout = default_timeout
+        self.num_open = 0
         """Trajectories whose user is not finalized."""
 
         self.num_faults = 0
@@ -154,6 +155,7 @@ class InteractionSet:
                 f"interactions of this run: {sorted(self.users)}"
             )
         lease = UserLease(self, self.users[name], uuid.uuid4().hex, kwargs)
+        self.num_open += 1
         try:
             await lease.start()
         except BaseException:
@@ -217,6 +219,7 @@ class UserLease:
     async def finalize(self) -> None:
         """Let the user forget the trajectory, once; cancelling the caller does not stop it."""
         if self._finalizing is None:
+            self._users.num_open -= 1
             self._finalizing = self._users.keeper.start(self._finalize())
         await asyncio.shield(asyncio.wrap_future(self._finalizing))
 

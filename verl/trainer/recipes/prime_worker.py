@@ -36,11 +36,11 @@ from verl.workers.roles.dispatch import (
     INFERENCE_COLUMNS,
     UpdateSettings,
     dispatch_inference,
+    dispatch_update,
     gather_rows,
     model_rows,
     planned_passes,
     row_column,
-    split_for_update,
     update_plan,
 )
 from verl.workers.roles.worker import CheckpointedWorker, RankWorker
@@ -218,12 +218,7 @@ class ImplicitRewardWorker(RankWorker, CheckpointedWorker):
         log_probs = columns["log_probs"].cpu()
         return DataProto.from_dict(tensors={LOG_PROBS: log_probs, **row_column(data)})
 
-    @register(
-        dispatch_mode={
-            "dispatch_fn": partial(split_for_update, MESH),
-            "collect_fn": partial(gather_rows, MESH),
-        }
-    )
+    @register(dispatch_mode={**dispatch_update(MESH), "collect_fn": partial(gather_rows, MESH)})
     @tqbridge()
     def update_rm(self, data: DataProto) -> DataProto:
         """Train on the batch: `rm_log_probs` of the training passes with `update=after`, else of
