@@ -211,8 +211,19 @@ def empty_value_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The same on the meta device: everything but its weights, which are not read."""
+    kind = AutoModelForTokenClassification
+    return empty_with_head(kind, path, dtype, override_config, trust_remote_code)
+
+
+def empty_with_head(
+    kind: Any,
+    path: str,
+    dtype: torch.dtype,
+    override_config: dict[str, object] | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
     with torch.device("meta"):
-        model = AutoModelForTokenClassification.from_config(
+        model = kind.from_config(
             read_config(path, override_config, trust_remote_code, num_labels=1),
             dtype=dtype,
             attn_implementation=ATTENTION,
@@ -331,14 +342,7 @@ def empty_reward_model(
 ) -> PreTrainedModel:
     """The same on the meta device: everything but its weights, which are not read."""
     kind = reward_class(path, trust_remote_code)
-    with torch.device("meta"):
-        model = kind.from_config(
-            read_config(path, override_config, trust_remote_code, num_labels=1),
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            trust_remote_code=trust_remote_code,
-        )
-    return prepare_layers(model)
+    return empty_with_head(kind, path, dtype, override_config, trust_remote_code)
 
 
 def reward_class(path: str, trust_remote_code: bool) -> Any:
