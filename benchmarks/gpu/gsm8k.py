@@ -1,0 +1,127 @@
+"""The commands of docs/gsm8k.md on a real model, and what they reach.
+
+    python examples/smollm2/prepare.py --out HOME/models/SmolLM2-135M-Instruct
+    python examples/data_preprocess/gsm8k.py --local_save_dir HOME/data/gsm8k
+    python -m benchmarks.gpu.gsm8k --home HOME --out results [--only sft grpo ppo]
+    python -m benchmarks.gpu.gsm8k --out results --draw
+
+The page's own commands run, in its order, with metrics in files. `--only` takes some of its parts,
+so that two of them may run beside each other; each writes `<part>.json`. Accuracy of GRPO and PPO
+is greedy, on all 1,319 problems of the test set; `eval` samples four answers to each problem from
+the weights that `fine-tuning` and GRPO left behind.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/gsm8k.md"
+ACCURACY, LOSS = "val-core/openai/gsm8k/acc/mean@1", "val/loss"
+WANTED = {
+    "accuracy": ACCURACY,
+    "reward": "critic/score/mean",
+    "response_tokens": "response_length/mean",
+    "entropy": "actor/entropy",
+    "seconds": "timing_s/step",
+    "loss": "train/loss",
+    "val_loss": LOSS,
+}
+PARTS = {"sft": 2, "grpo": 1, "ppo": 1, "eval": 2}
+"""How many of the page's commands belong to a part, after the one that makes the data."""
+
+
+def commands() -> dict[str, list[str]]:
+    """The page's commands, by part; a shell finds the home folder and the newest weights."""
+    blocks = iter(re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)[1:])
+    return {part: [next(blocks).strip() for _ in range(count)] for part, count in PARTS.items()}
+
+
+def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One part of the page, in the results' folder; its commands, curve and time."""
+    log = options.out / f"{part}.jsonl"
+    log.unlink(missing_ok=True)
+    settings = ["trainer.logger=[console,file]", f"trainer.device={options.device}"]
+    settings += options.settings
+    start = time.perf_counter()
+    with (options.out / f"{part}.txt").open("w") as output:
+        for command in commands()[part]:
+            if " -m verl.trainer." in command and part != "eval":
+                command = f"{command} {shlex.join(settings)}"
+            subprocess.run(
+                ["bash", "-c", re.sub("^python ", f"{shlex.quote(sys.executable)} ", command)],
+                check=True,
+                cwd=options.out,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=options.timeout_seconds,
+                env={
+                    **os.environ,
+                    "HOME": str(options.home),
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                    "VERL_FILE_LOGGER_PATH": str(log),
+                },
+            )
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return {
+        "commands": commands()[part],
+        "seconds": round(time.perf_counter() - start, 1),
+        "steps": [
+            {"step": line["step"]}
+            | {key: round(line["data"][m], 4) for key, m in WANTED.items() if m in line["data"]}
+            for line in lines
+        ],
+    }
+
+
+def draw(folder: Path, picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.5, 3.2), layout="constrained")
+    for part in ("grpo", "ppo"):
+        file = folder / f"{part}.json"
+        if file.exists():
+            steps = json.loads(file.read_text())["steps"]
+            points = [(s["step"], 100 * s["accuracy"]) for s in steps if "accuracy" in s]
+            axes.plot(*zip(*points, strict=True), marker=".", label=part.upper())
+    axes.set(xlabel="step", ylabel="GSM8K test set, percent", ylim=(0, None))
+    axes.legend(fontsize=8)
+    figure.savefig(picture, dpi=90)
+    print(picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--home", type=Path, help="has data/gsm8k and models/SmolLM2-135M-Instruct")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--timeout-seconds", type=float, default=1200)
+    parser.add_argument("--settings", nargs="*", default=[], help="more options of training")
+    parser.add_argument("--draw", action="store_true")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    if options.draw:
+        draw(options.out, options.out / "gsm8k.png")
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.home = options.home.resolve()
+    for part in options.only:
+        found = run(part, options)
+        (options.out / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
+        curve = [step["accuracy"] for step in found["steps"] if "accuracy" in step]
+        print(f"{part}: {curve} {found['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
