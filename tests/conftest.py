@@ -1,7 +1,8 @@
 """What holds for every test: no bf16 crash, no spinning threads, a seed, nothing left behind.
 
 Under xdist the tests of a file run on one worker, and all tests on Ray run on the same one, where
-they share a cluster.
+they share a cluster. Folders whose tests take seconds each come first, so that what is left at the
+end are short files.
 """
 
 import gc
@@ -17,13 +18,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import hypothesis
+import omegaconf.base
 import pytest
 import torch
 
 from tests.pace import PATIENCE
+
+# A tenth of the time that loading a configuration takes; what it gives depends on its text alone.
+omegaconf.base.parse = cache(omegaconf.base.parse)
+
+gc.disable()  # until all tests are collected: what is imported meanwhile stays
 
 # The same examples in every run: what a colleague's run has found is found again.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=50)
@@ -34,6 +42,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RAY_ID = re.compile(r"(?<![a-z])ray(?![a-z])")
 """What the id of each test on Ray contains: `test_ray.py`, `[ray-2]`, `test_parts_on_ray`."""
+
+
+LONG_FIRST = ("ray", "tests/e2e", "tests/trainer", "tests/chaos", "tests/single_controller")
+"""Scopes in the order in which they start; tests on Ray take longest and wait for processes."""
+
+
+def order_of(scope: str) -> int:
+    known = (i for i, start in enumerate(LONG_FIRST) if scope.startswith(start))
+    return next(known, len(LONG_FIRST))
 
 
 def is_on_ray(item: pytest.Item) -> bool:
@@ -67,12 +84,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class FilesAndRay(LoadFileScheduling):
+        is_sorted = False
+
         def _split_scope(self, nodeid: str) -> str:
             return "ray" if RAY_ID.search(nodeid) else super()._split_scope(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            if "ray" in self.workqueue:  # the longest, and much of it waits for processes
-                self.workqueue.move_to_end("ray", last=False)
+            if not self.is_sorted:  # by the number of tests, until here
+                for scope in sorted(self.workqueue, key=order_of):
+                    self.workqueue.move_to_end(scope)
+                self.is_sorted = True
             super()._assign_work_unit(node)
 
     return FilesAndRay(config, log) if config.getvalue("dist") == "loadfile" else None
@@ -82,6 +103,7 @@ def pytest_collection_finish() -> None:
     """What imports have made lives as long as the session: the collector need not look at it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

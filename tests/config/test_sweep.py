@@ -6,6 +6,7 @@ fails here. What is refused ends a run with exit code 2 before a model is loaded
 
 import re
 import sys
+from functools import cache
 
 import pytest
 
@@ -41,12 +42,15 @@ CHECKED = {"use_remove_padding"}
 """Options without a reader whose value validation insists on, where sequences are shared."""
 
 
+@cache
+def root_of(command):
+    return ROOTS[command]()
+
+
+@cache
 def keys_of(command):
-    keys = Keys(ROOTS[command]())
+    keys = Keys(root_of(command))
     return sorted(keys.leaves | keys.free)
-
-
-EVERY_KEY = [(command, key) for command in COMMANDS for key in keys_of(command)]
 
 
 def refusal_of(command, parts):
@@ -79,6 +83,7 @@ def has_reader(parts):
     return bool(owners & ({parent} | classes)) or is_listed
 
 
+@cache
 def followers(command):
     """Each key with those whose default follows it."""
     found = {}
@@ -87,9 +92,6 @@ def followers(command):
             base = path[: len(path) - len(dots)] if dots else ()
             found.setdefault(".".join((*base, name)), []).append(".".join(path))
     return found
-
-
-FOLLOWERS = {command: followers(command) for command in COMMANDS}
 
 
 def is_translated(command, key, value):
@@ -102,7 +104,7 @@ def is_translated(command, key, value):
 
 
 def has_effect(command, key):
-    root = ROOTS[command]()
+    root = root_of(command)
     parts = key_parts(root, key)
     if has_reader(parts) or parts[-1].item.name in CHECKED:
         return True
@@ -112,12 +114,12 @@ def has_effect(command, key):
         return True  # it chooses the schema, or is refused
     if is_translated(command, key, default_of(parts[-1].item)):
         return True
-    return any(has_effect(command, one) for one in FOLLOWERS[command].get(key, ()))
+    return any(has_effect(command, one) for one in followers(command).get(key, ()))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_key_is_in_one_of_three_states(command):
-    root, wrong = ROOTS[command](), []
+    root, wrong = root_of(command), []
     for key in keys_of(command):
         parts = key_parts(root, key)
         is_refused, is_idle = refusal_of(command, parts) is not None, is_never_used(parts)
@@ -183,11 +185,14 @@ def wrong_value(part):
     return "x"
 
 
-REFUSED = [
-    (command, key)
-    for command, key in EVERY_KEY
-    if refusal_of(command, key_parts(ROOTS[command](), key)) is not None
-]
+@cache
+def refused(command):
+    root = root_of(command)
+    return [
+        key for key in keys_of(command) if refusal_of(command, key_parts(root, key)) is not None
+    ]
+
+
 MAINS = {
     "ppo_trainer": main_ppo.main,
     "ppo_megatron_trainer": main_ppo.main,
@@ -209,16 +214,19 @@ def exit_code(monkeypatch, command, *arguments):
     return end.value.code
 
 
-@pytest.mark.parametrize("command", sorted({command for command, _ in REFUSED}))
+def test_evaluation_refuses_no_key():
+    assert not refused("evaluation")
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one != "evaluation"])
 def test_a_run_with_refused_keys_ends_before_a_model_is_loaded(command, monkeypatch, capsys):
     """All together; then those that another one stood for, the switch of their section. The
     command of `ppo_megatron_trainer` is that of `ppo_trainer`: it tries what that has not."""
-    tried = [key for its, key in REFUSED if its == "ppo_trainer"]
-    tried = tried if command == "ppo_megatron_trainer" else []
-    unnamed = [key for its, key in REFUSED if its == command and key not in tried]
+    tried = refused("ppo_trainer") if command == "ppo_megatron_trainer" else []
+    unnamed = [key for key in refused(command) if key not in tried]
     assert unnamed
     while unnamed:
-        values = {key: wrong_value(key_parts(ROOTS[command](), key)[-1]) for key in unnamed}
+        values = {key: wrong_value(key_parts(root_of(command), key)[-1]) for key in unnamed}
         assert exit_code(monkeypatch, command, *(f"{key}={values[key]}" for key in unnamed)) == 2
         said = capsys.readouterr().err
         assert "Traceback" not in said
@@ -271,9 +279,9 @@ def missing_package(name):
 def test_defaults_that_scripts_state_are_accepted_silently(monkeypatch, capsys):
     """Every refused key at its default, and False, null or 0 where it asks for nothing."""
     off = []
-    for command, key in REFUSED:
-        last = key_parts(ROOTS[command](), key)[-1]
-        if command == "ppo_trainer" and not isinstance(default_of(last.item), dict):
+    for key in refused("ppo_trainer"):
+        last = key_parts(root_of("ppo_trainer"), key)[-1]
+        if not isinstance(default_of(last.item), dict):
             value = default_of(last.item)
             off.append(f"{key}={'null' if value is None else value}")
     monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.dry_run=True", *off])
