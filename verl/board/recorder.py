@@ -84,7 +84,7 @@ class Recorder:
         *,
         batch: Any = None,
         groups: Sequence[Group] = (),
-        warnings: Mapping[str, Any] | None = None,
+        warnings: Mapping[str, str] | None = None,
     ) -> None:
         validation, self._validation = self._validation, []
         rows = (
@@ -92,7 +92,7 @@ class Recorder:
             if isinstance(batch, DataProto)
             else tuple
         )
-        events = [("tripwire", name) for name in (warnings or {})]
+        events = [("tripwire", f"{name}: {text}") for name, text in (warnings or {}).items()]
         self.writer.add(
             Step(
                 number=number,

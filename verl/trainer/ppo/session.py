@@ -331,7 +331,12 @@ class TrainingRun(RunWorkers, RecipeMembers):
         seconds = self.clock.shares(report.timing)
         self.summary.add(step.step, metrics, seconds)
         self.board.add_step(
-            step.step, metrics, seconds, batch=batch, groups=step.groups, warnings=warnings
+            step.step,
+            metrics,
+            seconds,
+            batch=batch,
+            groups=step.groups,
+            warnings=self.tripwires.take_messages(),
         )
         self.progress.show(step.step)
         committed = self.checkpoint_manager.committed_step
