@@ -2,7 +2,7 @@
 
     python examples/smollm2/prepare.py --out runs/smollm2/model
     python -m benchmarks.gpu.recipes_smollm2 --model runs/smollm2/model --out results
-    python -m benchmarks.gpu.recipes_smollm2 --out results --draw
+    python -m benchmarks.gpu.recipes_smollm2 --out FOLDER --draw benchmarks/results/gpu/recipes.json
 
 Each recipe is its own command on the data and reward of `examples/smollm2`; the teacher of the
 distillation is what DAPO made of the same model, and no reward reaches its student. Accuracy is
@@ -119,15 +119,18 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def draw(found: dict[str, Any], picture: Path) -> None:
+def draw(numbers: Path, picture: Path) -> None:
+    """From what this script or `all.py` has written."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5.5, 3.2), layout="constrained")
-    for name, entry in found.items():
-        points = [(p["step"], p["accuracy"]) for p in entry["steps"] if "accuracy" in p]
+    written = json.loads(numbers.read_text())
+    found = written["runs"][-1] if "runs" in written else written
+    for name in (name for name in STEPS if name in found):
+        points = [(p["step"], p["accuracy"]) for p in found[name]["steps"] if "accuracy" in p]
         axes.plot(*zip(*points, strict=True), marker=".", label=name)
     axes.set(xlabel="step", ylabel="held-out accuracy, SmolLM2-135M", ylim=(0, 1.02))
     axes.legend(fontsize=8)
@@ -144,12 +147,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--steps", type=int, help="instead of each recipe's own number")
     parser.add_argument("--timeout-seconds", type=float, default=TIMEOUT_SECONDS)
-    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--draw", type=Path, metavar="NUMBERS")
     options = parser.parse_args()
     options.out = options.out.resolve()
     numbers = options.out / "recipes_smollm2.json"
     if options.draw:
-        draw(json.loads(numbers.read_text()), options.out / "recipes_smollm2.png")
+        draw(options.draw, options.out / "recipes_smollm2.png")
         return
     options.model = options.model.resolve()
     make_data = [str(ROOT / "examples/smollm2/make_data.py"), "--out", str(options.out / "data")]
