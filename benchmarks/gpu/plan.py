@@ -211,7 +211,8 @@ TINY_PLAN = [
     ),
     Part(
         "3", "recipes", "recipes_smollm2",
-        f"--model {MODEL} --out {{work}}/recipes --device cpu --prompts 4 --steps 2", 120,
+        f"--model {MODEL} --out {{work}}/recipes --device cpu --prompts 4 --steps 2 "
+        "--settings data.max_prompt_length=192", 120,
         lane="recipes", needs=(MODEL,), result="{work}/recipes/recipes_smollm2.json",
     ),
     Part("3", "tests", "pytest", "-q tests/algos/test_kl.py", 60, lane="tests", result=""),

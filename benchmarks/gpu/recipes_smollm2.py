@@ -79,7 +79,7 @@ def settings(name: str, options: argparse.Namespace, steps: int) -> list[str]:
             f"distillation.teacher_models.teacher_model.model_path={teacher_of(options)}",
         ],
     }
-    return [*common, *own[name]]
+    return [*common, *own[name], *options.settings]
 
 
 def teacher_of(options: argparse.Namespace) -> Path:
@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--steps", type=int, help="instead of each recipe's own number")
     parser.add_argument("--timeout-seconds", type=float, default=TIMEOUT_SECONDS)
+    parser.add_argument("--settings", nargs="*", default=[], help="more options of training")
     parser.add_argument("--draw", type=Path, metavar="NUMBERS")
     options = parser.parse_args()
     options.out = options.out.resolve()
