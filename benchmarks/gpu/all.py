@@ -84,8 +84,7 @@ class Chain:
     def run_all(self, plan: Sequence[Part]) -> None:
         for lanes in beside_each_other(plan):
             with ThreadPoolExecutor(len(lanes)) as pool:
-                for done in [pool.submit(self.run_lane, lane) for lane in lanes]:
-                    done.result()
+                list(pool.map(self.run_lane, lanes))  # raises what a lane has raised
 
     def run_lane(self, lane: Sequence[Part]) -> None:
         for part in lane:
@@ -137,7 +136,8 @@ class Chain:
         return text.format(work=self.work.resolve(), **places)
 
     def environment(self, part: Part) -> dict[str, str]:
-        variables = {"HF_HUB_OFFLINE": "1", **os.environ}
+        kernels = str(self.work.resolve() / "triton")  # compiled once, whatever the part calls home
+        variables = {"HF_HUB_OFFLINE": "1", "TRITON_CACHE_DIR": kernels, **os.environ}
         if part.allocator:
             variables["PYTORCH_CUDA_ALLOC_CONF"] = part.allocator
         if part.lane:
