@@ -25,7 +25,8 @@ one thread. All have the same batch, learning rate and number of steps, which su
 others: two epochs of two mini-batches, so that losses that differ away from the sampling policy do
 differ. `python -m benchmarks.algorithms --out FOLDER` and then
 `python -m benchmarks.algorithm_pages --results FOLDER` make it again
-([numbers](../../benchmarks/results/algorithms.json)).
+([numbers](../../benchmarks/results/algorithms.json)). The mean over the run and the prompts are of
+the seeds whose whole curve was kept.
 """
 READING = """\
 A seed is also a model: that of seed 4 is hard for all, so read `by seed` as pairs. The intervals of
@@ -35,6 +36,23 @@ Nothing was tuned: one learning rate favours losses that move as far as PPO's. P
 and Pass@k are slow here; PRIME learns with some seeds and not with others. DAPO samples several
 times as many prompts, because it goes on until groups differ.
 """
+
+
+SHOWN = """\
+| what | test or command |
+|---|---|
+| formulas against numbers worked by hand, fp64 | `tests/algos` |
+| policy gradient, cross-entropy and KL, each divided by its own global count: one gradient however the batch is cut | `tests/parity/test_loss_invariance.py`, `make test-invariance` |
+| each algorithm learns where a learning rate of 0 and rewards of other prompts do not | [one task](comparison.md); `python -m benchmarks.algorithms` |
+| recipes learn on toys of their own, controls do not | `python -m benchmarks.recipe_curves`; `tests/trainer/recipes -m 'slow or not slow'` |
+| every `recipe.<name>.main_<name>` starts with its defaults | `tests/trainer/recipes/test_commands.py`, `tests/trainer/recipes/test_pair_commands.py` |
+| a recipe with a `fit` and workers of its own, over `RayPPOTrainer` | `tests/trainer/recipes/test_own_loop.py` |
+| kill -9 and resume, bit for bit: SPIN, PRIME; PF-PPO's buffer; distillation with demonstrations | `tests/e2e/test_resume.py`, `tests/trainer/recipes/test_pf_ppo.py`, `tests/trainer/test_distillation.py`, all `-m 'slow or not slow'` |
+| teachers in process, as engines and as endpoints say the same; several by key; the policy as its own | `tests/trainer/test_distillation.py`, [distillation.md](../distillation.md) |
+| reward models from preferences, both objectives | `tests/trainer/test_rm.py`, [reward_models.md](../reward_models.md) |
+| a teacher with another tokenizer, pairs with equal rewards, a missing reference are named | `tests/trainer/test_distillation.py`, `tests/trainer/recipes/test_pair_runs.py`, `tests/algos/test_policy_losses_sequences.py` |
+| DAPO, PRIME and distillation on SmolLM2 | not yet measured on a GPU: `python -m benchmarks.gpu.recipes_smollm2 --model FOLDER --out FOLDER` |
+"""  # noqa: E501
 
 
 def page(name: str, algorithm: Algorithm, summary: dict[str, Any] | None) -> str:
@@ -86,6 +104,8 @@ def index() -> str:
         NOTE,
         "| algorithm | what it does | paper |\n|---|---|---|\n" + "\n".join(rows),
         "Further pages:\n\n" + "\n".join(links),
+        "## What is shown, and by what",
+        SHOWN.strip(),
     ]
     return "\n\n".join(parts) + "\n"
 
