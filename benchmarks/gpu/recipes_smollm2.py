@@ -6,7 +6,8 @@
 
 Each recipe is its own command on the data and reward of `examples/smollm2`; the teacher of the
 distillation is what DAPO made of the same model, and no reward reaches its student. Accuracy is
-that of 64 held-out sums, sampled at temperature 1. About four minutes on an H200.
+that of 64 held-out sums, sampled at temperature 1. One that fails or takes longer than
+`--timeout-seconds` has the curve up to there and says why; the others go on.
 """
 
 import argparse
@@ -95,21 +96,25 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     log = options.out / name / "metrics.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    start = time.perf_counter()
-    with (options.out / name / "log.txt").open("w") as output:
-        subprocess.run(
-            [sys.executable, *command],
-            check=True,
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=options.timeout_seconds,
-            env={**os.environ, "VERL_FILE_LOGGER_PATH": str(log)},
-        )
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    start, failure, text = time.perf_counter(), None, options.out / name / "log.txt"
+    try:
+        with text.open("w") as output:
+            subprocess.run(
+                [sys.executable, *command],
+                check=True,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=options.timeout_seconds,
+                env={**os.environ, "VERL_FILE_LOGGER_PATH": str(log)},
+            )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        failure = f"{name}: {type(error).__name__}: {text.read_text(errors='replace')[-2000:]}"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     wanted = {"accuracy": ACCURACY, "reward": REWARD, "seconds": "timing_s/step"}
     return {
         "command": " ".join(["python", *command]),
+        "failure": failure,
         "seconds": round(time.perf_counter() - start, 1),
         "steps": [
             {"step": line["step"]}
@@ -164,6 +169,9 @@ def main() -> None:
         numbers.write_text(json.dumps(found, indent=1) + "\n")
         curve = [p["accuracy"] for p in found[name]["steps"] if "accuracy" in p]
         print(f"{name}: {curve}, {found[name]['seconds']} s", flush=True)
+    failures = [entry["failure"] for entry in found.values() if entry["failure"]]
+    if failures:
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":
