@@ -155,42 +155,42 @@ FEW = "--device cpu --prompts 2 --samples 2"
 TINY_STEPS = "--settings data.train_batch_size=4 trainer.total_training_steps=2 trainer.test_freq=2"
 TINY_RL = "data.max_response_length=16 actor_rollout_ref.actor.ppo_mini_batch_size=4"
 TINY_PLAN = [
-    Part("a", "decode", "decode", f"{TINY} --repeats 1 --generate-pairs 1", 20),
-    Part("b", "train", "train", f"{TINY} --rounds 1", 20),
-    Part("c", "grpo_step", "grpo_step", f"{TINY} --rounds 1", 20),
-    Part("d", "trl_step", "trl_step", f"{TINY} --steps 2 --micro-rows 4", 30),
-    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants approximate", 20),
-    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants exact", 20),
-    Part("f", "filtered", "filtered", f"{TINY} --rounds 1", 20),
-    Part("h", "grpo_step", "trainer_step", f"{TINY} --steps 2", 40),
-    Part("k", "kernels", "kernels", f"{TINY} --micro-tokens 64", 20),
+    Part("a", "decode", "decode", f"{TINY} --repeats 1 --generate-pairs 1", 60),
+    Part("b", "train", "train", f"{TINY} --rounds 1", 60),
+    Part("c", "grpo_step", "grpo_step", f"{TINY} --rounds 1", 60),
+    Part("d", "trl_step", "trl_step", f"{TINY} --steps 2 --micro-rows 4", 60),
+    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants approximate", 60),
+    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants exact", 60),
+    Part("f", "filtered", "filtered", f"{TINY} --rounds 1", 60),
+    Part("h", "grpo_step", "trainer_step", f"{TINY} --steps 2", 60),
+    Part("k", "kernels", "kernels", f"{TINY} --micro-tokens 64", 60),
     Part(
         "m", "async", "async_steps",
         f"--shape tiny {FEW} --prompt-tokens 6 --new-tokens 24 --median 3 --steps 2 --sync-steps 2 "
         "--staleness 1", 90,
     ),
-    Part("m", "distillation", "distillation", f"{TINY} --teacher tiny --rounds 1", 20),
+    Part("m", "distillation", "distillation", f"{TINY} --teacher tiny --rounds 1", 60),
     Part(
         "1", "stall", "publish_stall",
         f"--shape tiny {FEW} --prompt-tokens 6 --new-tokens 400 --updates 3 --between 3 "
-        "--pause-seconds 0.01", 40,
+        "--pause-seconds 0.01", 60,
     ),
     Part(
         "1", "kept_cache", "benchmarks.kept_cache",
-        f"--shape tiny {FEW} --ages 2 --segment 4 --rates 1e-3", 20,
+        f"--shape tiny {FEW} --ages 2 --segment 4 --rates 1e-3", 60,
     ),
-    Part("1", "megatron", "megatron", f"{TINY} --rounds 1", 30),
+    Part("1", "megatron", "megatron", f"{TINY} --rounds 1", 60),
     Part(
         "1", "agents", "agents",
         "--shape tiny --device cpu --sessions 2 4 --turns 2 --turn-tokens 4 --reply-tokens 3 "
-        "--prompt-tokens 6 --tool-seconds 0.01 --cache-gib 1 --rounds 1", 20,
+        "--prompt-tokens 6 --tool-seconds 0.01 --cache-gib 1 --rounds 1", 60,
     ),
     Part(
         "1", "board", "benchmarks.board_overhead",
-        "--device cpu --prompts 4 --steps 3 --rounds 1", 40,
+        "--device cpu --prompts 4 --steps 3 --rounds 1", 60,
     ),
     Part("1", "memory", "memory_estimate",
-         f"{FEW} --cases tiny tiny-lora --prompt-tokens 6 --new-tokens 8", 20),
+         f"{FEW} --cases tiny tiny-lora --prompt-tokens 6 --new-tokens 8", 60),
     Part(
         "2", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only sft {TINY_STEPS}", 60,
         lane="gsm8k", needs=(MODEL, DATA), result="{work}/gsm8k/sft.json",
@@ -219,12 +219,12 @@ TINY_PLAN = [
     Part(
         "3", "experts", "experts",
         f"--shape tiny {FEW} --tokens 64 --length 16 --rows 8 --prompt-tokens 6 --new-tokens 8 "
-        "--rounds 1", 30,
+        "--rounds 1", 60,
     ),
     Part("3", "fp8", "fp8",
-         f"--shapes tiny {FEW} --prompt-tokens 6 --new-tokens 8 --rounds 1", 30),
+         f"--shapes tiny {FEW} --prompt-tokens 6 --new-tokens 8 --rounds 1", 60),
     Part("3", "vision", "vision",
-         "--device cpu --layers 2 --hidden 128 --prompts 4 --samples 1 --tokens 4", 30),
+         "--device cpu --layers 2 --hidden 128 --prompts 4 --samples 1 --tokens 4", 60),
 ]  # fmt: skip
 
 

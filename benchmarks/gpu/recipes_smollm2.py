@@ -165,6 +165,8 @@ def main() -> None:
     subprocess.run([sys.executable, *make_data], check=True, timeout=60)
     found: dict[str, Any] = {}
     for name in options.only:
+        if name == "distillation" and found.get("dapo", {}).get("failure"):
+            sys.exit(f"distillation has no teacher: {found['dapo']['failure']}")
         found[name] = run(name, options)
         numbers.write_text(json.dumps(found, indent=1) + "\n")
         curve = [p["accuracy"] for p in found[name]["steps"] if "accuracy" in p]
