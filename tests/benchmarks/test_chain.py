@@ -223,7 +223,6 @@ def test_the_whole_chain_runs_on_a_cpu(tmp_path, capsys):
         "Training",
         "Where a training step's time goes",
         "GRPO step:",
-        "GRPO step with heavy-tailed",
         "Equal bits",
         "Generation with",
     ):
