@@ -96,6 +96,22 @@ CASES = [
         f"{A}.router_replay.mode is R3, but rollout.name is sglang",
         "R2 replays the routes of the old policy",
     ),
+    *(
+        (
+            {
+                f"{A}.router_replay.mode": "R3",
+                f"{R}.enable_rollout_routing_replay": True,
+                f"{R}.name": "vllm",
+                f"{R}.{key}": value,
+            },
+            f"{A}.router_replay.mode is R3, and {R}.{key} is {value}",
+            f"set it to {needed}, or mode=R2",
+        )
+        for key, value, needed in (
+            ("enable_prefix_caching", False, True),
+            ("pipeline_model_parallel_size", 2, 1),
+        )
+    ),
     (
         {f"{R}.exact": True, f"{R}.name": "vllm"},
         f'{R}.exact is True, but rollout.name is "vllm"',

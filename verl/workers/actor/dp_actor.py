@@ -29,7 +29,7 @@ from verl.workers.actor.distiller import Distiller
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
 from verl.workers.engine.inputs import PROMPT_INDEX, prompt_groups
 from verl.workers.engine.outputs import LOG_PROBS, Outputs
-from verl.workers.engine.routes import AUX_LOSS, MISMATCHES, load_metrics
+from verl.workers.engine.routes import AUX_LOSS, MISMATCHES, ROUTED_EXPERTS, load_metrics
 from verl.workers.mini_batch import (
     NUM_TOKENS,
     global_counts,
@@ -94,6 +94,13 @@ class Policy:
         still current, old and new policy are the same, and the ratio is exactly 1 by construction.
         """
         config, engine = self.config, self.engine
+        if config.router_replay.mode == "R3" and ROUTED_EXPERTS not in data.keys():  # noqa: SIM118
+            raise ValueError(
+                f"actor.router_replay.mode is R3, but the batch has no column {ROUTED_EXPERTS}: "
+                "there are rows whose engine or agent loop returned no routes. A loop that changes "
+                "sampled ids must return them itself (AgentLoopOutput.routed_experts); else set "
+                "mode=R2"
+            )
         plan = plan or plan_for_one_rank(
             data,
             engine,

@@ -206,17 +206,30 @@ def routes_of_rows(selected: Tensor, places: Tensor) -> Tensor:
 
 
 def of_sparse_layers(routes: Tensor, routing: Routing) -> Tensor:
-    """Of routes of all layers, those of layers with experts."""
+    """Of routes of all layers, those of layers with experts; wrong ones are refused."""
     sparse = [layer.layer for layer in routing.layers]
     if routes.shape[1] == len(sparse):
-        return routes
-    if routes.shape[1] <= max(sparse):
+        sparse = list(range(len(sparse)))
+    elif routes.shape[1] <= max(sparse):
         raise ValueError(
             f"{ROUTED_EXPERTS} has routes of {routes.shape[1]} layers, but the model has "
             f"{len(sparse)} layers with experts, up to layer {max(sparse)}; they are of another "
             "model: set actor.router_replay.mode=disabled"
         )
-    return routes[:, sparse]
+    routes = routes[:, sparse]
+    if routes.numel() and routes.max() >= routing.num_experts:
+        raise ValueError(
+            f"{ROUTED_EXPERTS} names expert {routes.max()}, but the model has "
+            f"{routing.num_experts}; they are of another model: set actor.router_replay.mode="
+            "disabled"
+        )
+    # An engine whose kernels tell nothing leaves zeros.
+    if routes.shape[-1] > 1 and (routes[..., 0] == routes[..., 1]).any():
+        raise ValueError(
+            f"{ROUTED_EXPERTS} sends a token to one expert twice, which no router does: the engine "
+            "did not record the routes of all tokens; set actor.router_replay.mode=R2"
+        )
+    return routes
 
 
 def load_metrics(load: ExpertLoad, group: Group = None) -> dict[str, float]:
