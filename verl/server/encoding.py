@@ -221,6 +221,7 @@ class ClientImages:
         prompt, tools = build()
         assert not isinstance(prompt, str)
         for part in media_parts(prompt):
+            assert isinstance(part, dict), "`template_messages` has made it"
             part["image"] = self._checked(part["image"])
         return self._media.encode_prompt(
             prompt, max_tokens=max_tokens, tools=tools, template_kwargs=template_kwargs
