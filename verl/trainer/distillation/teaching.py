@@ -77,7 +77,7 @@ class Teaching:
         try:
             for place, name, teacher in served:  # processes start when all else is right
                 self._endpoints[place] = EndpointTeacher(name, teacher, self._start(name, teacher))
-        except RuntimeError:
+        except BaseException:
             self.close()
             raise
 

@@ -154,6 +154,16 @@ def grades_by_source(config: Any) -> bool:
     A reward function, a manager, a reward model or an agent loop of the user's own may do without
     data source and answer.
     """
+    return _asks_built_in_functions(config) and not has_own_loops(None, config)
+
+
+def has_built_in_scores(config: Any) -> bool:
+    """Whether scores are what the built-in functions gave, without a penalty of the manager."""
+    buffer = config.reward_model.reward_kwargs.get("overlong_buffer_cfg") or {}
+    return _asks_built_in_functions(config) and not buffer.get("enable", False)
+
+
+def _asks_built_in_functions(config: Any) -> bool:
     manager = config.reward_manager
     return (
         not config.custom_reward_function.path
@@ -161,7 +171,6 @@ def grades_by_source(config: Any) -> bool:
         and config.reward_model.reward_loop_source != "importlib"
         and manager.source == "register"
         and manager.name in ("naive", "dapo", "prime", "rate_limited", "limited", "remote")
-        and not has_own_loops(None, config)
     )
 
 

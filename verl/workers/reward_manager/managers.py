@@ -131,6 +131,11 @@ class NaiveRewardManager(FunctionManager):
         self._pool = make_pool(function, timeout_seconds=timeout_seconds) if isolate else None
         self._num_examined: Counter[str] = Counter()
 
+    def close(self) -> None:
+        """End the processes of `isolate`."""
+        if self._pool is not None:
+            self._pool.close()
+
     async def grade(self, trajectory: Trajectory) -> Grade:
         self.prepare([trajectory])
         arguments = self.call_arguments(trajectory)
