@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.config.composing import CONFIG_DIR
-from tests.toy import toy_overrides, toy_run
+from tests.toy import REWARD, toy_overrides, toy_run
 from verl.agent_loop.base import DictConfigWrap
 from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.config.faults import ConfigError
@@ -20,6 +21,7 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.trainer.task_runner import NoTokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.dataset.tables import DataError
+from verl.utils.environment import BadData, Misuse
 from verl.utils.reward_score import grading_fault
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
@@ -127,3 +129,67 @@ def test_the_agent_loop_of_the_documentation_runs(toy, tmp_path, monkeypatch):
         f"{agent}.default_agent_loop=two_tries", "trainer.total_training_steps=1",
     )  # fmt: skip
     assert set(trainer.batch.non_tensor_batch["__num_turns__"]) <= {2, 3}
+
+
+FILES_OF_USERS = """
+def other_names(solution, truth): return 1.0
+class NoDataset: pass
+class NoSampler: pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["custom_reward_function.name=scores"], "custom_reward_function.*'scores'.*other_names"),
+        (["custom_reward_function.name=other_names"], r"other_names\(solution, truth\).*'solution'"),
+        (["custom_reward_function.reward_kwargs.bonux=1"], "compute_score.*'bonux'"),
+        (["data.custom_cls.path=FILE", "data.custom_cls.name=NoDataset"], "subclass of torch"),
+        (["data.sampler.class_path=FILE", "data.sampler.class_name=NoSampler"], "AbstractSampler"),
+    ],
+)
+def test_what_a_users_file_lacks_ends_the_command_with_a_message(toy, tmp_path, changes, message):
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD + FILES_OF_USERS)
+    paths = [f"custom_reward_function.path={file}"]
+    with pytest.raises(Misuse, match=message):
+        toy_run(toy, tmp_path, *paths, *[one.replace("FILE", str(file)) for one in changes])
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def compute_score(a b): pass", r"SyntaxError: .*mine\.py, line 1"),
+        ("\nimport no_such_package", r"No module named 'no_such_package' \(.*mine\.py, line 2\)"),
+    ],
+)
+def test_code_that_fails_when_it_is_loaded_is_told_with_its_line(toy, tmp_path, code, message):
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    with pytest.raises(Misuse, match=message):
+        toy_run(toy, tmp_path, f"custom_reward_function.path={file}")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_that_cannot_be_read_is_named_by_its_folder(toy, tmp_path, num_ranks):
+    model = Path(shutil.copytree(toy / "model", tmp_path / "cut_short"))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(BadData, match="cut_short cannot be loaded: .*header"):
+        toy_run(
+            toy,
+            tmp_path,
+            f"actor_rollout_ref.model.path={model}",
+            f"trainer.n_gpus_per_node={num_ranks}",
+            "trainer.controller=local",
+        )
+
+
+def test_a_language_model_as_a_reward_model_is_refused_without_a_traceback(toy, tmp_path):
+    with pytest.raises(BadData, match=r"reward_model\.model\.path=.*has no score\.weight"):
+        toy_run(
+            toy,
+            tmp_path,
+            "reward_model.enable=True",
+            f"reward_model.model.path={toy / 'model'}",
+        )

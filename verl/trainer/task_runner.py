@@ -34,7 +34,7 @@ from verl.trainer.ppo.v1.trainers import trainer_of_mode
 from verl.utils.checkpoint.layout import holding
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
-from verl.utils.environment import BadData, forced_device
+from verl.utils.environment import BadData, ending_of, forced_device
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -154,6 +154,9 @@ class TaskRunner:
             except (WorkerError, PlaneLost) as error:
                 if is_loss(error):
                     trainer.stop_workers()
+                ending = ending_of(error)
+                if ending is not None:
+                    raise ending from None
                 if restarts_left == 0 or not is_loss(error):
                     raise
                 logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))

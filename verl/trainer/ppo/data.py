@@ -36,6 +36,7 @@ from verl.utils.dataset.rl_dataset import (
     get_dataset_class,
 )
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
+from verl.utils.environment import Misuse
 from verl.utils.import_utils import load_extern_object
 
 logger = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ def create_rl_dataset(
     )
 
 
-class NotASampler(TypeError, AssertionError):
+class NotASampler(Misuse, TypeError, AssertionError):
     """A class of the wrong kind in `data.sampler`; callers have always caught an AssertionError."""
 
 
@@ -224,7 +225,8 @@ def create_rl_sampler(data_config: DataConfig | DictConfig, dataset: Dataset[Any
         cls = load_extern_object(chosen.class_path, chosen.class_name or "")
         if not isinstance(cls, type) or not issubclass(cls, AbstractSampler):
             raise NotASampler(
-                f"data.sampler.class_name ({chosen.class_name}) must be an AbstractSampler"
+                f"data.sampler.class_name ({chosen.class_name}) in {chosen.class_path} must be a "
+                f"subclass of verl.experimental.dataset.sampler.AbstractSampler; it is {cls!r}"
             )
         return cls(data_source=dataset, data_config=data_config)  # pyright: ignore[reportArgumentType]
     if data_config.shuffle:
