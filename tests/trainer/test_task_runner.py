@@ -21,7 +21,7 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.trainer.task_runner import NoTokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.dataset.tables import DataError
-from verl.utils.environment import BadData, Misuse
+from verl.utils.environment import BadData, EndsTheRun, Misuse, refusing
 from verl.utils.reward_score import grading_fault
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
@@ -131,6 +131,11 @@ def test_the_agent_loop_of_the_documentation_runs(toy, tmp_path, monkeypatch):
     assert set(trainer.batch.non_tensor_batch["__num_turns__"]) <= {2, 3}
 
 
+TARGETS = "actor_rollout_ref.model.target_modules=[nope]"
+BUFFER = (
+    "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len={len} "
+    "reward_model.overlong_buffer.penalty_factor=1.0"
+)
 FILES_OF_USERS = """
 def other_names(solution, truth): return 1.0
 class NoDataset: pass
@@ -142,7 +147,10 @@ class NoSampler: pass
     ("changes", "message"),
     [
         (["custom_reward_function.name=scores"], "custom_reward_function.*'scores'.*other_names"),
-        (["custom_reward_function.name=other_names"], r"other_names\(solution, truth\).*'solution'"),
+        (
+            ["custom_reward_function.name=other_names"],
+            r"other_names\(solution, truth\).*'solution'",
+        ),
         (["custom_reward_function.reward_kwargs.bonux=1"], "compute_score.*'bonux'"),
         (["data.custom_cls.path=FILE", "data.custom_cls.name=NoDataset"], "subclass of torch"),
         (["data.sampler.class_path=FILE", "data.sampler.class_name=NoSampler"], "AbstractSampler"),
@@ -175,7 +183,7 @@ def test_a_model_that_cannot_be_read_is_named_by_its_folder(toy, tmp_path, num_r
     model = Path(shutil.copytree(toy / "model", tmp_path / "cut_short"))
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(BadData, match="cut_short cannot be loaded: .*header"):
+    with pytest.raises(BadData, match=r"cut_short cannot be loaded: .*header"):
         toy_run(
             toy,
             tmp_path,
@@ -193,3 +201,77 @@ def test_a_language_model_as_a_reward_model_is_refused_without_a_traceback(toy, 
             "reward_model.enable=True",
             f"reward_model.model.path={toy / 'model'}",
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["data.train_batch_size=32"], "24 rows and a batch needs 32"),
+        (["actor_rollout_ref.model.external_lib=no_such_lib"], "external_lib.*'no_such_lib'"),
+        (["actor_rollout_ref.model.lora_rank=4", TARGETS], "target_modules: .*nope"),
+        (["reward_manager.name=dapo", *BUFFER.format(len=9).split()], "at most .*, which is 8"),
+    ],
+)
+def test_what_a_run_cannot_be_built_from_is_refused(toy, tmp_path, changes, message):
+    with pytest.raises(EndsTheRun, match=message):
+        toy_run(toy, tmp_path, *changes)
+
+
+def test_an_overlong_buffer_ends_at_the_longest_response_of_the_run(toy, tmp_path):
+    steps, _ = toy_run(toy, tmp_path, "reward_manager.name=dapo", *BUFFER.format(len=4).split())
+    assert steps[0]["critic/score/min"] < 0  # without the penalty 0 is the least
+
+
+def test_messages_need_a_chat_template_and_without_one_the_run_is_refused(toy, tmp_path):
+    message = {"role": "user", "content": "1+1="}
+    rows = [{"prompt": [message], "data_source": "sevens", "answer": "7"}] * 8
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(EndsTheRun, match=r"no chat template; set data\.chat_template=chatml"):
+        toy_run(toy, tmp_path, f"data.train_files={tmp_path / 'chat.jsonl'}")
+
+
+def test_an_error_of_a_library_or_of_users_keeps_its_traceback():
+    with pytest.raises(ValueError, match="invalid literal") as caught, refusing():
+        int("x")
+    assert not isinstance(caught.value, EndsTheRun)
+
+
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+SERVER = {"mcpServers": {"mine": {"command": "/no/such/binary"}}}
+ENTRY = """
+tools:
+  - class_name: {cls}
+    config: {{type: {kind}, timeout: 5}}
+    {rest}
+"""
+CALC = "tool_schema: {type: function, function: {name: calc, description: '', parameters: {}}}"
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes", "message"),
+    [
+        ({"cls": "no_such_tools.Calc", "kind": "native", "rest": CALC}, [], "'no_such_tools'"),
+        (
+            {
+                "cls": "verl.tools.mcp_base_tool.MCPBaseTool",
+                "kind": "mcp",
+                "rest": "mcp: {mcp_servers_config_path: FOLDER/servers.json}",
+            },
+            [],
+            "no connection to MCP server 'mine'",
+        ),
+        (None, [f"{MULTI_TURN}.tool_server=http://127.0.0.1:9"], "127.0.0.1:9 does not list"),
+        (None, ["actor_rollout_ref.rollout.agent.default_agent_loop=nope"], "agent loop 'nope'"),
+    ],
+)
+def test_tools_that_cannot_be_had_end_the_run_with_a_message(
+    toy, tmp_path, entry, changes, message
+):
+    (tmp_path / "servers.json").write_text(json.dumps(SERVER))
+    changes = [f"{MULTI_TURN}.enable=True", "actor_rollout_ref.rollout.n=1", *changes]
+    if entry is not None:
+        text = ENTRY.format(**entry).replace("FOLDER", str(tmp_path))
+        (tmp_path / "tools.yaml").write_text(text)
+        changes.append(f"{MULTI_TURN}.tool_config_path={tmp_path / 'tools.yaml'}")
+    with pytest.raises(EndsTheRun, match=message):
+        toy_run(toy, tmp_path, *changes)

@@ -34,7 +34,7 @@ from verl.trainer.ppo.v1.trainers import trainer_of_mode
 from verl.utils.checkpoint.layout import holding
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
-from verl.utils.environment import BadData, ending_of, forced_device
+from verl.utils.environment import BadData, ending_of, forced_device, refusing
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -146,7 +146,8 @@ class TaskRunner:
 
     def _train_until_done(self, config: PPOConfig) -> None:
         for restarts_left in range(config.trainer.max_restarts, -1, -1):
-            trainer = self.trainer = self.build(copy.deepcopy(config))  # workers write into theirs
+            with refusing():
+                trainer = self.trainer = self.build(copy.deepcopy(config))  # workers write into it
             trainer.is_restart = restarts_left < config.trainer.max_restarts
             try:
                 self._train(trainer)

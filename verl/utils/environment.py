@@ -22,6 +22,7 @@ import os
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -319,6 +320,24 @@ class BadData(EndsTheRun):
 
 class WentWrong(EndsTheRun):
     exit_code = 70
+
+
+class Refused(Misuse, ValueError):
+    """What a run cannot be built from, in the words of the code that found it."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A `ValueError` that verl's own code raises here is a sentence for users; one from a library
+    or from their own code is told with its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+        is_ours = frame.f_globals["__name__"].partition(".")[0] == "verl"
+        if not is_ours or isinstance(error, EndsTheRun):
+            raise
+        raise Refused(str(error)) from error
 
 
 def ending_of(error: BaseException) -> EndsTheRun | None:

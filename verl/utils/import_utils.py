@@ -26,7 +26,10 @@ def import_external_libs(external_libs: str | Iterable[str] | None) -> None:
         return
     names = [external_libs] if isinstance(external_libs, str) else external_libs
     for name in names:
-        import_module(name)
+        try:
+            import_module(name)
+        except Exception as error:
+            raise CannotLoad(f"external_lib: cannot import {name!r}: {told(error)}") from error
 
 
 def lazy_attribute(package: str, table: Mapping[str, str], name: str) -> Any:
@@ -51,6 +54,14 @@ class CannotLoad(Misuse, RuntimeError):
 
 class NoModuleFile(Misuse, FileNotFoundError):
     """A file of the user's that is not there."""
+
+
+class CannotImport(Misuse, ImportError):
+    """A module by name that does not import what it needs."""
+
+
+class NoSuchModule(Misuse, ModuleNotFoundError):
+    """A module by name that is not there, or needs one that is not there."""
 
 
 class NoSuchName(Misuse, AttributeError):
@@ -125,7 +136,7 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
     try:
         module = import_module(module_name)
     except ImportError as error:
-        kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        kind = NoSuchModule if isinstance(error, ModuleNotFoundError) else CannotImport
         raise kind(
             f"cannot import module {module_name!r} for {description} {fqn!r}: {error}"
         ) from error

@@ -36,6 +36,7 @@ from verl.utils.dataset.rl_dataset import (
     get_dataset_class,
 )
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
+from verl.utils.dataset.tables import DataError
 from verl.utils.environment import Misuse
 from verl.utils.import_utils import load_extern_object
 
@@ -77,7 +78,7 @@ class PromptLoader:
         self.epoch_rows = self.num_rows
         self._order: Iterator[int] | None = None
         if not len(self):
-            raise ValueError(
+            raise DataError(
                 f"the data has {self.num_rows} rows and a batch needs {batch_size}; lower "
                 "data.train_batch_size or add rows"
             )
@@ -127,7 +128,7 @@ class PromptLoader:
         if isinstance(self.dataset, Stateful):
             self.dataset.load_state_dict(state["dataset"])
         if state["num_rows"] != self.num_rows:
-            raise ValueError(
+            raise DataError(
                 f"the data had {state['num_rows']} rows when the run was saved and has "
                 f"{self.num_rows} now; continue with the same files and filters"
             )

@@ -158,7 +158,8 @@ class DAPORewardManager(NaiveRewardManager):
 
         min(0, -(length - (max_resp_len - len)) / len * penalty_factor)
 
-    `overlong_buffer_cfg` has `enable`, `len`, `penalty_factor` and `log`; None is no penalty.
+    `overlong_buffer_cfg` has `enable`, `len`, `penalty_factor` and `log`; None is no penalty. A run
+    sets `max_resp_len` to `data.max_response_length` unless `reward_kwargs` do.
     """
 
     def __init__(
@@ -177,6 +178,10 @@ class DAPORewardManager(NaiveRewardManager):
         self._has_penalty = overlong_buffer_cfg is not None and bool(overlong_buffer_cfg["enable"])
         if self._has_penalty:
             self._check(overlong_buffer_cfg or {}, max_resp_len)
+
+    @classmethod
+    def options_of(cls, config: Any) -> dict[str, Any]:
+        return {"max_resp_len": config["data"]["max_response_length"]}
 
     async def grade(self, trajectory: Trajectory) -> Grade:
         grade = await super().grade(trajectory)
