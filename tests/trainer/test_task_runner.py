@@ -136,6 +136,7 @@ BUFFER = (
     "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len={len} "
     "reward_model.overlong_buffer.penalty_factor=1.0"
 )
+TWO_RANKS = ["trainer.n_gpus_per_node=2", "trainer.controller=local"]
 FILES_OF_USERS = """
 def other_names(solution, truth): return 1.0
 class NoDataset: pass
@@ -209,6 +210,7 @@ def test_a_language_model_as_a_reward_model_is_refused_without_a_traceback(toy, 
         (["data.train_batch_size=32"], "24 rows and a batch needs 32"),
         (["actor_rollout_ref.model.external_lib=no_such_lib"], "external_lib.*'no_such_lib'"),
         (["actor_rollout_ref.model.lora_rank=4", TARGETS], "target_modules: .*nope"),
+        (["actor_rollout_ref.model.lora_rank=4", TARGETS, *TWO_RANKS], "target_modules: .*nope"),
         (["reward_manager.name=dapo", *BUFFER.format(len=9).split()], "at most .*, which is 8"),
     ],
 )

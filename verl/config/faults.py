@@ -30,6 +30,9 @@ class ConfigError(Misuse, ValueError):
         self.faults = list(faults)
         super().__init__(numbered(self.faults))
 
+    def __reduce__(self) -> tuple[type, tuple[list[Fault]]]:
+        return type(self), (self.faults,)  # as it travels from a Ray actor
+
 
 def numbered(faults: list[Fault]) -> str:
     if len(faults) == 1:

@@ -269,6 +269,7 @@ def _options_of(
     refuse_other_form(function, takes_lists=issubclass(manager_class, BatchRewardManager))
     if manager_class.grade.__module__ == BatchRewardManager.__module__:  # else a user's own call
         refuse_other_parameters(function, manager_class, fixed, reward_kwargs)
+        warn_of_unread(manager_class, reward_kwargs)
     return manager_class.options_of(config)
 
 
@@ -353,6 +354,20 @@ def refuse_other_parameters(
             f"reward function {name_of(function)}{signature} is called with the keywords "
             f"{', '.join(sorted(keywords))}: {error}; take them all, or **kwargs"
         ) from error
+
+
+def warn_of_unread(manager_class: type, reward_kwargs: set[str]) -> None:
+    """Name the `reward_model.reward_kwargs` that no constructor of the manager has a parameter for.
+
+    The manager for lists passes them to the function, which `refuse_other_parameters` looks at.
+    """
+    inits = [vars(cls)["__init__"] for cls in manager_class.__mro__ if "__init__" in vars(cls)]
+    read = {name for init in inits for name in inspect.signature(init).parameters}
+    unread = sorted(reward_kwargs - read)
+    if unread and not issubclass(manager_class, BatchRewardManager):
+        logger.warning(
+            "reward_model.reward_kwargs %s: %s does not read them", unread, manager_class.__name__
+        )
 
 
 def with_fixed_kwargs(function: Callable[..., Any], fixed: Mapping[str, Any]) -> Callable[..., Any]:

@@ -28,7 +28,6 @@ from verl.models.lora import hf_weights, without_adapters
 from verl.models.routing import Routing
 from verl.models.ulysses import refuse_unshardable
 from verl.utils.distributed import all_reduce_
-from verl.utils.environment import refusing
 from verl.workers.engine.base import BaseEngine, Columns, LossFunction, TrainResult
 from verl.workers.engine.forward import (
     forward_rows,
@@ -149,7 +148,6 @@ class SteppingEngine(BaseEngine):
 
     # ---- the protocol ----------------------------------------------------------------------------
 
-    @refusing()
     def initialize(self) -> None:
         self.module = self.load_module()
         self.trained = self.trained_part()

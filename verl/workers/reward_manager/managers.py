@@ -181,7 +181,9 @@ class DAPORewardManager(NaiveRewardManager):
 
     @classmethod
     def options_of(cls, config: Any) -> dict[str, Any]:
-        return {"max_resp_len": config["data"]["max_response_length"]}
+        data = config["data"]
+        longest = "max_response_length"  # programs of people's own may have no such key
+        return {"max_resp_len": data[longest]} if longest in data else {}
 
     async def grade(self, trajectory: Trajectory) -> Grade:
         grade = await super().grade(trajectory)
