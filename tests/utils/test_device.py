@@ -219,7 +219,8 @@ def test_nothing_else_names_a_kind_of_device_in_torch():
         if place.startswith(FOR_ONE_KIND_ONLY):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.cuda", "torch.npu"):
+            is_kind = isinstance(node, ast.Attribute) and node.attr in ("cuda", "npu")
+            if is_kind and ast.unparse(node) in ("torch.cuda", "torch.npu"):
                 found.append(f"{place}:{node.lineno}")
     assert not found, "ask verl.utils.device instead"
 
