@@ -96,7 +96,7 @@ $(VERIFIERS_STAMP):
 test-invariance: $(STAMP)  ## Compare every way to split a mini-batch with the padded one (ten minutes)
 	$(BIN)/python -m pytest tests/parity/test_invariance.py tests/algos/test_sessions.py tests/trainer/test_sessions.py -m slow
 
-test-megatron: $(STAMP)  ## Compare every pair of ways to divide a model with one rank, on megatron-core (five minutes)
+test-megatron: $(STAMP)  ## Compare every pair of ways to divide a model with one rank, on megatron-core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/workers/engine/megatron tests/trainer/test_sft_megatron.py -m 'slow or not slow'
 
 test-templates: $(STAMP)  ## Compare what follows a turn with what 72 chat templates write, in 10,000 conversations
