@@ -6,7 +6,6 @@ end are short files.
 """
 
 import gc
-import io
 import logging
 import os
 import re
@@ -19,36 +18,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
-from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import hypothesis
-import omegaconf.base
 import pytest
 import torch
-import yaml
 
 from tests.pace import PATIENCE
 from verl.single_controller.local.fork_server import keeping_servers
-
-# Half of the time that composing a configuration takes; both results depend on the text alone.
-omegaconf.base.parse = cache(omegaconf.base.parse)
-load_yaml = omegaconf.OmegaConf.load
-of_text = cache(lambda text: load_yaml(io.StringIO(text)))
-
-
-def load_once(file: Any) -> Any:
-    if not isinstance(file, io.TextIOBase):
-        return load_yaml(file)
-    try:
-        return deepcopy(of_text(file.read()))
-    except yaml.YAMLError:  # its message has the file's name
-        file.seek(0)
-        return load_yaml(file)
-
-
-omegaconf.OmegaConf.load = staticmethod(load_once)
 
 gc.disable()  # until all tests are collected: what is imported meanwhile stays
 
