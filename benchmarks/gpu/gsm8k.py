@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -49,6 +50,8 @@ def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
     """One part of the page, in the results' folder; its commands, curve and time."""
     log = options.out / f"{part}.jsonl"
     log.unlink(missing_ok=True)
+    earlier = options.out / "runs/gsm8k" / part
+    shutil.rmtree(earlier, ignore_errors=True)  # or the run would go on from an earlier one
     settings = ["trainer.logger=[console,file]", f"trainer.device={options.device}"]
     settings += options.settings
     start, failure = time.perf_counter(), None

@@ -13,6 +13,7 @@ that of 64 held-out sums, sampled at temperature 1. One that fails or takes long
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -94,8 +95,8 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     steps = options.steps or STEPS[name]
     command = ["-m", MODULES[name], *settings(name, options, steps)]
     log = options.out / name / "metrics.jsonl"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.unlink(missing_ok=True)
+    shutil.rmtree(log.parent, ignore_errors=True)  # or the run would go on from an earlier one
+    log.parent.mkdir(parents=True)
     start, failure, text = time.perf_counter(), None, options.out / name / "log.txt"
     try:
         with text.open("w") as output:
