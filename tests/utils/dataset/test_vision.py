@@ -1,4 +1,5 @@
 import io
+import os
 
 import numpy as np
 import pytest
@@ -106,10 +107,17 @@ def test_a_prompt_with_images_is_never_cut(tmp_path):
         ({"path": "/nowhere/a.png"}, "No such file"),
         ({"path": "https://example.com/a.png"}, "address on a network"),
         ({"path": "data:image/png;base64,!"}, "not base64"),
+        ({"path": "pipe"}, "it is not a file"),
         ({"bytes": b"\xff\xd8\xff\xe0 no JPEG"}, "cannot be read"),
+        ({"bytes": png("red", (2000, 2))}, r"refuses an image of \(2000, 2\)"),
+        # Pillow would start Ghostscript.
+        ({"bytes": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"}, "cannot identify"),
     ],
 )
 def test_an_image_that_cannot_be_had_is_a_fault_of_its_row(tmp_path, image, reason):
+    os.mkfifo(tmp_path / "pipe")
+    if image.get("path") == "pipe":
+        image = {"path": str(tmp_path / "pipe")}
     rows = [{**question(), "images": [{"bytes": None, "path": None, **image}]}]
     with pytest.raises(DataError, match=rf"a.parquet:1: .*{reason}"):
         dataset(tmp_path, rows)

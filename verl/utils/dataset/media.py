@@ -341,7 +341,8 @@ class MediaEncoder:
                 images=[image], return_tensors="pt", **{**usual_options(processor), **self.options}
             )
         except ValueError as error:  # such as a strip of one by a thousand pixels
-            raise DataError(f"the processor refuses an image of {image.size}: {error}") from error
+            text = f"the processor refuses an image of {image.size}: {error}"
+            raise UnreadableImage(text) from error
         text = processor.replace_image_token(outputs, 0)
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         inputs = {
