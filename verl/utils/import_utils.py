@@ -23,7 +23,16 @@ def import_external_libs(external_libs: str | Iterable[str] | None) -> None:
         return
     names = [external_libs] if isinstance(external_libs, str) else external_libs
     for name in names:
-        import_module(name)
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there and lacks another
+            raise ModuleNotFoundError(
+                f"external_lib names the module {name!r}, and there is no {error.name!r}; install "
+                "its package, or put its folder on PYTHONPATH",
+                name=error.name,
+            ) from error
 
 
 def lazy_attribute(package: str, table: Mapping[str, str], name: str) -> Any:

@@ -142,6 +142,21 @@ def test_options_of_the_processor_change_the_number_of_tokens(tmp_path):
     assert counts == [16, 1]
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"sise": {"longest_edge": 64}}, "unexpected keyword argument 'sise'"),
+        ({"size": {"edge": 64}}, "shortest_edge"),
+        ({"do_resize": "maybe"}, "do_resize"),
+    ],
+)
+def test_options_that_the_processor_refuses_are_no_fault_of_the_rows(tmp_path, options, reason):
+    with pytest.raises(ValueError, match=rf"data.mm_processor_kwargs is .*refuses: .*{reason}"):
+        dataset(tmp_path, [question()], mm_processor_kwargs=options)
+    text = [{"prompt": [{"role": "user", "content": "Hi"}]}]
+    assert len(dataset(tmp_path, text, sees=False, mm_processor_kwargs=options)) == 1
+
+
 def test_a_video_is_its_frames_each_an_image_in_its_place(tmp_path):
     colors = ("red", "green", "blue")
     frames = [{"bytes": png(color), "path": None} for color in colors]
