@@ -19,7 +19,7 @@ def png(color, size=(24, 16)):
     return octets.getvalue()
 
 
-def dataset(tmp_path, rows, *, sees=True, **options):
+def dataset(tmp_path, rows, *, sees=True, max_images=None, **options):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -31,6 +31,7 @@ def dataset(tmp_path, rows, *, sees=True, **options):
         processor.tokenizer,
         DataConfig(**options),
         processor if sees else None,
+        max_images=max_images,
     )
 
 
@@ -140,6 +141,13 @@ def test_options_of_the_processor_change_the_number_of_tokens(tmp_path):
         for options in ({}, {"mm_processor_kwargs": small})
     ]
     assert counts == [16, 1]
+
+
+def test_more_images_than_a_conversation_may_have_are_a_fault_of_the_row(tmp_path):
+    rows = [question(), question("<image><image>", images=2)]
+    with pytest.raises(DataError, match=r"a.parquet:2: .* 2 images; rollout.limit_images allows 1"):
+        dataset(tmp_path, rows, max_images=1)
+    assert len(dataset(tmp_path, rows, max_images=2)) == 2
 
 
 @pytest.mark.parametrize(
