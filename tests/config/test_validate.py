@@ -1,12 +1,13 @@
 """Every contradiction is found before anything is loaded, and all of them at once."""
 
+import pickle
 import sys
 from pathlib import Path
 
 import pytest
 
 from verl.config import validate_machine
-from verl.config.faults import Fault, nearest_divisors, nearest_multiples, nearest_path
+from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, nearest_path
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.rm import RMConfig
@@ -613,3 +614,9 @@ def test_a_rollout_in_fp8_without_correction_is_named_at_the_start():
     assert any("rollout_correction.rollout_is=token" in notice for notice in notices)
     corrected = load({f"{R}.quantization": "fp8", f"{C}.rollout_is": "token"})
     assert not any("rollout_is=token" in notice for notice in corrected.notices)
+
+
+def test_a_refusal_travels_between_processes():
+    refusal = ConfigError([Fault("one is wrong", ("a.key",)), Fault("another")])
+    arrived = pickle.loads(pickle.dumps(refusal))
+    assert (str(arrived), arrived.faults) == (str(refusal), refusal.faults)

@@ -195,11 +195,6 @@ def test_external_libraries_are_imported_for_their_effects(tmp_path, monkeypatch
     import_external_libs("verl_test_one")
     import_external_libs(["verl_test_one", "verl_test_two"])
     assert {"verl_test_one", "verl_test_two"} <= set(sys.modules)
-    with pytest.raises(ModuleNotFoundError, match=r"names the module .verl_test_no\.x."):
-        import_external_libs("verl_test_no.x")
-    (tmp_path / "verl_test_three.py").write_text("import verl_test_four")
-    with pytest.raises(ModuleNotFoundError, match="No module named 'verl_test_four'"):
-        import_external_libs("verl_test_three")
 
 
 def test_a_lazy_attribute_is_loaded_from_its_module():

@@ -120,11 +120,12 @@ def fill_trajectory(
 ) -> None:
     """Take in what a loop returned, up to the limit; `turns` are what engines sampled for it."""
     ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
+    media, stop_reason = output.media, output.stop_reason
     routes = output.routed_experts
     if routes is None:
         routes = routes_of_turns([*output.prompt_ids, *ids], turns.outputs)
-    media = output.media
     if len(ids) > max_response_tokens:
+        stop_reason = "length"
         num_kept = num_whole_tokens(media, len(output.prompt_ids) + max_response_tokens)
         max_response_tokens = num_kept - len(output.prompt_ids)
         media = [one for one in media if one.places[-1] < num_kept]
@@ -144,7 +145,7 @@ def fill_trajectory(
     trajectory.session_id = turns.session_id
     trajectory.reward_score = output.reward_score
     trajectory.num_turns = output.num_turns
-    trajectory.stop_reason = output.stop_reason
+    trajectory.stop_reason = stop_reason
     trajectory.metrics = output.metrics
     trajectory.extra_fields = output.extra_fields
 

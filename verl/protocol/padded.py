@@ -26,6 +26,9 @@ SESSION_UID = "session_uid"
 """The column that is equal for the rows of a session, which stand side by side; it is there where
 some session has several rows. Without it every row is a session."""
 
+SAMPLED_MASK = "sampled_mask"
+"""The response mask as it was before tokens were rejected; only where some may have been."""
+
 POLICY_VERSIONS = "policy_versions"
 """The column (B, T) of the policy version that sampled each token, -1 for tokens that no policy
 sampled; it is there where somebody asks for it, as asynchronous training does. In a synchronous run

@@ -1,8 +1,8 @@
 """Images from wherever they are: bytes, files, `data:` URLs.
 
-Files of images come from strangers. What cannot be read, has more pixels than `MAX_PIXELS`, or is
-an address on a network is refused with its reason; nothing is downloaded, and no other program is
-started to read a format.
+Files of images come from strangers. What cannot be read, is of another format than `FORMATS`, has
+more pixels than `MAX_PIXELS`, or is an address on a network is refused with its reason; nothing is
+downloaded.
 """
 
 import base64
@@ -17,8 +17,8 @@ from verl.utils.import_utils import require
 
 MAX_PIXELS = 50_000_000
 MAX_IMAGE_BYTES = 50_000_000
-FORMATS = ("BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow hands others, such as EPS, to programs."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Pillow reads many more; PostScript among them, for which it runs a program."""
 
 DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,(.*)", re.DOTALL)
 

@@ -19,7 +19,7 @@ from verl.algos.policy_losses.sequences import (
 )
 from verl.algos.policy_losses.terms import behaviour_metrics, is_prepared, prepare_loss
 from verl.algos.policy_losses.whole_sessions import compares_sequences, prepare_sessions
-from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
+from verl.algos.registry import get_policy_loss_fn, loss_and_metrics, weights_argument
 from verl.algos.sessions import SESSION_INDEX, sequence_tokens
 from verl.config.actor import ActorConfig
 from verl.models.lora import as_started
@@ -232,7 +232,7 @@ class Policy:
             response_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
             config=config,
-            rollout_is_weights=rows.get("rollout_is_weights", None),
+            **weights_argument(self.policy_loss, rows.get("rollout_is_weights", None)),
             **{name: rows[name] for name in prepared},
         )
         loss, report = loss_and_metrics(returned)

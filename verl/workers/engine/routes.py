@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.models.routing import LayerRouting, Routing
+from verl.models.routing import Routing
 from verl.models.shared_prompts import SharedPrompts
 from verl.models.ulysses import SequenceShard
 from verl.utils.device import without_waiting
@@ -50,11 +50,15 @@ class ExpertLoad:
 
     def add(self, selected: Tensor, routing: Routing) -> None:
         """Routes (tokens, layers, k)."""
-        self.layers = [layer.layer for layer in routing.layers]
         num_experts = routing.num_experts
         flat = selected.transpose(0, 1).flatten(1).long()  # (layers, tokens k)
         ones = torch.ones_like(flat, dtype=torch.float32)
         counts = torch.zeros(len(flat), num_experts, device=flat.device).scatter_add_(1, flat, ones)
+        self.add_counts(counts, routing)
+
+    def add_counts(self, counts: Tensor, routing: Routing) -> None:
+        """How often each expert was chosen, (layers, experts)."""
+        self.layers = [layer.layer for layer in routing.layers]
         self.counts = counts if self.counts is None else self.counts + counts
 
 
@@ -68,6 +72,9 @@ class RouteOptions:
 
     load: ExpertLoad = field(default_factory=ExpertLoad)
     """Over passes with gradients."""
+
+    can_replay: bool = True
+    """Whether the engine's routers take routes that are given."""
 
     must_agree: bool = False
     """Replayed routes are those that the routers choose themselves, as in exact mode."""
@@ -148,15 +155,15 @@ class PassRoutes:
             shape = (num_rows, layer.num_experts)
             means = [
                 x.new_zeros(shape).index_add(0, row_of_source, x) / counts[:, None]
-                for x in (chosen, probabilities(layer, logits)[sources])
+                for x in (chosen, probabilities(logits, has_sigmoid=layer.has_sigmoid)[sources])
             ]
             total = total + layer.num_experts * (means[0] * means[1]).sum(1)
         return total / len(self.routing.layers)
 
 
-def probabilities(layer: LayerRouting, logits: Tensor) -> Tensor:
+def probabilities(logits: Tensor, *, has_sigmoid: bool) -> Tensor:
     """Of each expert; routers with sigmoid scores are normalised to a sum of 1."""
-    if not layer.has_sigmoid:
+    if not has_sigmoid:
         return logits.float().softmax(-1)
     scores = logits.float().sigmoid()
     return scores / scores.sum(-1, keepdim=True)
@@ -250,6 +257,11 @@ def prepare_replay(engine: BaseEngine, mode: str, *, is_exact: bool) -> None:
         raise ValueError(
             f"actor.router_replay.mode is {mode}, but {type(engine.module).__name__} has no "
             "experts whose routes could be replayed: leave it out"
+        )
+    if mode != "disabled" and not engine.routes.can_replay:
+        raise ValueError(
+            f"actor.router_replay.mode is {mode}, but routers of {type(engine).__name__} choose by "
+            "themselves: set it to disabled, or use strategy=fsdp"
         )
     if engine.routes is not None:
         engine.routes.must_agree = mode == "R3" and is_exact
