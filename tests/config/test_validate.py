@@ -577,6 +577,8 @@ def test_misspelt_and_missing_values_of_rotary_embeddings_are_named(tmp_path):
     key = "actor_rollout_ref.model.override_config.rope_scaling"
     yarn = {"actor_rollout_ref.model.path": str(tmp_path), f"{key}.type": "yarn"}
     assert mistakes({**yarn, f"{key}.factor": 2.0}) == []
+    assert mistakes({**yarn, f"{key}.type": "of_my_own"}) == []
+    assert mistakes({**yarn, f"{key}.type": "yran"}) == [f"{key}.type is yran; did you mean yarn?"]
     (text,) = mistakes(yarn)
     assert "factor is missing" in text
     misspelt = mistakes({**yarn, f"{key}.factor": 2.0, f"{key}.beta_fats": 32})

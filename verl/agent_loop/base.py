@@ -288,7 +288,10 @@ class AgentLoopBase(ABC):
         """Load and resize the images of messages, so that encoding these does not hold the event
         loop up; what has been prepared is remembered."""
         if has_media(messages):
-            await asyncio.to_thread(self.media.prepare, messages)
+            try:
+                await asyncio.to_thread(self.media.prepare, messages)
+            except UnreadableImage as error:
+                raise InfraFault(str(error), reason="image") from error
 
     @property
     def system_prompt(self) -> list[int]:

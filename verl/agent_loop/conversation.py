@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.protocol.trajectory import InfraFault
 from verl.utils.dataset.continuation import Continuation
+from verl.utils.dataset.media import UnreadableImage
 from verl.utils.dataset.prompts import Message, has_media
 from verl.utils.media import Media
 from verl.utils.scramble import keyed_seed
@@ -120,7 +122,10 @@ class Conversation:
         )
         media: tuple[Media, ...] = ()
         if has_media(messages):
-            ids, media = self.loop.media.encode(messages, follow)
+            try:
+                ids, media = self.loop.media.encode(messages, follow)
+            except UnreadableImage as error:  # the policy did not make it
+                raise InfraFault(str(error), reason="image") from error
         else:
             ids = follow(messages)
         most = self.loop.media.max_images

@@ -26,6 +26,7 @@ ROPE_KEYS = {
 }  # fmt: skip
 """What `transformers` reads of a model's rotary embeddings."""
 ROPE_WITH_FACTOR = ("linear", "dynamic", "yarn", "llama3")
+ROPE_KINDS = (*ROPE_WITH_FACTOR, "default", "longrope", "mrope", "proportional")
 NO_MTP = never("mtp.enable is refused")
 
 
@@ -41,6 +42,9 @@ def rope_faults(stated: Mapping[str, Any], of_model: Mapping[str, Any]) -> Itera
         hint = f"; did you mean {close[0]}?" if close else ""
         yield f"{name}: rotary embeddings have no such value{hint}"
     kind = stated.get("rope_type", stated.get("type"))
+    close = get_close_matches(str(kind), ROPE_KINDS, n=1)
+    if kind not in ROPE_KINDS and close:  # a model of the user's own may have its own
+        yield f"type is {kind}; did you mean {close[0]}?"
     if kind in ROPE_WITH_FACTOR and "factor" not in {**of_model, **stated}:
         yield f"factor is missing: rotary embeddings of type {kind} need it"
 

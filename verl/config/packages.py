@@ -30,6 +30,7 @@ ENGINE_ARGUMENTS = {
     "sglang": ("srt/server_args.py", "ServerArgs"),
 }
 """Where an engine declares its arguments: the file in its package, and the class."""
+NEED_TORCHVISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 VERSION_SECONDS = 60.0
 FIND_VERSION = (
     "import json, sys; from importlib import metadata; "
@@ -79,6 +80,7 @@ def engine_package_faults(config: PPOConfig) -> Iterator[Fault]:
         yield Fault(text, (f"{ROLLOUT}.name",), is_about_machine=True)
     elif package is not None:
         yield from engine_version_faults(rollout, package)
+        yield from torchvision_faults(config)
     if (uses_lora(config) or critic_lora_rank(config)) and find_spec("peft") is None:
         key = f"{'actor_rollout_ref' if uses_lora(config) else 'critic'}.model.lora_rank"
         text = f'{key} asks for LoRA, but peft is not installed; pip install "verl[peft]"'
@@ -110,6 +112,27 @@ def engine_version_faults(rollout: RolloutConfig, package: str) -> Iterator[Faul
     )
     keys = (f"{ROLLOUT}.name", f"{ROLLOUT}.python")
     yield Fault(text, keys, is_about_machine=True)
+
+
+def torchvision_faults(config: PPOConfig) -> Iterator[Fault]:
+    """vLLM's modules of these models import torchvision, also where no row has an image."""
+    rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
+    file = Path(path).expanduser() / "config.json"
+    family = json.loads(file.read_text()).get("model_type") if file.is_file() else None
+    if rollout.name != "vllm" or family not in NEED_TORCHVISION:
+        return
+    try:
+        is_there = installed_version("torchvision", rollout.python) is not None
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return  # named by `engine_version_faults`
+    if not is_there:
+        where = shown(rollout.python or sys.executable)
+        text = (
+            f'{ROLLOUT}.name is "vllm", and the model is a {family}, for which vLLM needs '
+            f"torchvision; {where} has none: install the one that fits its torch, or use "
+            f"{ROLLOUT}.name=native, which needs pillow alone"
+        )
+        yield Fault(text, (f"{ROLLOUT}.name", f"{ROLLOUT}.python"), is_about_machine=True)
 
 
 def installed_version(package: str, python: str | None = None) -> str | None:

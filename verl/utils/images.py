@@ -45,6 +45,8 @@ def open_image(value: Any) -> Any:
     if not isinstance(source, io.BytesIO | Path):
         raise BadImage(f"an image is {value!r:.80}; it must be an image, its bytes or its path")
     try:
+        if isinstance(source, Path) and source.exists() and not source.is_file():
+            raise OSError("it is not a file")  # a pipe might never end
         with Image.open(source, formats=FORMATS) as image:
             refuse_size(image)
             return image.convert("RGB")

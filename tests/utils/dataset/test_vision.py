@@ -1,4 +1,5 @@
 import io
+import os
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def png(color, size=(24, 16)):
     return octets.getvalue()
 
 
-def dataset(tmp_path, rows, *, sees=True, **options):
+def dataset(tmp_path, rows, *, sees=True, max_images=None, **options):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -30,6 +31,7 @@ def dataset(tmp_path, rows, *, sees=True, **options):
         processor.tokenizer,
         DataConfig(**options),
         processor if sees else None,
+        max_images=max_images,
     )
 
 
@@ -106,10 +108,17 @@ def test_a_prompt_with_images_is_never_cut(tmp_path):
         ({"path": "/nowhere/a.png"}, "No such file"),
         ({"path": "https://example.com/a.png"}, "address on a network"),
         ({"path": "data:image/png;base64,!"}, "not base64"),
+        ({"path": "pipe"}, "it is not a file"),
         ({"bytes": b"\xff\xd8\xff\xe0 no JPEG"}, "cannot be read"),
+        ({"bytes": png("red", (2000, 2))}, r"refuses an image of \(2000, 2\)"),
+        # Pillow would start Ghostscript.
+        ({"bytes": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"}, "cannot identify"),
     ],
 )
 def test_an_image_that_cannot_be_had_is_a_fault_of_its_row(tmp_path, image, reason):
+    os.mkfifo(tmp_path / "pipe")
+    if image.get("path") == "pipe":
+        image = {"path": str(tmp_path / "pipe")}
     rows = [{**question(), "images": [{"bytes": None, "path": None, **image}]}]
     with pytest.raises(DataError, match=rf"a.parquet:1: .*{reason}"):
         dataset(tmp_path, rows)
@@ -132,6 +141,28 @@ def test_options_of_the_processor_change_the_number_of_tokens(tmp_path):
         for options in ({}, {"mm_processor_kwargs": small})
     ]
     assert counts == [16, 1]
+
+
+def test_more_images_than_a_conversation_may_have_are_a_fault_of_the_row(tmp_path):
+    rows = [question(), question("<image><image>", images=2)]
+    with pytest.raises(DataError, match=r"a.parquet:2: .* 2 images; rollout.limit_images allows 1"):
+        dataset(tmp_path, rows, max_images=1)
+    assert len(dataset(tmp_path, rows, max_images=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"sise": {"longest_edge": 64}}, "unexpected keyword argument 'sise'"),
+        ({"size": {"edge": 64}}, "shortest_edge"),
+        ({"do_resize": "maybe"}, "do_resize"),
+    ],
+)
+def test_options_that_the_processor_refuses_are_no_fault_of_the_rows(tmp_path, options, reason):
+    with pytest.raises(ValueError, match=rf"data.mm_processor_kwargs is .*refuses: .*{reason}"):
+        dataset(tmp_path, [question()], mm_processor_kwargs=options)
+    text = [{"prompt": [{"role": "user", "content": "Hi"}]}]
+    assert len(dataset(tmp_path, text, sees=False, mm_processor_kwargs=options)) == 1
 
 
 def test_a_video_is_its_frames_each_an_image_in_its_place(tmp_path):

@@ -190,6 +190,7 @@ def create_rl_dataset(
     max_samples: int = -1,
     *,
     grading_fault: GradingFault | None = None,
+    max_images: int | None = None,
 ) -> Dataset[Any]:
     """`data.custom_cls`, or the built-in dataset; with `data.datagen` it grows in training.
 
@@ -200,7 +201,7 @@ def create_rl_dataset(
         cls = DynamicGenDataset
     limit: dict[str, Any] = {"max_samples": max_samples} if max_samples >= 0 else {}
     if cls in (RLHFDataset, DynamicGenDataset):
-        limit["grading_fault"] = grading_fault
+        limit |= {"grading_fault": grading_fault, "max_images": max_images}
     return cls(
         data_files=data_paths,
         tokenizer=tokenizer,

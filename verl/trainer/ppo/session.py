@@ -168,6 +168,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
             tokenizer=self.tokenizer,
             processor=self.processor,
             grading_fault=fault,
+            max_images=config.actor_rollout_ref.rollout.limit_images,
         )
         if train_dataset is None:
             train_dataset = make(data.train_files, max_samples=data.train_max_samples)

@@ -31,6 +31,7 @@ from verl.utils.dataset.prompts import (
 )
 from verl.utils.dataset.tables import DataError
 from verl.utils.images import BadImage, open_image
+from verl.utils.import_utils import require
 from verl.utils.media import Media, content_hash
 
 MAX_REMEMBERED_IMAGES = 256
@@ -341,7 +342,8 @@ class MediaEncoder:
                 images=[image], return_tensors="pt", **{**usual_options(processor), **self.options}
             )
         except ValueError as error:  # such as a strip of one by a thousand pixels
-            raise DataError(f"the processor refuses an image of {image.size}: {error}") from error
+            text = f"the processor refuses an image of {image.size}: {error}"
+            raise UnreadableImage(text) from error
         text = processor.replace_image_token(outputs, 0)
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         inputs = {
@@ -392,7 +394,23 @@ def media_encoder_of(
 def _media_encoder(
     tokenizer: PreTrainedTokenizerBase, processor: Any, options: str, max_images: int | None
 ) -> MediaEncoder:
-    return MediaEncoder(tokenizer, processor, json.loads(options), max_images=max_images)
+    made = MediaEncoder(tokenizer, processor, json.loads(options), max_images=max_images)
+    if made.options and processor is not None:
+        refuse_options(made)
+    return made
+
+
+def refuse_options(encoder: MediaEncoder) -> None:
+    """Raise ValueError where the image processor does not take its options; rows are not to blame
+    for them."""
+    image = require("PIL.Image", "vlm").new("RGB", (64, 64))
+    try:
+        encoder.expansion(image)
+    except Exception as error:
+        raise ValueError(
+            f"data.mm_processor_kwargs is {encoder.options}, which "
+            f"{type(encoder.processor.image_processor).__name__} refuses: {error}"
+        ) from error
 
 
 def grid_of(processor: Any, inputs: Mapping[str, Tensor]) -> tuple[int, int, int] | None:

@@ -35,12 +35,16 @@ class PromptEncoder:
         processor: Any,
         config: DataConfig,
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        max_images: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = config
         self.tools = list(tools)
-        self.media = media_encoder_of(tokenizer, processor, config.mm_processor_kwargs)
+        self.media = media_encoder_of(
+            tokenizer, processor, config.mm_processor_kwargs, max_images=max_images
+        )
 
     def text(self, prompt: Prompt) -> str:
         kwargs = self.config.apply_chat_template_kwargs

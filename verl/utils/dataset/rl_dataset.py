@@ -90,8 +90,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     `max_samples` limits the rows: random ones when `config.shuffle` is on, else the first ones.
     `grading_fault` says of a data source and an answer why a row with them cannot be graded; such
-    rows are left out as other bad rows are. Pickled, it takes no rows along: the copy opens the
-    files again.
+    rows, and those with more than `max_images` images, are left out as other bad rows are. Pickled,
+    it takes no rows along: the copy opens the files again.
     """
 
     dataframe: Rows
@@ -105,6 +105,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         max_samples: int = -1,
         *,
         grading_fault: GradingFault | None = None,
+        max_images: int | None = None,
     ) -> None:
         self.config = as_data_config(config)
         self._grading_fault = grading_fault
@@ -115,7 +116,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.max_samples = max_samples
         self._keys = (self.config.prompt_key, self.config.image_key, self.config.video_key)
         self.tool_schemas = tool_schemas_of(self.config)
-        self.encoder = PromptEncoder(tokenizer, processor, self.config, self.tool_schemas)
+        self.encoder = PromptEncoder(
+            tokenizer, processor, self.config, self.tool_schemas, max_images=max_images
+        )
         self._read_files_and_tokenize()
         if not len(self.dataframe):
             raise DataError(f"no prompt of {data_files} is left after filtering")

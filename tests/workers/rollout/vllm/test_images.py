@@ -43,7 +43,8 @@ def saved_vision_model(folder, family):
     for name, width in {**SHAPE, "head_dim": 32}.items():
         setattr(config.text_config, name, width)
     if family != "idefics3":
-        config.text_config.rope_parameters["mrope_section"] = [8, 4, 4]
+        rope = {"mrope_section": [8, 4, 4], "mrope_interleaved": family == "qwen3_vl"}
+        config.text_config.rope_parameters |= rope
         width = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
         setattr(config.vision_config, width, SHAPE["hidden_size"])
     torch.manual_seed(0)

@@ -10,7 +10,9 @@ import pytest
 
 from tests.tiny_models import tiny_config
 from tests.tiny_tokenizer import tiny_tokenizer
-from verl.config.packages import engine_version_faults
+from verl.config.load import load_config
+from verl.config.packages import engine_package_faults, engine_version_faults
+from verl.config.ppo import PPOConfig
 from verl.config.roles import ROLLOUTS
 from verl.config.rollout import RolloutConfig
 from verl.workers.rollout.vllm_rollout.arguments import refuse_unknown
@@ -171,6 +173,23 @@ def test_a_version_in_the_range_is_taken_whatever_its_distribution_is_called(int
 def test_a_version_outside_the_range_is_named_with_the_range_and_never_imported(interpreter):
     (text,) = version_faults(interpreter)
     assert re.search(r"python\" has vllm 0\.\d\d\.\d; supported is vllm>=0\.24,<0\.33: ", text)
+
+
+@pytest.mark.parametrize("interpreter", ["0.32.0"], indirect=True)
+def test_a_model_of_qwen_that_sees_needs_torchvision_before_anything_is_loaded(
+    interpreter, tmp_path
+):
+    rollout = {"name": "vllm", "python": interpreter}
+    values = {"model": {"path": str(tmp_path)}, "rollout": rollout}
+    config = load_config({"actor_rollout_ref": values}, PPOConfig).config
+    found = {}
+    for family in ("qwen2", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        found[family] = [fault.text for fault in engine_package_faults(config)]
+    assert found.pop("qwen2") == found.pop("idefics3") == []
+    for family, (text,) in found.items():
+        assert f"the model is a {family}, for which vLLM needs torchvision" in text
+        assert "native, which needs pillow alone" in text
 
 
 def test_an_interpreter_that_cannot_be_asked_is_named():
