@@ -8,7 +8,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet torch==2.13.0
-"$folder/venv/bin/pip" install --quiet -c requirements/constraints.txt "$wheel[plot]"
+"$folder/venv/bin/pip" install --quiet -c requirements/constraints.txt "${wheel}[plot]"
 tar -xzf "$source" -C "$folder" --strip-components=2 --wildcards '*/examples/quickstart'
 cd "$folder"
 venv/bin/verl doctor

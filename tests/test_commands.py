@@ -29,6 +29,17 @@ def test_a_misspelt_command_is_refused_with_the_one_that_was_meant(monkeypatch, 
     assert "did you mean train?" in capsys.readouterr().err
 
 
+def test_help_of_training_fits_a_screen_and_names_the_plan(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verl", "train", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr().out
+    assert not ended.value.code
+    assert printed.startswith("usage: verl train key=value")
+    assert "trainer.dry_run=True" in printed
+    assert printed.count("\n") < 24
+
+
 def test_without_a_command_all_are_listed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["verl"])
     main()
@@ -96,6 +107,7 @@ def test_the_doctor_finds_this_machine_fit_to_train():
     output = io.StringIO()
     assert doctor.main([], Console(file=output, width=200)) == 0
     assert "torch" in output.getvalue()
+    assert "no errors, " in output.getvalue()
 
 
 def test_the_doctor_checks_a_configuration_for_this_machine(tmp_path):
@@ -117,7 +129,10 @@ def test_the_doctor_checks_a_configuration_for_this_machine(tmp_path):
     assert any("did you mean" in text for _, *texts in found.values() for text in texts)
     assert "algorithm.adv_estimator" in found
     output = io.StringIO()
-    assert doctor.main(["data.train_files=/nowhere.parquet"], Console(file=output, width=300)) == 1
+    assert doctor.main(["data.train_files=/nowhere.parquet"], Console(file=output, width=80)) == 1
+    assert (
+        'error  data.train_files is "/nowhere.parquet", which does not exist' in output.getvalue()
+    )
     assert "/nowhere.parquet" in output.getvalue()
 
 
@@ -126,7 +141,7 @@ def test_the_doctor_names_what_is_missing_and_the_way_out(monkeypatch):
         doctor.metadata, "requires", lambda name: ["torch>=99", "nonesuch", "x; extra == 'a'"]
     )
     old, gone = doctor.check_requirements()
-    assert (old.state, old.remedy) == ("missing", 'pip install "torch>=99"')
+    assert (old.state, old.remedy) == ("error", 'pip install "torch>=99"')
     assert (gone.found, gone.remedy) == ("not installed", 'pip install "nonesuch"')
     (folder,) = doctor.check_folder("cache", doctor.Path("/proc/nowhere"))
-    assert (folder.state, folder.remedy) == ("missing", "choose a folder that is yours")
+    assert (folder.state, folder.remedy) == ("error", "choose a folder that is yours")

@@ -1,4 +1,4 @@
-"""The command `verl`: a short name for each module that is a command.
+"""The command `verl`: short names for the modules that are commands.
 
 verl train data.train_files=... is python -m verl.trainer.main_ppo data.train_files=...
 """
@@ -10,31 +10,35 @@ from importlib import import_module
 COMMANDS = {
     "train": ("verl.trainer.main_ppo", "reinforcement learning: PPO, GRPO, DAPO, ..."),
     "sft": ("verl.trainer.sft_trainer", "supervised fine-tuning"),
-    "generate": ("verl.trainer.main_generation", "answer a file of prompts"),
-    "eval": ("verl.trainer.main_eval", "score the answers of a file"),
-    "serve": ("verl.trainer.main_generation_server", "serve a model with OpenAI's interface"),
-    "merge": ("verl.model_merger.__main__", "make a Hugging Face folder of a checkpoint"),
-    "rm": ("verl.trainer.main_rm", "train a reward model on pairs"),
+    "generate": ("verl.trainer.main_generation", "generate responses to a file of prompts"),
+    "eval": ("verl.trainer.main_eval", "score generated responses"),
+    "serve": ("verl.trainer.main_generation_server", "serve a model over an OpenAI-compatible API"),
+    "merge": ("verl.model_merger.__main__", "convert a checkpoint to a Hugging Face folder"),
+    "rm": ("verl.trainer.main_rm", "train a reward model on preference pairs"),
     "migrate": ("verl.migrate.__main__", "translate a script of older verl, TRL or OpenRLHF"),
-    "replay": ("verl.replay", "make a recorded step again, and what another algorithm would do"),
-    "regenerate": ("verl.trainer.main_replay", "make the trajectories of a step again"),
-    "board": ("verl.board.__main__", "look at runs in the browser"),
-    "profile": ("verl.profile", "where time and memory of a run went"),
-    "diff": ("verl.diff", "where two recorded runs part"),
-    "doctor": ("verl.doctor", "what this machine has and lacks"),
+    "replay": ("verl.replay", "recompute a recorded step, or try another algorithm on it"),
+    "regenerate": (
+        "verl.trainer.main_replay",
+        "regenerate the trajectories of a step from the journal",
+    ),
+    "board": ("verl.board.__main__", "view runs in the browser"),
+    "profile": ("verl.profile", "show time and memory by stage"),
+    "diff": ("verl.diff", "find the first difference between two runs"),
+    "doctor": ("verl.doctor", "check this machine and a configuration"),
 }
 
 
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h", "help"):
-        lines = [f"  {command:11}{what}" for command, (_, what) in COMMANDS.items()]
-        sys.stdout.write("verl COMMAND [arguments]\n\n" + "\n".join(lines) + "\n")
+        lines = [f"  {command:12}{what}" for command, (_, what) in COMMANDS.items()]
+        usage = "usage: verl COMMAND [arguments]; verl COMMAND --help shows them"
+        sys.stdout.write(f"{usage}\n\n" + "\n".join(lines) + "\n")
         return
     if name not in COMMANDS:
         close = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        sys.stderr.write(f"error: no command {name!r}; {hint}there are {', '.join(COMMANDS)}\n")
+        sys.stderr.write(f"error: no command {name!r}; {hint}commands: {', '.join(COMMANDS)}\n")
         raise SystemExit(2)
     module, _ = COMMANDS[name]
     sys.argv = [f"verl {name}", *sys.argv[2:]]

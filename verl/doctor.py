@@ -1,8 +1,8 @@
-"""What this machine has and lacks for training: `python -m verl.doctor [key=value ...]`.
+"""Check this machine, and optionally a configuration: `python -m verl.doctor [key=value ...]`.
 
-Each check gives a state, what was found, and what to do about it. Nothing is changed, nothing is
-downloaded. Exits with 1 if something that training needs is missing, or if the configuration, where
-arguments of `verl.trainer.main_ppo` are given, would be refused here.
+Each check prints a state, what was found, and the remedy. Nothing is changed or downloaded. The
+exit code is 1 if something that training needs is missing, or if the given arguments of
+`verl.trainer.main_ppo` would be refused on this machine.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import resource
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,7 +22,6 @@ from omegaconf.errors import OmegaConfBaseException
 from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
-from rich.table import Column, Table
 from rich.text import Text
 
 from verl.config.effects import without_effect
@@ -35,7 +35,7 @@ from verl.trainer.plan.megatron import layout_faults
 from verl.utils.environment import cache_folder, sglang_python, usable_cores, vllm_python
 from verl.utils.py_functional import printable
 
-OK, NOTE, BAD = "ok", "note", "missing"
+OK, NOTE, BAD = "ok", "note", "error"
 STYLES = {OK: "green", NOTE: "yellow", BAD: "red"}
 MIN_OPEN_FILES = 4096
 MIN_SHARED_BYTES = 1 << 30
@@ -96,8 +96,8 @@ def check_device() -> Iterator[Finding]:
 
     kind = get_device_name()
     if kind == "cpu":
-        remedy = "training runs on the CPU (trainer.device=cpu, n_gpus_per_node counts processes)"
-        yield Finding("GPU", NOTE, "none, or this torch is built without support for it", remedy)
+        remedy = "train on the CPU: trainer.device=cpu (trainer.n_gpus_per_node counts processes)"
+        yield Finding("GPU", NOTE, "none, or torch is built without support for it", remedy)
         return
     devices = get_torch_device()
     for index in range(devices.device_count()):
@@ -170,7 +170,7 @@ def check_sandbox() -> Iterator[Finding]:
         remedy = "programs cannot be graded here; use sandbox_fusion.url"
         yield Finding("sandbox", NOTE, str(error).splitlines()[0], remedy)
         return
-    yield Finding("sandbox", OK, "programs of a model can be run")
+    yield Finding("sandbox", OK, "available (programs written by a model run in it)")
 
 
 def check_engines() -> Iterator[Finding]:
@@ -181,7 +181,12 @@ def check_engines() -> Iterator[Finding]:
             continue
         python = own[name]
         if python is None and find_spec(traits.package) is None:
-            yield Finding(name, NOTE, "not installed", "rollout.name=native needs nothing")
+            yield Finding(
+                name,
+                NOTE,
+                "not installed",
+                "optional; the built-in engine (rollout.name=native) needs no package",
+            )
             continue
         version = installed_version(traits.package, python)
         where = f"{version or 'none'} in {python or sys.executable}"
@@ -245,15 +250,25 @@ def main(arguments: list[str] | None = None, console: Console | None = None) -> 
         "overrides", nargs="*", metavar="key=value", help="options of a run, to check those too"
     )
     options = parser.parse_args(arguments)
-    table = Table("", *(Column(name, overflow="fold") for name in ("what", "found", "what to do")))
-    worst = 0
+    console = console or Console(highlight=False)
+    counts = Counter[str]()
     for finding in findings(options.overrides):
-        mark = Text(finding.state, style=STYLES[finding.state])
-        cells = (printable(text) for text in (finding.name, finding.found, finding.remedy))
-        table.add_row(mark, *map(Text, cells))
-        worst = max(worst, int(finding.state == BAD))
-    (console or Console()).print(table)
-    return worst
+        counts[finding.state] += 1
+        show(finding, console)
+    errors = counts[BAD]
+    verdict = f"{errors} errors" if errors else "no errors"
+    console.print(Text(f"\n{verdict}, {counts[NOTE]} notes", style=STYLES[BAD if errors else OK]))
+    return int(errors > 0)
+
+
+def show(finding: Finding, console: Console) -> None:
+    """One line for what was found, one below it for the remedy."""
+    mark = Text(f"{finding.state:7}", style=STYLES[finding.state])
+    name, found = printable(finding.name), printable(finding.found)
+    text = found if found.startswith(name) else f"{name:14}{found}"
+    console.print(mark + Text(text), soft_wrap=True)
+    if finding.remedy:
+        console.print(Text(f"{'':7}-> {printable(finding.remedy)}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

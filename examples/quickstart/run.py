@@ -282,10 +282,10 @@ def report(results: dict[str, Any], folder: Path, model: str, seconds: float) ->
     print(
         f"\nheld-out accuracy {first['accuracy']:.0%} -> {last['accuracy']:.0%}, "
         f"worked out {first['worked_out']:.0%} -> {last['worked_out']:.0%}, in {seconds:.0f} s"
-        f"\ncurve   {picture}\nnumbers {folder / 'results.json'}\nmodel   {model}"
-        f"\nask it  python {HERE / 'ask.py'} {model} '5071*4'"
-        f"\nchat    {serve_command(folder, model)}   (in the browser)"
-        f"\nlook    {(folder / PAGE).resolve().as_uri()}   (every step, sample and token)"
+        f"\ncurve     {picture}\nnumbers   {folder / 'results.json'}\nmodel     {model}"
+        f"\nask it    python {HERE / 'ask.py'} {model} '5071*4'"
+        f"\nchat      {serve_command(folder, model)}   (in the browser)"
+        f"\nrun page  {(folder / PAGE).resolve().as_uri()}   (every step, sample and token)"
     )
 
 

@@ -163,7 +163,7 @@ def test_time_health_and_comparison_have_something_to_say(page):
     choose(page, "Health")
     page.get_by_text("tripwire/entropy_collapsed").first.wait_for()
     choose(page, "Compare")
-    page.get_by_text("They part at step 1: critic/score/mean: 0.02 against 0.12").wait_for()
+    page.get_by_text("First difference: step 1: critic/score/mean: 0.02 against 0.12").wait_for()
 
 
 def test_a_step_appears_by_itself_when_it_is_committed(browser, tmp_path):

@@ -58,6 +58,14 @@ def test_a_broken_rule_is_told_once_and_counted(name, caplog):
     assert not caplog.records
 
 
+def test_a_message_belongs_to_the_steps_in_which_its_rule_was_broken():
+    wires = Tripwires()
+    wires.check(BROKEN["equal_rewards"], 1)
+    assert "same reward" in wires.take_messages()["equal_rewards"]
+    assert wires.check({}, 2) == {"tripwire/equal_rewards": 1.0}
+    assert wires.take_messages() == {}
+
+
 def test_a_healthy_step_breaks_no_rule():
     healthy = {
         "actor/old_log_prob_error": 1e-6,

@@ -196,29 +196,24 @@ def shown(console: Console) -> str:
     return text
 
 
-def test_the_terminal_shows_groups_that_changed_and_counts_the_rest():
+def test_the_terminal_shows_one_line_per_step_with_what_is_looked_at_first():
     console = terminal()
-    backend = ConsoleBackend("project", "table", console=console)
-    backend.log(
-        {"actor/entropy": 0.71234567, "num_turns/mean": 2.0, "global_seqlen/min": 5}, step=1
-    )
-    first = shown(console)
-    assert "step 1" in first
-    assert "entropy 0.7123" in first
-    assert "num_turns" in first
-    assert "global_seqlen" not in first
-    assert "1 metrics" in first
-    backend.log({"actor/entropy": 0.5, "num_turns/mean": 2.0, "global_seqlen/min": 6}, step=2)
-    second = shown(console)
-    assert "entropy 0.5" in second
-    assert "num_turns" not in second
-    assert "2 metrics" in second
+    backend = ConsoleBackend("project", "line", console=console)
+    metrics = {"timing_s/step": 2.0834, "actor/lr": 1e-6, "critic/score/mean": 0.28125}
+    backend.log({**metrics, "val-core/sums/reward/mean@1": 0.5, "tripwire/equal_rewards": 3.0}, 1)
+    assert shown(console).splitlines() == [
+        "step 1  score 0.2812  seconds 2.083  val-core/sums/reward/mean@1 0.5"
+        "  tripwire/equal_rewards 3.0"
+    ]
+    backend.log({"actor/lr": 1e-6}, 2)
+    assert shown(console) == "step:2 - actor/lr:1e-06\n"
 
 
-def test_a_number_that_is_not_finite_is_shown_even_in_a_quiet_group():
+def test_a_number_that_is_not_finite_is_shown_on_the_terminal():
     console = terminal()
-    ConsoleBackend("p", "e", console=console).log({"variance_proxy/expected_w": math.nan}, step=1)
-    assert "expected_w nan" in shown(console)
+    metrics = {"critic/score/mean": 1.0, "variance_proxy/expected_w": math.nan}
+    ConsoleBackend("p", "e", console=console).log(metrics, step=1)
+    assert "variance_proxy/expected_w nan" in shown(console)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -74,7 +74,7 @@ class RunBoard:
         *,
         batch: Any = None,
         groups: Sequence[Group] = (),
-        warnings: Mapping[str, Any] | None = None,
+        warnings: Mapping[str, str] | None = None,
     ) -> None:
         if self._metrics is not None:
             self._metrics.add_step(number, metrics, seconds)

@@ -49,6 +49,16 @@ LEAVES_NOTHING_BEHIND = (
     "hydra/hydra_logging=none",
 )
 MISTAKE = 2
+HELP = """\
+usage: {command} key=value [key=value ...]
+
+  trainer.dry_run=True                check the configuration, print the plan, stop
+  --cfg job                           print the composed configuration with its defaults
+  --config-path=$PWD --config-name=X  read X.yaml, a file of yours (docs/config.md shows one)
+  --hydra-help                        the flags of Hydra
+
+docs/config.md describes every key; the defaults are in verl/trainer/config/{default_config}.yaml.
+"""
 
 
 @dataclass
@@ -93,6 +103,9 @@ def run(
     rewritten = Rewritten()
     HydraConfig.instance().cfg = None  # forget the job of an earlier run in this process
     set_variable("HYDRA_FULL_ERROR", "1")  # Hydra raises, so that we choose message and exit code
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        sys.stdout.write(HELP.format(command=command_name(), default_config=default_config))
+        return
     try:
         arguments = sys.argv[1:]
         if options is not None:
@@ -109,6 +122,13 @@ def run(
         if HydraConfig.initialized():  # the task was running: not a mistake of the command line
             raise
         refuse("\n".join([*hydra_message(error), *rewritten.doubtful]))
+
+
+def command_name() -> str:
+    """How the user started this command: `verl train` or `python -m verl.trainer.main_ppo`."""
+    spec = sys.modules["__main__"].__spec__
+    is_short = sys.argv[0].startswith("verl ")
+    return sys.argv[0] if is_short or spec is None else f"python -m {spec.name}"
 
 
 def rewrite(arguments: list[str], default_config: str, config_dir: Path) -> Rewritten:
@@ -234,8 +254,6 @@ def load_and_run(
     """Give `task` what Hydra composed. What it refuses ends the process with a message."""
     try:
         task(load_config(config, schema, overrides=task_overrides()))
-    except ConfigError as error:
-        refuse(str(error))
     except EndsTheRun as error:
         refuse(str(error), error.exit_code)
     except Exception as error:

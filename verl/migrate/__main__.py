@@ -29,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(page())
         return 0
     if options.file is None or not options.file.is_file():
-        sys.stderr.write(f"error: {options.file} is no file; name a script or a YAML\n")
+        named = f"{options.file} is not a file" if options.file else "no file is named"
+        sys.stderr.write(f"error: {named}; name a shell script, a Python file or a YAML file\n")
         return MISTAKE
     try:
         runs = read(options.file)

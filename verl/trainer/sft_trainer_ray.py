@@ -19,7 +19,7 @@ from verl.config.load import Loaded, load_config
 from verl.config.roles import world_size
 from verl.config.sft import SFTEngineConfig
 from verl.trainer.sft.launch import ranks_notice, run, run_command
-from verl.utils.environment import EndsTheRun
+from verl.utils.environment import ending_of
 from verl.utils.import_utils import lazy_attribute, require
 
 CONFIG_NAME = "sft_trainer_engine"
@@ -75,8 +75,9 @@ def take_through(group: Any) -> str:
                 pass
         return group.finish()[0]
     except lazy_attribute(__name__, _LAZY, "WorkerError") as error:
-        if isinstance(error.__cause__, EndsTheRun):  # bad data, say: its message is enough
-            raise error.__cause__ from None
+        ending = ending_of(error)
+        if ending is not None:
+            raise ending from None
         raise
 
 

@@ -37,7 +37,7 @@ from verl.trainer.ppo.v1.trainers import trainer_of_mode
 from verl.utils.checkpoint.layout import holding
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
-from verl.utils.environment import BadData, forced_device
+from verl.utils.environment import BadData, ending_of, forced_device, refusing
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -155,7 +155,8 @@ class TaskRunner:
         """However an attempt ends, what it has started ends with it: the caller may go on."""
         for restarts_left in range(config.trainer.max_restarts, -1, -1):
             with self.closing:
-                trainer = self.build(copy.deepcopy(config))  # workers write into theirs
+                with refusing():
+                    trainer = self.build(copy.deepcopy(config))  # workers write into theirs
                 self.trainer = trainer
                 self.closing.callback(trainer.stop_workers)
                 trainer.is_restart = restarts_left < config.trainer.max_restarts
@@ -163,6 +164,9 @@ class TaskRunner:
                     self._train(trainer)
                     return
                 except (WorkerError, PlaneLost) as error:
+                    ending = ending_of(error)
+                    if ending is not None:
+                        raise ending from None
                     if restarts_left == 0 or not is_loss(error):
                         raise
                     logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))

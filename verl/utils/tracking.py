@@ -10,10 +10,9 @@ one unbuffered append, so a reader never sees half a line of a living run, sever
 share the file, and a killed run keeps every step it logged. JSON has no NaN or infinity; they are
 written as strings that `float()` reads back.
 
-`console` prints a table per step on a terminal, a row per group of metrics (`actor/...` is a
-group), and only groups whose values changed; bookkeeping groups appear only when a number is not
-finite. Elsewhere every metric goes on one line, for `grep`. Names and values may come from a
-dataset or a model; they are escaped, never interpreted.
+`console` prints one line per step: on a terminal the metrics that are looked at first
+(`HEADLINES`), elsewhere every metric, for `grep`. Names and values may come from a dataset or a
+model; they are escaped, never interpreted.
 """
 
 import json
@@ -31,7 +30,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from verl.utils.environment import file_logger_path, file_logger_root
@@ -275,8 +273,22 @@ def jsonable(value: Any) -> Any:
     return repr(value)
 
 
-QUIET_GROUPS = {"global_seqlen", "timing_per_token_ms", "val-aux", "variance_proxy"}
-FIRST_GROUPS = ["val-core", "critic", "actor", "response_length"]
+HEADLINES = {
+    "critic/score/mean": "score",
+    "train/loss": "loss",
+    "val/loss": "validation loss",
+    "val/accuracy": "validation accuracy",
+    "response_length/mean": "length",
+    "actor/entropy": "entropy",
+    "actor/kl_loss": "kl",
+    "actor/grad_norm": "grad_norm",
+    "train/grad_norm": "grad_norm",
+    "timing_s/step": "seconds",
+    "perf/throughput": "tokens/s",
+}
+"""Metrics on a terminal, in this order, and their labels there."""
+
+ALWAYS_SHOWN = ("val-core/", "tripwire/")
 
 
 class ConsoleBackend(TrackingBackend):
@@ -290,42 +302,23 @@ class ConsoleBackend(TrackingBackend):
     ) -> None:
         super().__init__(project_name, experiment_name, config)
         self._console = console if console is not None else Console()
-        self._shown: dict[str, dict[str, str]] = {}  # group -> what its row said
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        if self._console.is_terminal:
-            self._print_table(data, step)
-        else:
-            self._console.print(Text(step_line(data, step)), soft_wrap=True)
-
-    def _print_table(self, data: Mapping[str, Any], step: int) -> None:
-        groups = in_groups(data)
-        shown = [group for group in groups if self._is_worth_showing(group, groups[group])]
-        table = Table(title=f"step {step}", title_justify="left", show_header=False)
-        for group in sorted(shown, key=_place):
-            self._shown[group] = {name: number(value) for name, value in groups[group].items()}
-            row = "  ".join(f"{name} {value}" for name, value in self._shown[group].items())
-            table.add_row(Text(printable(group), style="bold"), Text(row))
-        num_hidden = sum(len(groups[group]) for group in groups if group not in shown)
-        if num_hidden:
-            table.add_row(Text("not shown"), Text(f"{num_hidden} metrics", style="dim"))
-        self._console.print(table)
-
-    def _is_worth_showing(self, group: str, values: Mapping[str, Any]) -> bool:
-        if group in QUIET_GROUPS:
-            return any(isinstance(v, float) and not math.isfinite(v) for v in values.values())
-        row = {name: number(value) for name, value in values.items()}
-        return self._shown.get(group) != row
+        line = headline if self._console.is_terminal else step_line
+        self._console.print(Text(line(data, step)), soft_wrap=True)
 
 
-def in_groups(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Metrics by what stands before their first slash; names without one share a group."""
-    groups: dict[str, dict[str, Any]] = {}
+def headline(data: Mapping[str, Any], step: int) -> str:
+    """The metrics of `HEADLINES`, validation, tripwires, and every value that is not finite."""
+    shown = {name: label for name, label in HEADLINES.items() if name in data}
     for name, value in data.items():
-        group, slash, rest = name.partition("/")
-        entry = (group, rest) if slash else ("", name)
-        groups.setdefault(entry[0], {})[printable(entry[1])] = plain(value)
-    return groups
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if name.startswith(ALWAYS_SHOWN) or not is_finite:
+            shown.setdefault(name, name)
+    if not shown:
+        return step_line(data, step)
+    entries = [f"{printable(label)} {number(plain(data[name]))}" for name, label in shown.items()]
+    return "  ".join([f"step {step}", *entries])
 
 
 def step_line(data: Mapping[str, Any], step: int) -> str:
@@ -340,11 +333,6 @@ def number(value: Any) -> str:
             return f"{value:.1f}"
         return f"{value:.4g}"
     return printable(value, max_characters=120)
-
-
-def _place(group: str) -> tuple[int, str]:
-    index = FIRST_GROUPS.index(group) if group in FIRST_GROUPS else len(FIRST_GROUPS)
-    return index, group
 
 
 class _MlflowLoggingAdapter:

@@ -308,6 +308,11 @@ class AsyncTrainer(PPOTrainer):
         is_published = self.gate.schedule.published >= self.global_steps
         return super()._should_stop() and (is_published or self.has_data_ended)
 
+    def _is_due(self, frequency: int) -> bool:
+        """Between two updates engines have older weights; what is due there is done at the next."""
+        is_published = self.gate.schedule.published == self.global_steps
+        return is_published and self.plan.is_due(self.global_steps, frequency)
+
     def _should_save(self, is_last: bool) -> bool:
         is_published = self.gate.schedule.published == self.global_steps
         return is_published and super()._should_save(is_last)

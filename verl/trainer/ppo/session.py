@@ -324,7 +324,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self.max_steps_duration = max(self.max_steps_duration, report.timing["step"])
         if batch is not None and trainer.rollout_data_dir:
             self._log_rollout_data(batch, {}, report.timing, trainer.rollout_data_dir)
-        is_due = trainer.test_freq > 0 and (is_last or step.step % trainer.test_freq == 0)
+        is_due = trainer.test_freq > 0 and (is_last or self._is_due(trainer.test_freq))
         validation = self._validate(report) if is_due else {}
         warnings = self.tripwires.check(report.metrics, step.step, batch)
         if batch is not None:
@@ -342,7 +342,12 @@ class TrainingRun(RunWorkers, RecipeMembers):
         seconds = self.clock.shares(report.timing)
         self.summary.add(step.step, metrics, seconds)
         self.board.add_step(
-            step.step, metrics, seconds, batch=batch, groups=step.groups, warnings=warnings
+            step.step,
+            metrics,
+            seconds,
+            batch=batch,
+            groups=step.groups,
+            warnings=self.tripwires.take_messages(),
         )
         self.progress.show(step.step)
         committed = self.checkpoint_manager.committed_step
@@ -432,9 +437,13 @@ class TrainingRun(RunWorkers, RecipeMembers):
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
+    def _is_due(self, frequency: int) -> bool:
+        """Whether this step is one of those after which something is done."""
+        return self.global_steps % frequency == 0
+
     def _should_save(self, is_last: bool) -> bool:
         trainer = self.config.trainer
-        is_due = is_last or self.global_steps % max(trainer.save_freq, 1) == 0
+        is_due = is_last or self._is_due(max(trainer.save_freq, 1))
         expires = should_save_ckpt_esi(
             self.max_steps_duration, redundant_time=trainer.esi_redundant_time
         )

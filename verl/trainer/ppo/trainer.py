@@ -158,6 +158,8 @@ class PPOTrainer(TrainingRun):
             group for group in step.groups if group.uid in baseline_of or not group.trajectories
         ]
         uids = batch.non_tensor_batch["uid"]
+        num_lost = len(set(uids) - baseline_of.keys())
+        step.report.count({"reward/num_groups_set_aside": float(num_lost)})
         batch = batch.select_idxs(np.array([uid in baseline_of for uid in uids]))
         baselines = [baseline_of[uid] for uid in batch.non_tensor_batch["uid"]]
         scores = batch.batch["rollout_log_probs"].new_tensor(baselines)

@@ -212,6 +212,7 @@ class Tripwires:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self._messages: dict[str, str] = {}
         self.bad_steps_in_a_row = 0
         self._first: Metrics | None = None
         self._recent_scores: list[float] = []
@@ -227,7 +228,7 @@ class Tripwires:
             self._first = now
         for rule in RULES:
             if rule.is_broken(now, self._first):
-                self.count(rule.name, f"step {step}: {rule.meaning}")
+                self.count(rule.name, rule.meaning, at=f"step {step}: ")
         return {f"tripwire/{name}": float(count) for name, count in sorted(self.counts.items())}
 
     def _compared(self, signals: Metrics, metrics: Metrics) -> dict[str, float]:
@@ -245,11 +246,17 @@ class Tripwires:
             found["disagreement"] = self._num_disagreements / self._num_audited
         return found
 
-    def count(self, name: str, message: str) -> None:
-        """Note one more occurrence; only the first one is told."""
+    def count(self, name: str, message: str, at: str = "") -> None:
+        """Note one more occurrence; only the first one is logged."""
         self.counts[name] += 1
+        self._messages[name] = message
         if self.counts[name] == 1:
-            logger.warning("%s: %s", name, message)
+            logger.warning("%s: %s%s", name, at, message)
+
+    def take_messages(self) -> dict[str, str]:
+        """What was counted since the last call, by name."""
+        messages, self._messages = self._messages, {}
+        return messages
 
     def good_step(self) -> None:
         self.bad_steps_in_a_row = 0
