@@ -15,7 +15,13 @@ from verl.trainer.ppo.reward import RewardError
 from verl.trainer.ppo.scoring import score_batch
 from verl.workers.reward_manager import get_reward_manager_cls
 from verl.workers.reward_manager.adapters import RewardManagerBase, grades_of
-from verl.workers.reward_manager.grader import Abstain, InfraError, Score
+from verl.workers.reward_manager.grader import (
+    Abstain,
+    InfraError,
+    Score,
+    as_grade,
+    infra_error_of,
+)
 
 PATIENT_SECONDS = 60.0
 """Of a function that must not be cut, on however busy a machine."""
@@ -64,8 +70,21 @@ class Unreadable:
         raise ValueError("unreadable")
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("unprintable")
+
+    __repr__ = __str__
+
+
+def raises_what_cannot_be_printed(**kwargs):
+    raise Unprintable
+
+
 BAD = {
     "raises": (raises, InfraError),
+    "raises_unprintable": (raises_what_cannot_be_printed, InfraError),
+    "mapping_unprintable": (lambda **kw: {"acc": Unprintable()}, InfraError),
     "hangs": (hangs, InfraError),
     "exits": (exits, InfraError),
     "runs_out": (runs_out, InfraError),
@@ -85,6 +104,12 @@ BAD = {
     "bool": (lambda **kw: True, 1.0),
     "changes_its_inputs": (changes_its_inputs, 1.0),
 }
+
+
+def test_what_a_function_says_is_cut_in_messages():
+    for result in ({"acc": "x" * 10**6}, "x" * 10**6):
+        assert len(as_grade(result).reason) < 1200
+    assert len(infra_error_of(ValueError("x" * 10**6), "it").reason) < 1200
 
 
 class ByRunSingle(RewardManagerBase):
@@ -153,7 +178,8 @@ def test_one_response_is_hit_and_the_others_are_graded(manager, name):
     assert data.non_tensor_batch["reward_model"][1] == {"ground_truth": {"answer": 7}}
 
 
-IN_A_LIST = [name for name in BAD if name not in ("raises", "hangs", "exits", "runs_out")]
+RAISE = ("raises", "raises_unprintable", "hangs", "exits", "runs_out")
+IN_A_LIST = [name for name in BAD if name not in RAISE]
 
 
 @pytest.mark.parametrize("name", IN_A_LIST)

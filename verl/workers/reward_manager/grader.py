@@ -27,6 +27,7 @@ from verl.utils.rollout_trace import rollout_trace_span
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 MAX_REWARD = torch.finfo(torch.float32).max
+MAX_PRINTED_CHARACTERS = 1000
 
 Result = TypeVar("Result")
 
@@ -85,7 +86,8 @@ def as_grade(result: Any) -> Grade:
         return InfraError("the reward function returned a coroutine; declare it `async def`")
     if isinstance(result, Mapping):
         if result.get("score") is None:
-            return InfraError(f"the reward function returned a mapping without score: {result!r}")
+            text = printed(result, repr)
+            return InfraError(f"the reward function returned a mapping without score: {text}")
         extras = {str(key): value for key, value in result.items() if key != "score"}
         grade = as_grade(result["score"])
         return Score(grade.value, extras) if isinstance(grade, Score) else grade
@@ -143,10 +145,20 @@ def infra_error_of(
     if isinstance(error, RewardError):
         return InfraError(str(error))
     is_timeout = isinstance(error, TimeoutError | asyncio.TimeoutError)
-    if is_timeout and timeout_seconds is not None and not str(error):
+    said = printed(error)
+    if is_timeout and timeout_seconds is not None and not said:
         return InfraError(f"{name} took longer than {timeout_seconds} s", is_timeout=True)
-    text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else repr(error)
+    is_usual = isinstance(error, Exception)
+    text = f"{type(error).__name__}: {said}" if is_usual else printed(error, repr)
     return InfraError(f"{name} raised {text}", is_timeout=is_timeout)
+
+
+def printed(value: Any, form: Callable[[Any], str] = str) -> str:
+    """An object of the user's in a message: what it cannot print, or at length, is left out."""
+    try:
+        return form(value)[:MAX_PRINTED_CHARACTERS]
+    except Exception as error:
+        return f"(a {type(value).__name__} whose text raises {type(error).__name__})"
 
 
 def as_result(grade: Grade) -> dict[str, Any]:

@@ -122,6 +122,11 @@ def test_a_choice_may_be_spelled_out(answer):
     assert grade(answer, "B") == Correct()
 
 
+def test_letters_are_a_word_or_a_product_of_variables():
+    assert isinstance(grade("plane", "panel"), Wrong)
+    assert grade("BACDE", "ABCDE") == Correct()
+
+
 def test_every_gold_answer_equals_itself_whatever_surrounds_it():
     for gold in sorted({row["gold"] for row in CORPUS if row["kind"] != "calculus and sums"}):
         for answer in (gold, f"$ {gold} $.", f"\\boxed{{{gold}}}", f"  {gold}\\ "):

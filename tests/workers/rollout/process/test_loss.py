@@ -1,6 +1,7 @@
 """A process that dies, hangs or goes silent: everybody hears of it, and nothing stale is served."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from tests.workers.rollout.process.helpers import (
 )
 from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.process.child import Child
+from verl.workers.rollout.process.client import EngineStartError
 from verl.workers.rollout.process.wire import encode
 from verl.workers.weight_sync import WeightsNotReadyError
 
@@ -183,6 +185,18 @@ def test_an_engine_whose_line_is_closed_ends_with_all_that_it_started(tmp_path):
     wait_until(lambda: not runs(child.pid) and not runs(helper), "the group is gone")
     child.end()
     assert "SIGKILL" in child.stderr_tail()
+
+
+def test_an_engine_that_was_dropped_or_closed_ends_and_is_not_started_again(tmp_path):
+    engine = started(counting_spec(tmp_path))
+    pid = engine.pid
+    del engine
+    gc.collect()
+    wait_until(lambda: not runs(pid), "nobody can close it any more")
+    engine = started(counting_spec(tmp_path))
+    engine.close()
+    with pytest.raises(EngineStartError, match="was closed"):
+        engine.restart()  # as a recovery does that was under way
 
 
 PARENT = """

@@ -53,6 +53,7 @@ class Child:
         )
         Path(self._folder.name, PACKAGE.name).symlink_to(PACKAGE)
         self._token = secrets.token_hex(32)
+        self._owner = os.getpid()  # a fork of this process must not end the engine
         ours, theirs = socket.socketpair()
         self.wire = Wire(ours)
         variables = child_environment(environment, self._folder.name, is_ours=python is None)
@@ -92,11 +93,16 @@ class Child:
         while not self.has_ended() and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
 
-    def end(self) -> None:
-        """Kill the process group; a second call does nothing."""
-        if self._process.returncode is None:
+    def kill(self) -> None:
+        """Kill the process group, from any thread; the reader of the line finds it ended."""
+        if self._process.returncode is None and os.getpid() == self._owner:
             with suppress(ProcessLookupError):  # nobody of the group is left
                 os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill the process group and release what is ours; a second call does nothing."""
+        if self._process.returncode is None:
+            self.kill()
             self._process.wait(timeout=END_SECONDS)
         self._listener.join(timeout=1.0)  # a survivor of the group may hold its end open
         self.wire.close()

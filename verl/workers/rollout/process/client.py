@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import multiprocessing
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -355,6 +356,7 @@ class EngineProcess(StreamingRollout):
             raise
         link.timeouts = Timeouts(silent_seconds=silent, work_seconds=spec.work_seconds)
         self._link, self._facts, self._is_asleep = link, EngineFacts(**facts), False
+        weakref.finalize(self, child.kill)  # of an engine that nobody has closed
         link.media_form = self._facts.media
         link.version = 0 if spec.has_weights else None
         return self._facts
