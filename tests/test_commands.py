@@ -130,7 +130,9 @@ def test_the_doctor_checks_a_configuration_for_this_machine(tmp_path):
     assert "algorithm.adv_estimator" in found
     output = io.StringIO()
     assert doctor.main(["data.train_files=/nowhere.parquet"], Console(file=output, width=80)) == 1
-    assert 'error  data.train_files is "/nowhere.parquet", which does not exist' in output.getvalue()
+    assert (
+        'error  data.train_files is "/nowhere.parquet", which does not exist' in output.getvalue()
+    )
     assert "/nowhere.parquet" in output.getvalue()
 
 
