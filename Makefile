@@ -161,7 +161,7 @@ bench-gpu: $(STAMP)  ## Measure on a GPU, beside TRL (ten minutes); tables go to
 	$(BIN)/python benchmarks/gpu/all.py --out benchmarks/results/gpu --trl build/trl
 	$(BIN)/python -m benchmarks.gpu.summary benchmarks/results/gpu docs/performance.md
 
-gpu-kit: $(STAMP)  ## Pack what the two GPU targets need on a machine without a network (scripts/gpu_kit.sh)
+gpu-kit: $(STAMP)  ## Pack what the GPU targets need on a machine without a network (benchmarks/gpu/README.md)
 	PYTHON=$(BIN)/python scripts/gpu_kit.sh
 
 bench: $(STAMP)  ## Measure; results go to benchmarks/results

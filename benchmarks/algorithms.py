@@ -1,6 +1,6 @@
 """Every algorithm on one task with one budget: seeds, intervals, controls, curves.
 
-    python -m benchmarks.algorithms --out results [--jobs 16] [--seeds 5] [--only ppo grpo ...]
+    python -m benchmarks.algorithms --out results [--jobs 16] [--seeds 0 1 2 3 4] [--only ppo ...]
     python -m benchmarks.algorithms --out results --draw       (tables and curves from the numbers)
 
 The task: write the sum of two digits as two digits. `3+4=` is answered by `07`, and the whole
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -176,6 +177,7 @@ def run_one(name: str, seed: int, steps: int) -> dict[str, Any]:
         "last_tested_step": last,
         "steps": list(times),
         "accuracy": [tested[min(step, last)] for step in times],
+        "machine": f"{os.cpu_count()} processors, torch {version('torch')}",
         "num_prompts": sum(
             16 * line["data"].get("train/num_gen_batches", 1)
             for line in lines
@@ -200,37 +202,43 @@ def summary_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     good = [run for run in runs if "error" not in run]
     if not good:
         return {"num_failed": len(runs)}
+    good.sort(key=lambda run: run["seed"])
     final = [run["accuracy"][-1] for run in good]
-    area = [fmean(run["accuracy"]) for run in good]
+    whole = [run for run in good if "steps" in run]  # of others only the end was kept
     return {
         "num_failed": len(runs) - len(good),
+        "by_seed": {run["seed"]: run["accuracy"][-1] for run in good},
         "final": fmean(final),
         "final_interval": interval(final),
-        "area": fmean(area),
-        "area_interval": interval(area),
-        "prompts": fmean(run["num_prompts"] for run in good),
-        "seconds": fmean(run["seconds"] for run in good),
+        "seeds_with_curve": [run["seed"] for run in whole],
+        "area": fmean(fmean(run["accuracy"]) for run in whole) if whole else math.nan,
+        "prompts": fmean(run["num_prompts"] for run in whole) if whole else math.nan,
     }
 
 
-def table(summaries: dict[str, dict[str, Any]], num_seeds: int, steps: int) -> str:
-    """Markdown, best first by the mean over the run, the controls last."""
+def summaries_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    names = [name for name in (*ALGORITHMS, *CONTROLS) if any(run["name"] == name for run in runs)]
+    return {name: summary_of([run for run in runs if run["name"] == name]) for name in names}
+
+
+def table(summaries: dict[str, dict[str, Any]], steps: int) -> str:
+    """Markdown, best first by the accuracy at the end, the controls last."""
     lines = [
-        f"{num_seeds} seeds, {steps} steps of 16 prompts x 8 responses; 95% intervals of the mean.",
+        f"{steps} steps of 16 prompts x 8 responses; means over seeds with 95% intervals.",
         "",
-        "| algorithm | accuracy at the end | mean over the run | prompts sampled | seconds |",
+        "| algorithm | accuracy at the end | by seed | mean over the run | prompts sampled |",
         "|---|---|---|---|---|",
     ]
     done = {name: row for name, row in summaries.items() if "final" in row}
-    for name in sorted(done, key=lambda one: (one in CONTROLS, -done[one]["area"])):
+    for name in sorted(done, key=lambda one: (one in CONTROLS, -done[one]["final"])):
         row = done[name]
         shown = f"control: {name}"
         if name not in CONTROLS:
             shown = f"[{ALGORITHMS[name].title}]({ALGORITHMS[name].page or name}.md)"
+        by_seed = ", ".join(f"{value:.2f}" for value in row["by_seed"].values())
         lines.append(
-            f"| {shown} | {row['final']:.2f} ± {row['final_interval']:.2f} "
-            f"| {row['area']:.2f} ± {row['area_interval']:.2f} | {row['prompts']:.0f} "
-            f"| {row['seconds']:.0f} |"
+            f"| {shown} | {row['final']:.2f} ± {row['final_interval']:.2f} | {by_seed} "
+            f"| {row['area']:.2f} | {row['prompts']:.0f} |"
         )
     for name, row in summaries.items():
         if row["num_failed"]:
@@ -245,7 +253,7 @@ def draw(runs: Sequence[dict[str, Any]], folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    good = [run for run in runs if "error" not in run]
+    good = [run for run in runs if "steps" in run]
     controls = [run for run in good if run["name"] in CONTROLS]
     for name in dict.fromkeys(run["name"] for run in good if run["name"] not in CONTROLS):
         figure, axes = pyplot.subplots(figsize=(4.2, 2.6), dpi=90)
@@ -264,7 +272,7 @@ def draw(runs: Sequence[dict[str, Any]], folder: Path) -> None:
 
 def report(results: dict[str, Any], folder: Path) -> None:
     """Table and curves from the numbers."""
-    text = table(results["summaries"], results["num_seeds"], results["steps"])
+    text = table(summaries_of(results["runs"]), results["steps"])
     (folder / "algorithms.md").write_text(text)
     print(text)
     try:
@@ -277,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/algorithms"))
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", nargs="+", choices=[*ALGORITHMS, *CONTROLS], metavar="NAME")
     parser.add_argument("--draw", action="store_true")
@@ -293,7 +301,7 @@ def main() -> None:
         report(json.loads(numbers.read_text()), options.out)
         return
     names = options.only or [*ALGORITHMS, *CONTROLS]
-    tasks = [{"name": name, "seed": seed} for seed in range(options.seeds) for name in names]
+    tasks = [{"name": name, "seed": seed} for seed in options.seeds for name in names]
     runs = run_all(
         tasks,
         lambda task: [
@@ -304,13 +312,7 @@ def main() -> None:
         jobs=options.jobs,
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    summaries = {name: summary_of([one for one in runs if one["name"] == name]) for name in names}
-    results = {
-        "num_seeds": options.seeds,
-        "steps": options.steps,
-        "summaries": summaries,
-        "runs": runs,
-    }
+    results = {"steps": options.steps, "runs": runs}
     numbers.write_text(json.dumps(results, indent=1))
     report(results, options.out)
     sys.exit(any("error" in one for one in runs))

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from tests.pace import PATIENCE
+from verl.single_controller.local.fork_server import keeping_servers
 
 # The same examples in every run: what a colleague's run has found is found again.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=50)
@@ -123,3 +124,10 @@ def ray_cluster() -> None:
 
     ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     logging.getLogger("ray").handlers.clear()  # their stream may be that of the first test alone
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fork_servers() -> Iterator[None]:
+    """The ranks of all tests come from one fork server; a run would end it with its own ranks."""
+    with keeping_servers():
+        yield

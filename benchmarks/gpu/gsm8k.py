@@ -3,12 +3,13 @@
     python examples/smollm2/prepare.py --out HOME/models/SmolLM2-135M-Instruct
     python examples/data_preprocess/gsm8k.py --local_save_dir HOME/data/gsm8k
     python -m benchmarks.gpu.gsm8k --home HOME --out results [--only sft grpo ppo]
-    python -m benchmarks.gpu.gsm8k --out results --draw
+    python -m benchmarks.gpu.gsm8k --out FOLDER --draw benchmarks/results/gpu/gsm8k.json
 
 The page's own commands run, in its order, with metrics in files. `--only` takes some of its parts,
-so that two of them may run beside each other; each writes `<part>.json`. Accuracy of GRPO and PPO
+so that two of them may run beside each other; each writes `<part>.json`. One that fails or is cut
+short does too: then `failure` says why, and the curve ends where it was. Accuracy of GRPO and PPO
 is greedy, on all 1,319 problems of the test set; `eval` samples four answers to each problem from
-the weights that `fine-tuning` and GRPO left behind.
+the weights that GRPO left behind.
 """
 
 import argparse
@@ -50,28 +51,42 @@ def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
     log.unlink(missing_ok=True)
     settings = ["trainer.logger=[console,file]", f"trainer.device={options.device}"]
     settings += options.settings
-    start = time.perf_counter()
-    with (options.out / f"{part}.txt").open("w") as output:
-        for command in commands()[part]:
-            if " -m verl.trainer." in command and part != "eval":
-                command = f"{command} {shlex.join(settings)}"
-            subprocess.run(
-                ["bash", "-c", re.sub("^python ", f"{shlex.quote(sys.executable)} ", command)],
-                check=True,
-                cwd=options.out,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=options.timeout_seconds,
-                env={
-                    **os.environ,
-                    "HOME": str(options.home),
-                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-                    "VERL_FILE_LOGGER_PATH": str(log),
-                },
-            )
+    start, failure = time.perf_counter(), None
+    variables = {
+        **os.environ,
+        "HOME": str(options.home),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "VERL_FILE_LOGGER_PATH": str(log),
+    }
+    text = options.out / f"{part}.txt"
+    try:
+        with text.open("w") as output:
+            for command in commands()[part]:
+                if " -m verl.trainer." in command and part != "eval":
+                    command = f"{command} {shlex.join(settings)}"
+                left = options.timeout_seconds - (time.perf_counter() - start)
+                subprocess.run(
+                    [
+                        "bash",
+                        "-c",
+                        re.sub("^python ", f"exec {shlex.quote(sys.executable)} ", command),
+                    ],
+                    check=True,
+                    cwd=options.out,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=max(1.0, left),
+                    env=variables,
+                )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        failure = f"{type(error).__name__}: {text.read_text(errors='replace')[-2000:]}"
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return {
+        "part": part,
         "commands": commands()[part],
+        "settings": options.settings,
+        "failure": failure,
+        "printed": text.read_text(errors="replace")[-2000:] if part == "eval" else "",
         "seconds": round(time.perf_counter() - start, 1),
         "steps": [
             {"step": line["step"]}
@@ -81,19 +96,18 @@ def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def draw(folder: Path, picture: Path) -> None:
+def draw(numbers: Path, picture: Path) -> None:
+    """From what `all.py` has kept of the parts."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5.5, 3.2), layout="constrained")
-    for part in ("grpo", "ppo"):
-        file = folder / f"{part}.json"
-        if file.exists():
-            steps = json.loads(file.read_text())["steps"]
-            points = [(s["step"], 100 * s["accuracy"]) for s in steps if "accuracy" in s]
-            axes.plot(*zip(*points, strict=True), marker=".", label=part.upper())
+    for run in json.loads(numbers.read_text())["runs"]:
+        if run.get("part") in ("grpo", "ppo"):
+            points = [(s["step"], 100 * s["accuracy"]) for s in run["steps"] if "accuracy" in s]
+            axes.plot(*zip(*points, strict=True), marker=".", label=run["part"].upper())
     axes.set(xlabel="step", ylabel="GSM8K test set, percent", ylim=(0, None))
     axes.legend(fontsize=8)
     figure.savefig(picture, dpi=90)
@@ -108,11 +122,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--timeout-seconds", type=float, default=1200)
     parser.add_argument("--settings", nargs="*", default=[], help="more options of training")
-    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--draw", type=Path, metavar="NUMBERS")
     options = parser.parse_args()
     options.out = options.out.resolve()
     if options.draw:
-        draw(options.out, options.out / "gsm8k.png")
+        draw(options.draw, options.out / "gsm8k.png")
         return
     options.out.mkdir(parents=True, exist_ok=True)
     options.home = options.home.resolve()
@@ -121,6 +135,8 @@ def main() -> None:
         (options.out / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
         curve = [step["accuracy"] for step in found["steps"] if "accuracy" in step]
         print(f"{part}: {curve} {found['seconds']} s", flush=True)
+        if found["failure"]:
+            sys.exit(found["failure"])
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python examples/smollm2/prepare.py --out runs/smollm2/model
     python -m benchmarks.gpu.recipes_smollm2 --model runs/smollm2/model --out results
-    python -m benchmarks.gpu.recipes_smollm2 --out results --draw
+    python -m benchmarks.gpu.recipes_smollm2 --out FOLDER --draw benchmarks/results/gpu/recipes.json
 
 Each recipe is its own command on the data and reward of `examples/smollm2`; the teacher of the
 distillation is what DAPO made of the same model, and no reward reaches its student. Accuracy is
-that of 64 held-out sums, sampled at temperature 1. About four minutes on an H200.
+that of 64 held-out sums, sampled at temperature 1. One that fails or takes longer than
+`--timeout-seconds` has the curve up to there and says why; the others go on.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def settings(name: str, options: argparse.Namespace, steps: int) -> list[str]:
             f"distillation.teacher_models.teacher_model.model_path={teacher_of(options)}",
         ],
     }
-    return [*common, *own[name]]
+    return [*common, *own[name], *options.settings]
 
 
 def teacher_of(options: argparse.Namespace) -> Path:
@@ -95,21 +96,25 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     log = options.out / name / "metrics.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    start = time.perf_counter()
-    with (options.out / name / "log.txt").open("w") as output:
-        subprocess.run(
-            [sys.executable, *command],
-            check=True,
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=options.timeout_seconds,
-            env={**os.environ, "VERL_FILE_LOGGER_PATH": str(log)},
-        )
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    start, failure, text = time.perf_counter(), None, options.out / name / "log.txt"
+    try:
+        with text.open("w") as output:
+            subprocess.run(
+                [sys.executable, *command],
+                check=True,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=options.timeout_seconds,
+                env={**os.environ, "VERL_FILE_LOGGER_PATH": str(log)},
+            )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        failure = f"{name}: {type(error).__name__}: {text.read_text(errors='replace')[-2000:]}"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     wanted = {"accuracy": ACCURACY, "reward": REWARD, "seconds": "timing_s/step"}
     return {
         "command": " ".join(["python", *command]),
+        "failure": failure,
         "seconds": round(time.perf_counter() - start, 1),
         "steps": [
             {"step": line["step"]}
@@ -119,15 +124,18 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def draw(found: dict[str, Any], picture: Path) -> None:
+def draw(numbers: Path, picture: Path) -> None:
+    """From what this script or `all.py` has written."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5.5, 3.2), layout="constrained")
-    for name, entry in found.items():
-        points = [(p["step"], p["accuracy"]) for p in entry["steps"] if "accuracy" in p]
+    written = json.loads(numbers.read_text())
+    found = written["runs"][-1] if "runs" in written else written
+    for name in (name for name in STEPS if name in found):
+        points = [(p["step"], p["accuracy"]) for p in found[name]["steps"] if "accuracy" in p]
         axes.plot(*zip(*points, strict=True), marker=".", label=name)
     axes.set(xlabel="step", ylabel="held-out accuracy, SmolLM2-135M", ylim=(0, 1.02))
     axes.legend(fontsize=8)
@@ -144,22 +152,28 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--steps", type=int, help="instead of each recipe's own number")
     parser.add_argument("--timeout-seconds", type=float, default=TIMEOUT_SECONDS)
-    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--settings", nargs="*", default=[], help="more options of training")
+    parser.add_argument("--draw", type=Path, metavar="NUMBERS")
     options = parser.parse_args()
     options.out = options.out.resolve()
     numbers = options.out / "recipes_smollm2.json"
     if options.draw:
-        draw(json.loads(numbers.read_text()), options.out / "recipes_smollm2.png")
+        draw(options.draw, options.out / "recipes_smollm2.png")
         return
     options.model = options.model.resolve()
     make_data = [str(ROOT / "examples/smollm2/make_data.py"), "--out", str(options.out / "data")]
     subprocess.run([sys.executable, *make_data], check=True, timeout=60)
     found: dict[str, Any] = {}
     for name in options.only:
+        if name == "distillation" and found.get("dapo", {}).get("failure"):
+            sys.exit(f"distillation has no teacher: {found['dapo']['failure']}")
         found[name] = run(name, options)
         numbers.write_text(json.dumps(found, indent=1) + "\n")
         curve = [p["accuracy"] for p in found[name]["steps"] if "accuracy" in p]
         print(f"{name}: {curve}, {found[name]['seconds']} s", flush=True)
+    failures = [entry["failure"] for entry in found.values() if entry["failure"]]
+    if failures:
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Images on a device: are tokens and log-probs right, and does decoding cost what text costs?
 
-    python -m benchmarks.gpu.vision [--device cuda] [--family qwen2_vl] [--layers 8] [--prompts 64]
+    python -m benchmarks.gpu.vision --out vision.json [--family qwen2_vl] [--layers 8]
 
 Builds a random model of a family, gives the built-in engine prompts with an image of random pixels
-each, and prints one line of JSON: the largest difference between log-probs of rollout and training,
+each, and writes: the largest difference between log-probs of rollout and training,
 whether greedy tokens are those of an engine in plain torch, times of prefill and decoding with and
 without images. It needs no processor and no pictures, only torch and transformers.
 """
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from benchmarks.gpu.measuring import environment, write
 from verl.models.fuse import fuse_model
 from verl.models.loading import random_causal_lm
 from verl.protocol.padded import Padding, padded_batch
@@ -140,6 +141,7 @@ def training_error(model: PreTrainedModel, prompts: list[Any], outputs: list[Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--family", default="qwen2_vl")
     parser.add_argument("--layers", type=int, default=8)
@@ -165,7 +167,7 @@ def main() -> None:
     engine = NativeEngine(model, limits, eos_token_ids=[2])
     found = generate(engine, few, **sizes)
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "environment": environment(options.device, 1),
         "family": options.family,
         "equal_greedy_tokens": sum(
             a == b
@@ -194,6 +196,7 @@ def main() -> None:
         result[f"{name}_training_error"] = training_error(model, fresh[:8], outputs[:8])
     engine.close()
     print(json.dumps(result))
+    write(options.out, result)
 
 
 if __name__ == "__main__":

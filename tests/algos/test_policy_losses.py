@@ -15,6 +15,7 @@ from verl.algos.policy_losses import (
 )
 from verl.algos.policy_losses.terms import log_ratio
 from verl.algos.registry import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
+from verl.algos.rollout_correction.apply import choose_bypass_loss
 from verl.config.algorithm import RolloutCorrectionConfig
 
 
@@ -228,6 +229,23 @@ def test_geo_mean_takes_the_geometric_mean_of_importance_weights():
     weights = torch.tensor([[1.5, 1.5]], dtype=torch.float64)
     loss, _ = loss_of(batch, actor("geo_mean"), rollout_is_weights=weights)
     assert loss.item() == pytest.approx(-1.5)
+
+
+def test_geo_mean_leaves_rejected_tokens_out_of_its_means_and_keeps_their_sequence():
+    """Whatever the precision: a weight of 0 has no logarithm."""
+    ratios = [[1.2, 1.0, 3.0], [3.0, 3.0, 3.0], [1.0, 1.0, 1.0]]
+    correction = RolloutCorrectionConfig.bypass_ppo_clip()
+    correction = replace(correction, rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
+    for dtype in (torch.float32, torch.float64):
+        batch = batch_with_ratios(ratios, [[1.0] * 3, [1.0] * 3, [-1.0] * 3])
+        batch = Batch(*(column.to(dtype) for column in vars(batch).values()))
+        config = actor("geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4)
+        choose_bypass_loss(correction, config.policy_loss)
+        loss, _ = loss_of(batch, config)
+        assert loss.item() == pytest.approx((-(1.2**0.5) + 1.0) / 3, rel=1e-6)
+        half = -(1.2**0.5) / 6
+        expected = torch.tensor([[half, half, 0], [0, 0, 0], [1 / 9] * 3])
+        torch.testing.assert_close(gradient_of(batch, config).float(), expected)
 
 
 def test_geo_mean_counts_sequences_not_tokens():

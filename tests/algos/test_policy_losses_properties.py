@@ -47,9 +47,10 @@ def test_padding_columns_have_no_influence_whatever_they_hold(case, mode, seed, 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_batch_without_tokens_has_loss_and_gradient_zero(case: str, mode: str):
-    batch = random_batch()
-    batch = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
+    full = random_batch()
+    batch = replace(full, response_mask=torch.zeros_like(full.response_mask))
     loss, metrics = loss_of(batch, config_of(case), mode)
+    assert metrics.keys() == loss_of(full, config_of(case), mode)[1].keys(), "ranks must agree"
     assert loss.item() == 0
     assert (gradient_of(batch, config_of(case), mode) == 0).all()
     assert set(map(float, metrics.values())) <= {0.0}

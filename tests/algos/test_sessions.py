@@ -316,6 +316,7 @@ WHOLE_SEQUENCE_CASES = [
     "bypass ppo_clip",
     "bypass gspo",
     "bypass geo_mean",
+    "bypass geo_mean, rejected",
     "bypass reinforce, token",
     "bypass reinforce, sequence",
 ]

@@ -1,13 +1,23 @@
 """The comparison of algorithms: its settings are valid, its numbers are what they say."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.algorithm_pages import NOTE, NUMBERS, add_runs, comparison, page
 from benchmarks.algorithm_table import ALGORITHMS, CONTROLS
-from benchmarks.algorithms import COMMON, interval, run_one, settings_of, summary_of, table
+from benchmarks.algorithms import (
+    COMMON,
+    interval,
+    run_one,
+    settings_of,
+    summaries_of,
+    summary_of,
+    table,
+)
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
 from verl.config.validate import validate
@@ -42,19 +52,57 @@ def test_the_interval_is_students():
 
 
 def test_controls_come_last_and_failures_are_told():
-    good = {"accuracy": [0.0, 1.0], "num_prompts": 32, "seconds": 1.0}
+    good = {"seed": 0, "steps": [0, 5], "accuracy": [0.0, 1.0], "num_prompts": 32}
     rows = {
         "lr_0": summary_of([good, good]),
         "grpo": summary_of([good, {"error": "out of memory"}]),
         "ppo": summary_of([{"error": "out of memory"}]),
     }
-    lines = table(rows, 2, 10).splitlines()
+    lines = table(rows, 10).splitlines()
     assert [line.split("|")[1].strip() for line in lines[4:6]] == [
         "[GRPO](grpo.md)",
         "control: lr_0",
     ]
     assert "1 runs of grpo failed." in lines
     assert "1 runs of ppo failed." in lines
+
+
+def test_runs_of_which_only_the_end_is_known_count_for_the_end_alone():
+    curve = {"seed": 4, "steps": [0, 5], "accuracy": [0.0, 1.0], "num_prompts": 32}
+    end = {"seed": 1, "accuracy": [0.5]}
+    found = summary_of([curve, end])
+    assert found["by_seed"] == {1: 0.5, 4: 1.0}
+    assert (found["final"], found["area"], found["prompts"]) == (0.75, 0.5, 32)
+    assert found["seeds_with_curve"] == [4]
+    assert "| 0.75 ± 3.18 | 0.50, 1.00 | 0.50 | 32 |" in table({"grpo": found}, 10)
+
+
+def test_a_run_takes_the_place_of_the_one_with_its_algorithm_and_seed(tmp_path):
+    def run(name, seed, end, **more):
+        return {"name": name, "seed": seed, "accuracy": [end], "machine": "small", **more}
+
+    kept = {"steps": 80, "runs": [run("grpo", 0, 0.5), run("ppo", 0, 0.4)]}
+    lines = [run("ppo", 0, 0.6), run("ppo", 1, 0.7, machine="large"), run("rloo", 0, 0, error="x")]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = add_runs(kept, tmp_path)
+    ends = [(one["name"], one["seed"], one["accuracy"][-1]) for one in found["runs"]]
+    assert ends == [("grpo", 0, 0.5), ("ppo", 0, 0.6), ("ppo", 1, 0.7)]
+    text = comparison(found)
+    assert "- small: seeds 0\n- large: seeds 1" in text
+    assert "| [PPO](ppo.md) | 0.65 ± 0.64 | 0.60, 0.70 | nan | nan |" in text
+
+
+def test_the_pages_show_the_numbers_beside_them():
+    results = json.loads(NUMBERS.read_text())
+    assert Path("docs/algorithms/comparison.md").read_text() == comparison(results)
+    summaries = summaries_of(results["runs"])
+    assert set(summaries) == {*ALGORITHMS, *CONTROLS}
+    assert all(len(row["by_seed"]) >= 5 for row in summaries.values())
+    for name, algorithm in ALGORITHMS.items():
+        text = Path(f"docs/algorithms/{algorithm.page or name}.md").read_text()
+        if NOTE in text:
+            assert text == page(name, algorithm, summaries[name]), name
+        assert ".png)" in text, f"{name} has no curve"
 
 
 @pytest.mark.slow

@@ -1,6 +1,10 @@
 """Every part runs as a whole, on a CPU with a tiny model."""
 
 import json
+import zipfile
+from argparse import Namespace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,7 @@ from benchmarks.gpu import (
     distillation,
     filtered,
     grpo_step,
+    gsm8k,
     kernels,
     publish_stall,
     train,
@@ -200,3 +205,43 @@ def test_kept_keys_and_values_are_compared_with_recomputed_ones_at_every_age(tmp
     assert [line["kept"]["age"] for line in lines] == [0, 1, 2]
     assert lines[0]["kept"]["kl"] < 1e-10 < lines[2]["kept"]["kl"]
     assert max(line["recomputed"]["kl"] for line in lines) < 1e-10
+
+
+def test_a_part_of_the_gsm8k_page_that_is_cut_short_keeps_its_curve(tmp_path, monkeypatch):
+    line = json.dumps({"step": 5, "data": {gsm8k.ACCURACY: 0.25}})
+    command = f"echo '{line}' > $VERL_FILE_LOGGER_PATH; echo halfway; exec sleep 60"
+    monkeypatch.setattr(gsm8k, "commands", lambda: {"grpo": [command]})
+    options = Namespace(out=tmp_path, home=tmp_path, device="cpu", settings=[], timeout_seconds=2)
+    found = gsm8k.run("grpo", options)
+    assert found["steps"] == [{"step": 5, "accuracy": 0.25}]
+    assert found["failure"] == "TimeoutExpired: halfway\n"
+
+
+def test_the_page_of_gsm8k_has_the_commands_of_every_part():
+    found = gsm8k.commands()
+    assert [
+        command.split()[2] for part in ("sft", "grpo", "ppo") for command in found[part][:1]
+    ] == [
+        "verl.trainer.fsdp_sft_trainer",
+        *["verl.trainer.main_ppo"] * 2,
+    ]
+    assert [command.split()[2] for command in found["eval"]] == [
+        "verl.trainer.main_generation",
+        "verl.trainer.main_eval",
+    ]
+
+
+def test_a_wheel_in_pieces_gives_its_model(tmp_path):
+    path = Path(__file__).parents[2] / "examples/smollm2/prepare.py"
+    spec = spec_from_file_location("prepare_smollm2", path)
+    assert spec is not None
+    assert spec.loader is not None
+    prepare = module_from_spec(spec)
+    spec.loader.exec_module(prepare)
+    with zipfile.ZipFile(tmp_path / "whole", "w") as archive:
+        archive.writestr("package/small.gguf", b"weights" * 100)
+    whole = (tmp_path / "whole").read_bytes()
+    pieces = [tmp_path / "piece.0", tmp_path / "piece.1"]
+    for piece, content in zip(pieces, (whole[:300], whole[300:]), strict=True):
+        piece.write_bytes(content)
+    assert prepare.model_file(tmp_path, pieces).read_bytes() == b"weights" * 100

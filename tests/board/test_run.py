@@ -144,3 +144,12 @@ def test_equal_runs_are_equal_and_a_missing_one_is_named(run, tmp_path, capsys):
     assert diff([str(folder), str(folder)]) == 2
     assert "holds 2 runs" in capsys.readouterr().err
     assert command.main([str(tmp_path)]) == 2
+
+
+def test_no_text_in_an_export_begins_a_tag_or_a_comment(monkeypatch):
+    """Within a script `<!--<script>` would swallow its end, and the page with it."""
+    board = Board([])
+    monkeypatch.setattr(board, "metrics", lambda _: ["<!--<script>", "</script><img>"])
+    (inside,) = re.findall(r'type="application/json">(.*?)</script>', board.exported(1), re.S)
+    assert "<" not in inside
+    assert json.loads(inside)["metrics"] == ["<!--<script>", "</script><img>"]

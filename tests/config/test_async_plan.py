@@ -178,6 +178,15 @@ def test_the_bound_of_staleness_follows_from_the_capacity(batch, every, stalenes
         assert plan.capacity(published) >= batch * (published + every)
 
 
+def test_what_is_due_between_two_updates_is_done_at_the_next():
+    plan = AsyncPlan(batch=4, sync_every=4)
+    updates = [4, 8, 12, 16, 20, 24]
+    assert [step for step in updates if plan.is_due(step, 3)] == updates
+    assert [step for step in updates if plan.is_due(step, 6)] == [8, 12, 20, 24]
+    every_step = AsyncPlan(batch=4)
+    assert [step for step in range(1, 10) if every_step.is_due(step, 3)] == [3, 6, 9]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"batch": 0}, {"lag": 2}, {"staleness": -1.0}, {"sync_every": 0}, {"kv_after_update": "no"}],

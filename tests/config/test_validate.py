@@ -1,12 +1,13 @@
 """Every contradiction is found before anything is loaded, and all of them at once."""
 
+import pickle
 import sys
 from pathlib import Path
 
 import pytest
 
 from verl.config import validate_machine
-from verl.config.faults import Fault, nearest_divisors, nearest_multiples, nearest_path
+from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, nearest_path
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig, PPOMegatronConfig
 from verl.config.rm import RMConfig
@@ -95,6 +96,22 @@ CASES = [
         },
         f"{A}.router_replay.mode is R3, but rollout.name is sglang",
         "R2 replays the routes of the old policy",
+    ),
+    *(
+        (
+            {
+                f"{A}.router_replay.mode": "R3",
+                f"{R}.enable_rollout_routing_replay": True,
+                f"{R}.name": "vllm",
+                f"{R}.{key}": value,
+            },
+            f"{A}.router_replay.mode is R3, and {R}.{key} is {value}",
+            f"set it to {needed}, or mode=R2",
+        )
+        for key, value, needed in (
+            ("enable_prefix_caching", False, True),
+            ("pipeline_model_parallel_size", 2, 1),
+        )
     ),
     (
         {f"{R}.exact": True, f"{R}.name": "vllm"},
@@ -595,3 +612,9 @@ def test_a_rollout_in_fp8_without_correction_is_named_at_the_start():
     assert any("rollout_correction.rollout_is=token" in notice for notice in notices)
     corrected = load({f"{R}.quantization": "fp8", f"{C}.rollout_is": "token"})
     assert not any("rollout_is=token" in notice for notice in corrected.notices)
+
+
+def test_a_refusal_travels_between_processes():
+    refusal = ConfigError([Fault("one is wrong", ("a.key",)), Fault("another")])
+    arrived = pickle.loads(pickle.dumps(refusal))
+    assert (str(arrived), arrived.faults) == (str(refusal), refusal.faults)

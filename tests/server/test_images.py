@@ -10,7 +10,10 @@ from tests.server.conftest import OPTIONS
 from tests.server.engines import ScriptedRollout
 from tests.tiny_vision import ID, picture, tiny_processor
 from verl.server import serve
-from verl.utils.images import as_png
+from verl.server.encoding import ClientImages
+from verl.utils.dataset.media import media_encoder_of
+from verl.utils.dataset.tables import DataError
+from verl.utils.images import BadImage, as_png
 
 
 def url(octets, kind="png"):
@@ -63,6 +66,7 @@ def test_the_schema_of_a_model_that_sees_has_images(seeing):
         ("file:///etc/passwd", "not below the folder"),
         ("data:image/png;base64,!", "not base64"),
         (url(b"no image"), "cannot be read"),
+        (url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF"), "cannot be read"),
     ],
 )
 def test_what_is_no_image_of_the_client_is_refused(seeing, bad, reason):
@@ -75,6 +79,21 @@ def test_a_path_that_leads_out_of_the_folder_is_refused(seeing):
     status, answer = ask(seeing[1], f"file://{seeing[2]}/../secret.png")
     assert status == 400
     assert "not below the folder" in answer["error"]["message"]
+
+
+def test_a_path_is_opened_as_it_was_checked(tmp_path, monkeypatch):
+    """`~` is a folder of that name below the root, and not the user's home."""
+    home, root = tmp_path / "home", tmp_path / "public"
+    for folder in (home, root / "~"):
+        folder.mkdir(parents=True)
+    picture(1).save(home / "a.png")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(root)
+    processor = tiny_processor(tmp_path / "model")
+    images = ClientImages(media_encoder_of(processor.tokenizer, processor, {}), str(root))
+    parts = [{"type": "image", "image": "file://~/a.png"}, {"type": "text", "text": "What?"}]
+    with pytest.raises((BadImage, DataError), match=r"public/~/a\.png"):
+        images.encode(lambda: ([{"role": "user", "content": parts}], []), 100, None)
 
 
 def test_more_images_than_allowed_are_refused(seeing):

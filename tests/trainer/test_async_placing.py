@@ -14,6 +14,7 @@ from tests.toy import ROLLOUT, toy_run, weights
 from tests.trainer.test_asynchronous import STEPS, Fails, Records, recorded, settings
 from tests.trainer.test_engine_processes import engines_of_ranks, total
 from tests.trainer.test_resume import same_weights
+from verl.trainer.ppo.asynchronous import AsyncTrainer
 
 APART = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", "trainer.controller=local")
 PLACES = {
@@ -129,6 +130,20 @@ def test_two_steps_an_update_repeat_too(toy, tmp_path, straight_by_two, place):
     seen, trainer = stopped(*recorded(Records, *args))
     assert seen == straight_by_two[0]
     assert same_weights(trainer, straight_by_two[1])
+
+
+@slow
+def test_what_is_due_between_two_updates_is_done_with_the_weights_of_the_next(toy, tmp_path):
+    often = ("trainer.save_freq=3", "trainer.test_freq=3")
+    changes = [*separate(tmp_path, every=2), *often]
+    steps, trainer = toy_run(toy, tmp_path, *changes, trainer_class=AsyncTrainer)
+    trainer.stop_workers()
+    validated = [step["step"] for step in steps if any(name.startswith("val-") for name in step)]
+    assert [number for number in validated if number] == [4, 6]
+    assert {path.name for path in tmp_path.rglob("global_step_*")} == {
+        "global_step_4",
+        "global_step_6",
+    }
 
 
 @slow

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from tests.toy import ACTOR, toy_run
+from verl.algos.rollout_correction.apply import compute_rollout_correction_and_add_to_batch
+from verl.board.recorder import batch_samples
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.utils.dataset.sft_dataset import RowTooLong
 
@@ -46,6 +49,17 @@ def test_demonstrations_spread_over_optimizer_steps_and_touch_no_other_count(toy
     assert text.replace(" ", "") == "777"
 
 
+def test_demonstrations_follow_whole_prompts_where_the_loss_compares_responses(
+    toy, files, tmp_path
+):
+    changes = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.policy_loss.loss_mode=gvpo")
+    _, trainer = replayed(toy, tmp_path, files, *changes)
+    batch = trainer.batch.select_idxs(np.arange(16) != 2)  # one of 4 responses could not be scored
+    uids = trainer.components.add(batch, 1).non_tensor_batch["uid"]
+    is_demonstration = [uid.startswith("demo") for uid in uids]
+    assert is_demonstration == [False] * 7 + [True] + [False] * 8 + [True]
+
+
 def test_the_order_follows_from_the_seed_and_the_step_alone(toy, files, tmp_path):
     _, trainer = replayed(toy, tmp_path, files, f"{ACTOR}.sft_replay.rows_per_mini_batch=4")
     part = trainer.components
@@ -73,6 +87,20 @@ def test_text_of_tools_gets_its_weight_and_nothing_else_does(toy, tmp_path):
     assert weights[1:].sum() == 0
     assert isinstance(batch, DataProto)
     assert "tool_text_weights" not in batch.batch.keys()  # noqa: SIM118
+
+
+def test_a_rejected_token_is_no_text_of_tools(toy, tmp_path):
+    _, trainer = toy_run(toy, tmp_path, f"{ACTOR}.ce_on_tool_text_coef=0.25")
+    batch = trainer.batch
+    batch.batch["response_mask"][0, 1] = 0
+    batch.batch["rollout_log_probs"][0, 2] -= 5.0
+    rejects = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
+    batch, _ = compute_rollout_correction_and_add_to_batch(batch, rejects)
+    assert batch.batch["response_mask"][0, :4].tolist() == [1, 0, 0, 1]
+    weights = trainer.components.add(batch, 1).batch["tool_text_weights"]
+    assert weights[0].tolist() == [0, 0.25, 0, 0, 0, 0, 0, 0]
+    sample = next(batch_samples(batch, trainer.tokenizer))
+    assert sample.columns["mask"][:4].tolist() == [1, 0, 1, 1], "a replay rejects it again"
 
 
 @pytest.mark.slow

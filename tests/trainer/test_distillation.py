@@ -77,6 +77,12 @@ def test_the_policy_teaches_itself_with_the_answer_in_its_prompt(toy, tmp_path):
     ids = trainer.batch.batch["teacher_prompts"][0].tolist()
     text = trainer.tokenizer.decode([one for one in ids if one != trainer.tokenizer.pad_token_id])
     assert text.replace(" ", "").endswith("=7")
+    teaching, batch = trainer.teaching, trainer.batch
+    ids = batch.batch["prompts"][1]
+    ids[-1] = ids[-2]  # a later row of the session, say, whose prompt has grown
+    assert teaching is not None
+    with pytest.raises(DataError, match="made another prompt of it"):
+        teaching.annotate(batch, None)
 
 
 def test_rows_have_the_teacher_of_their_key(toy, tmp_path):

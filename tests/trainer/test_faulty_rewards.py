@@ -52,6 +52,23 @@ def test_prompts_that_cannot_be_graded_are_set_aside_and_the_others_are_trained(
     assert metrics[-1]["tripwire/reward_errors"] == 2.0
 
 
+def test_prompts_whose_greedy_response_has_no_score_are_counted(toy, tmp_path):
+    text = """
+calls = {}
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    index = extra_info["index"]
+    calls[index] = calls.get(index, 0) + 1
+    if index % 4 == 0 and calls[index] > 1:
+        raise OSError("the judge is not there")
+    return float(sum(map(ord, solution_str)) % 2)
+"""
+    changes = ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1"]
+    once = ["data.shuffle=false", "trainer.total_training_steps=1"]
+    (step,), trainer = toy_run(toy, tmp_path, reward(tmp_path, text), *changes, *once)
+    assert set(trainer.batch.non_tensor_batch["index"].tolist()) == {1, 2, 3}
+    assert step["reward/num_groups_set_aside"] == 1.0
+
+
 def test_a_function_that_always_fails_stops_the_run_before_any_update(toy, tmp_path):
     broken = reward(tmp_path, "def compute_score(**kwargs): return 'great'\n")
     with pytest.raises(RewardError, match=r"none of 16 responses could be scored: .*returned str"):

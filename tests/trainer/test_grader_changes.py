@@ -6,10 +6,15 @@ import logging
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tests.server.engines import byte_tokenizer
+from tests.toy import toy_overrides
+from verl.config.load import load_config
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.audit import audit
+from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.regrade import main, regrade
 
 pytest.importorskip("math_verify")
@@ -100,3 +105,60 @@ def test_files_that_do_not_name_their_source_need_it_from_the_caller(tmp_path, c
         main([str(tmp_path)])
     assert "--data-source" in capsys.readouterr().err
     assert main([str(tmp_path), "--data-source", "numina_cn_k12"]) == 0
+
+
+def test_a_grader_that_fails_is_counted_and_time_is_bounded(tmp_path, capsys):
+    store(tmp_path, 1, [(RIGHT, 1.0, {"data_source": "numina_cn_k12"})] * 3)
+
+    def fails(source, output, gold):
+        raise OSError("no sandbox here")
+
+    found = regrade(tmp_path, grade=fails)["numina_cn_k12"]
+    assert (found.num_graded, found.flips, len(found.failures)) == (0, [], 3)
+    assert regrade(tmp_path, max_seconds=-1.0) == {}
+
+
+def resumed_with_other_graders(toy, tmp_path, *changes):
+    """What the log says to a checkpoint of other graders, next to a response whose score is now
+    another one."""
+    rollouts = tmp_path / "rollouts"
+    rollouts.mkdir()
+    store(rollouts, 1, [(RIGHT, 0.0, {"data_source": "numina_cn_k12"})])
+    options = [
+        *(line for line in toy_overrides(toy, tmp_path) if "custom_reward" not in line),
+        f"trainer.rollout_data_dir={rollouts}",
+        *changes,
+    ]
+    config = load_config(OmegaConf.from_dotlist(options), PPOConfig).checked()
+    checkpoints = RunCheckpoints(config, [], {})
+    checkpoints._report_other_graders({"graders": {"verl.utils.reward_score": "another"}})
+
+
+def test_a_run_that_continues_with_other_graders_says_how_many_scores_are_others(
+    toy, tmp_path, caplog
+):
+    resumed_with_other_graders(toy, tmp_path)
+    assert "of 1 stored responses of numina_cn_k12 1 have another score" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(("custom_reward_function.path=/own.py",), id="a function of one's own"),
+        pytest.param(
+            (
+                "reward_model.reward_manager=dapo",
+                "reward_model.reward_kwargs.max_resp_len=8",
+                "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
+                "reward_model.reward_kwargs.overlong_buffer_cfg.len=4",
+                "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0",
+            ),
+            id="a penalty",
+        ),
+    ],
+)
+def test_scores_of_others_are_not_compared_with_those_of_built_in_graders(
+    toy, tmp_path, caplog, changes
+):
+    resumed_with_other_graders(toy, tmp_path, *changes)
+    assert "another score" not in caplog.text

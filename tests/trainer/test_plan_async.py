@@ -54,7 +54,7 @@ def test_costs_are_found_from_one_run_and_foretell_another(tmp_path, recorded_ah
 
 def measured(mode, ahead):
     """A run on the H200: what its steps took, with the lengths that their seeds gave."""
-    modes, recorded = json.loads(MEASURED.read_text())["modes"], []
+    modes, recorded = json.loads(MEASURED.read_text())["runs"][-1]["modes"], []
     for number, step in enumerate(modes[mode]["steps"], 1):
         seeds = [
             keyed_seed(0, "training", number, f"{number}-{row}", sample)

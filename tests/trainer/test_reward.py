@@ -332,6 +332,14 @@ def test_a_served_reward_model_is_passed_to_the_function_of_any_manager(file):
     assert manager(batch()).sum(1).tolist() == [6.0, 6.0]
 
 
+def test_options_that_a_built_in_manager_does_not_read_are_named(file, caplog):
+    load_reward_manager(config(file, manager="naive"), None, num_examine=0, max_resp_len=4)
+    assert "['max_resp_len']: NaiveRewardManager does not read them" in caplog.text
+    caplog.clear()
+    load_reward_manager(config(file, manager="dapo"), None, num_examine=0, max_resp_len=4)
+    assert not caplog.text
+
+
 def test_a_whole_batch_function_that_hangs_stops_the_step_at_its_deadline(file, caplog):
     file.write_text("import time\ndef hang(data):\n    time.sleep(20)\n")
     reward_fn = load_reward_manager(

@@ -57,7 +57,7 @@ def model_scores(trainer):
         batch_keys=["input_ids", "attention_mask", "responses"],
         non_tensor_batch_keys=["raw_prompt"],
     )
-    return trainer.rm_wg.compute_rm_score(rows).batch["rm_scores"]
+    return trainer.rm_wg.workers[0].compute_rm_score(rows).batch["rm_scores"]
 
 
 def test_the_models_score_is_the_reward(toy, tmp_path, model_path):

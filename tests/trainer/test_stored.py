@@ -19,7 +19,15 @@ PLAIN = ("algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=true")
 SAMPLED = (f"{ACTOR}.use_rollout_log_probs=true", "algorithm.rollout_correction.rollout_is=token")
 
 
-class Watched(PPOTrainer):
+class KeepsEntries(PPOTrainer):
+    """What the plane still holds when a run ends."""
+
+    def finish_run(self):
+        super().finish_run()
+        self.left = self.plane.entries() if hasattr(self, "plane") else {}
+
+
+class Watched(KeepsEntries):
     """Keeps what the driver holds when a step ends."""
 
     def finish_step(self, batch, step):
@@ -51,17 +59,17 @@ def test_weights_are_bit_equal_after_five_steps(toy, tmp_path, changes):
 )
 def test_an_asynchronous_run_is_the_same_run_too(toy, tmp_path, correction):
     chosen = f"algorithm.rollout_correction.{correction}".split()
-    runs = []
+    runs, kind = [], type("Kept", (KeepsEntries, AsyncTrainer), {})
     for folder, changes in ((tmp_path / "plain", ()), (tmp_path / "stored", (STORED,))):
         settings = [*colocated(2, folder), *chosen, *changes]
-        runs.append(toy_run(toy, folder, *settings, trainer_class=AsyncTrainer))
+        runs.append(toy_run(toy, folder, *settings, trainer_class=kind))
     (expected, plain), (found, trainer) = (
         ([without_waiting(step) for step in metrics], trainer) for metrics, trainer in runs
     )
     assert_same_run(found, expected)
     assert any("training/off_policy/age_2/token_ratio" in step for step in found)
     assert same_weights(trainer, plain)
-    assert trainer.plane.entries() == {}
+    assert trainer.left == {}
     trainer.stop_workers()
 
 
@@ -128,7 +136,7 @@ def weights_of(trainer):
 
 def test_the_driver_holds_lengths_and_labels_and_the_plane_is_empty_after_a_step(toy, tmp_path):
     _, trainer = toy_run(toy, tmp_path, *PLAIN, STORED, trainer_class=Watched)
-    assert trainer.plane.entries() == {}
+    assert trainer.left == {}
     for batch in trainer.seen:
         assert isinstance(batch, StoredBatch)
         assert all(column.dim() == 1 for column in batch.batch.values())  # a number per row

@@ -6,7 +6,7 @@ import torch
 
 from tests.toy import ROLLOUT, toy_run, weights
 from verl.protocol import DataProto
-from verl.protocol.trajectory import Abstain, InfraError, Score
+from verl.protocol.trajectory import Abstain, Group, InfraError, Score, Trajectory
 from verl.trainer.ppo.recipe_members import sample_table
 from verl.trainer.ppo.validation import results_of, texts_of, validate
 from verl.workers.reward_manager.grader import Grader
@@ -69,6 +69,15 @@ def test_a_response_without_a_verdict_is_missing_and_not_wrong():
     metrics = validate([(batch("aabb"), [])], Grades(grades), Words()).metrics()
     assert metrics["val-core/sums/acc/mean@2"] == 0.5
     assert metrics["val-aux/sums/reward/num_missing"] == 2.0
+
+
+def test_samples_that_broken_tools_ended_count_as_missing_and_not_as_turns():
+    row = {"data_source": "sums", "reward_model": {"ground_truth": "7"}}
+    lost = Trajectory(uid="a", sample=2, row=row, grade=InfraError("gone"))
+    groups = [Group(index=0, uid="a", drawn_at=-1, lost=[lost])]
+    metrics = validate([(batch("aa"), groups)], Grades([Score(1.0)] * 2), Words()).metrics()
+    assert metrics["val-aux/env_faults"] == metrics["val-aux/sums/reward/num_missing"] == 1.0
+    assert metrics["val-aux/num_turns/min"] == metrics["val-aux/num_turns/mean"] == 2.0
 
 
 def test_several_batches_are_one_validation():

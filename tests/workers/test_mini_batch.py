@@ -40,6 +40,23 @@ def test_a_pass_without_tokens_has_no_say_in_means_even_if_they_are_not_numbers(
     assert nothing["actor/pg_loss"].aggregate() == 0.0
 
 
+def test_declared_extremes_are_those_of_all_passes_and_steps():
+    high, low = "rollout_corr/rollout_is_max", "rollout_corr/log_ppl_diff_min"
+    reports = [
+        {NUM_TOKENS: 1, high: 9.0, low: -3.0},
+        {NUM_TOKENS: 9, high: 2.0, low: torch.tensor(1.0)},
+        {NUM_TOKENS: 0, high: 99.0, low: math.nan},
+    ]
+    merged = merge_reports(reports)
+    assert (merged[high].aggregate(), merged[low].aggregate()) == (9.0, -3.0)
+    later = merge_reports([{NUM_TOKENS: 5, high: 4.0, low: -4.0}])
+    metrics = summarise([(result(), merged), (result(), later)], "actor")
+    assert (metrics[high], metrics[low]) == (9.0, -4.0)
+    assert math.isnan(merge_reports(reports[2:])[high].aggregate())
+    broken = merge_reports([{NUM_TOKENS: 1, high: value} for value in (math.nan, 1.0)])
+    assert math.isnan(broken[high].aggregate())
+
+
 def test_a_loss_that_is_not_finite_stays_so():
     reports = [{NUM_TOKENS: 1, "actor/pg_loss": value} for value in (math.inf, -math.inf)]
     assert math.isnan(merge_reports(reports)["actor/pg_loss"].aggregate())

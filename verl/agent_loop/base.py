@@ -25,6 +25,7 @@ from verl.utils.dataset.continuation import Continuation, continuation_of
 from verl.utils.dataset.media import UnreadableImage, load_media, media_encoder_of
 from verl.utils.dataset.prompts import Prompt, encode_prompt, has_media, render
 from verl.utils.dataset.rl_dataset import get_dataset_class
+from verl.utils.environment import refusing
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.media import Media
 from verl.utils.registry import Registry
@@ -403,6 +404,7 @@ class PreparedLoops:
     def name_of(self, row: Mapping[str, Any]) -> str:
         return row.get("agent_name") or self.default
 
+    @refusing()
     def prepare(self, name: str) -> LoopClass:
         """The class of that name; on first use it may connect to servers."""
         with self._preparing:

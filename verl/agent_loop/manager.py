@@ -105,6 +105,12 @@ class AgentLoopManager:
     def wake_up(self) -> None:
         self._tell_engines(lambda rollout: rollout.wake_up())
 
+    def close(self) -> None:
+        """End the engines of this process and the polls of others; none is recovered any more."""
+        self.rollouter.servers.fleet.close()
+        for rollout in self.rollout_replicas:
+            rollout.close()
+
     def _tell_engines(self, tell: Callable[[Rollout], None]) -> None:
         """One that is lost has no memory; it is restarted when it is next needed."""
         for rollout in self.rollout_replicas:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from verl.agent_loop.base import AgentLoopOutput, LoopResult
 from verl.agent_loop.server_manager import SampledTurns
 from verl.protocol import DataProto
@@ -25,6 +27,7 @@ from verl.protocol.trajectory import (
 )
 from verl.utils.environment import WentWrong
 from verl.utils.media import Media
+from verl.workers.rollout.base import TokenOutput
 
 
 def fill_session(
@@ -117,8 +120,12 @@ def fill_trajectory(
 ) -> None:
     """Take in what a loop returned, up to the limit; `turns` are what engines sampled for it."""
     ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
-    media = output.media
+    media, stop_reason = output.media, output.stop_reason
+    routes = output.routed_experts
+    if routes is None:
+        routes = routes_of_turns([*output.prompt_ids, *ids], turns.outputs)
     if len(ids) > max_response_tokens:
+        stop_reason = "length"
         num_kept = num_whole_tokens(media, len(output.prompt_ids) + max_response_tokens)
         max_response_tokens = num_kept - len(output.prompt_ids)
         media = [one for one in media if one.places[-1] < num_kept]
@@ -133,14 +140,28 @@ def fill_trajectory(
             [(turn.token_ids, turn.policy_versions) for turn in turns.outputs],
         ),
     ]
-    trajectory.segments[-1].routed_experts = output.routed_experts
+    trajectory.segments[-1].routed_experts = routes
     trajectory.media = tuple(media)
     trajectory.session_id = turns.session_id
     trajectory.reward_score = output.reward_score
     trajectory.num_turns = output.num_turns
-    trajectory.stop_reason = output.stop_reason
+    trajectory.stop_reason = stop_reason
     trajectory.metrics = output.metrics
     trajectory.extra_fields = output.extra_fields
+
+
+def routes_of_turns(ids: list[int], outputs: Sequence[TokenOutput]) -> np.ndarray | None:
+    """The expert routes of a row whose loop returned ids alone: those of the longest turn that was
+    sampled in it. Routes are those of a turn's prompt and tokens but the last, so their number says
+    where in the row its tokens must be."""
+    longest = None
+    for turn in outputs:
+        routes = turn.routed_experts
+        if routes is not None and (longest is None or len(routes) > len(longest)):
+            end = len(routes) + 1
+            if ids[end - len(turn.token_ids) : end] == turn.token_ids:
+                longest = routes
+    return longest
 
 
 def num_whole_tokens(media: Sequence[Media], num_tokens: int) -> int:

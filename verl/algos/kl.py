@@ -12,7 +12,8 @@ d = log pi(x) - log pi_ref(x) for a token x drawn from pi; then E[d] = KL(pi || 
 A trailing "+" keeps the value of the estimator and takes the gradient of k2, which on tokens drawn
 from pi is in expectation the gradient of KL(pi || pi_ref): `k3+` reports k3 and optimises the KL.
 In the reward (no gradient) k1 is the unbiased choice. See http://joschu.net/blog/kl-approx.html and
-arXiv:2512.21852. Tokens drawn from an older policy need an importance weight: the loss applies it.
+arXiv:2512.21852. All expectations are over tokens drawn from pi. The estimate has no importance
+weight, so over tokens of an older policy it is off by as much as the two policies differ.
 """
 
 import math

@@ -8,6 +8,7 @@ functions under one name are a ValueError. The functions themselves live in `ver
 and `verl.algos.policy_losses`; importing any module of `verl.algos` loads both.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
@@ -75,6 +76,20 @@ def loss_and_metrics(returned: Sequence[Any]) -> tuple[Tensor, Mapping[str, Any]
         return returned[0], dict(zip(OLDER_METRICS, returned[1:], strict=True))
     loss, metrics = returned
     return loss, metrics
+
+
+def weights_argument(function: PolicyLossFn, weights: Tensor | None) -> dict[str, Tensor | None]:
+    """`rollout_is_weights` as a keyword; a function of the older signature does without."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    if takes_any or "rollout_is_weights" in parameters:
+        return {"rollout_is_weights": weights}
+    if weights is not None:
+        raise ValueError(
+            f"the policy loss {function} has no parameter rollout_is_weights, which "
+            "algorithm.rollout_correction.rollout_is fills; add it, or set rollout_is to null"
+        )
+    return {}
 
 
 def get_policy_loss_fn(loss_name: str) -> PolicyLossFn:

@@ -14,7 +14,7 @@ import numpy as np
 
 from verl.board.store import Sample, Step, StoreWriter
 from verl.protocol import DataProto
-from verl.protocol.padded import SESSION_UID
+from verl.protocol.padded import SAMPLED_MASK, SESSION_UID
 from verl.protocol.trajectory import Group, InfraError
 from verl.utils.media import MEDIA
 
@@ -35,6 +35,7 @@ COLUMNS = {
 MADE_AGAIN = {
     *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"),
     *("rm_scores", "returns", "sum_pi_squared", "positive_weights", "reward_baselines"),
+    SAMPLED_MASK,
 }
 """Columns that are recorded in another form, or follow from those that are."""
 
@@ -151,7 +152,8 @@ def batch_samples(batch: DataProto, tokenizer: Any) -> Iterator[Sample]:
         for name, short in COLUMNS.items()
         if name in tensors.keys()  # noqa: SIM118 (a TensorDict)
     }
-    arrays["mask"] = tensors["response_mask"].float().numpy()
+    sampled = SAMPLED_MASK if SAMPLED_MASK in tensors.keys() else "response_mask"  # noqa: SIM118
+    arrays["mask"] = tensors[sampled].float().numpy()
     prompts, responses = tensors["prompts"].numpy(), tensors["responses"].numpy()
     scores = tensors["token_level_scores"].sum(-1).tolist()
     extras = batch.meta_info.get("reward_extra_keys", [])

@@ -84,6 +84,12 @@ class AsyncPlan:
         ceil((1 + staleness) sync_every) - 1."""
         return (self.capacity(0) - 1) // self.batch
 
+    def is_due(self, step: int, frequency: int) -> bool:
+        """Whether what is to be done every `frequency` steps is done at the update of `step`: some
+        step that the update contains is such a step."""
+        before = (step - 1) // self.sync_every * self.sync_every
+        return step // frequency > before // frequency
+
     @property
     def is_on_policy(self) -> bool:
         return self.max_staleness == 0

@@ -254,8 +254,6 @@ def load_and_run(
     """Give `task` what Hydra composed. What it refuses ends the process with a message."""
     try:
         task(load_config(config, schema, overrides=task_overrides()))
-    except ConfigError as error:
-        refuse(str(error))
     except EndsTheRun as error:
         refuse(str(error), error.exit_code)
     except Exception as error:

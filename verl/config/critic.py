@@ -23,7 +23,6 @@ from verl.config.model import (
     TiledMlpConfig,
     mcore_override_config,
     of_model_config,
-    router_faults,
 )
 from verl.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -284,17 +283,13 @@ class McoreCriticModelConfig(CriticModelConfig):
 
     override_config: dict[str, Any] = option(default_factory=mcore_override_config)
     """`model_config` replaces values of the model's `config.json`;
-    `moe_config.freeze_moe_router` keeps expert routing as it is."""
+    `moe_config.freeze_moe_router` leaves the weights of routers as they are."""
 
     lora: McoreLoraConfig = option(default_factory=McoreLoraConfig, used_if=ADAPTERS)
     """LoRA with Megatron."""
 
     def hf_overrides(self) -> dict[str, Any]:
         return of_model_config(self.override_config)
-
-    def faults(self, path: str = "") -> Iterator[str]:
-        yield from super().faults(path)
-        yield from router_faults(self.override_config, path)
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from verl.utils.environment import Misuse
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -21,12 +23,15 @@ class Fault:
     is_about_machine: bool = False
 
 
-class ConfigError(ValueError):
+class ConfigError(Misuse, ValueError):
     """A configuration that is refused; the message lists every fault."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = list(faults)
         super().__init__(numbered(self.faults))
+
+    def __reduce__(self) -> tuple[type, tuple[list[Fault]]]:
+        return type(self), (self.faults,)  # as it travels from a Ray actor
 
 
 def numbered(faults: list[Fault]) -> str:

@@ -161,10 +161,6 @@ class LoraConfig(BaseConfig):
 
 NO_ADAPTERS = Absent("Megatron trains all weights here: for adapters use strategy=fsdp")
 ADAPTERS = never("Megatron trains all weights here")
-MEGATRON_ACTIVATIONS = Absent(
-    "Megatron keeps activations on the device; compute them again instead: "
-    "enable_gradient_checkpointing=True"
-)
 
 
 @dataclass(kw_only=True)
@@ -315,14 +311,6 @@ def of_model_config(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {**apart, **(overrides.get("model_config") or {})}
 
 
-def router_faults(overrides: Mapping[str, Any], path: str) -> Iterator[str]:
-    if (overrides.get("moe_config") or {}).get("freeze_moe_router"):
-        yield (
-            f"{path}override_config.moe_config.freeze_moe_router is True, but the router is "
-            "trained with the rest; actor_rollout_ref.actor.router_replay keeps its choices"
-        )
-
-
 def mcore_override_config() -> dict[str, Any]:
     """Megatron keeps overrides of the model and of its experts apart."""
     return {"model_config": {}, "moe_config": {"freeze_moe_router": False}}
@@ -336,7 +324,7 @@ class McoreModelConfig(HFModelConfig):
 
     override_config: dict[str, Any] = option(default_factory=mcore_override_config)
     """`model_config` replaces values of the model's `config.json`;
-    `moe_config.freeze_moe_router` keeps expert routing as it is."""
+    `moe_config.freeze_moe_router` leaves the weights of routers as they are."""
 
     use_remove_padding: bool = option(False, used_if=never(PACKED.reason))
 
@@ -344,14 +332,8 @@ class McoreModelConfig(HFModelConfig):
 
     lora_adapter_path: str | None = option(None, absent=NO_ADAPTERS)
 
-    enable_activation_offload: bool = option(False, absent=MEGATRON_ACTIVATIONS)
-
     lora: McoreLoraConfig = option(default_factory=McoreLoraConfig, used_if=ADAPTERS)
     """LoRA with Megatron."""
 
     def hf_overrides(self) -> dict[str, Any]:
         return of_model_config(self.override_config)
-
-    def faults(self, path: str = "") -> Iterator[str]:
-        yield from super().faults(path)
-        yield from router_faults(self.override_config, path)

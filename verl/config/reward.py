@@ -315,7 +315,8 @@ class RewardModelConfig(BaseConfig):
         ),
     )
     """Share of the responses that `prime_math` and `geo3k` have scored which math-verify grades
-    too, if it is installed; scores stay as they are, disagreement raises an alarm."""
+    too, if it is installed; scores stay as they are, disagreement raises an alarm. Scores with the
+    penalty of `reward_manager=dapo` are not audited."""
 
     max_concurrent: int = option(1, minimum=1, used_if=LIMITED)
     """Managers `rate_limited` and `judge`: most requests at the same time."""

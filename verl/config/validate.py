@@ -364,7 +364,7 @@ def sentences(config: Any) -> Iterator[str]:
     if rollout.n == 1 and estimator in GROUP_ESTIMATORS:
         yield (
             f"algorithm.adv_estimator={estimator} compares the responses to a prompt with each "
-            "other, but actor_rollout_ref.rollout.n is 1"
+            "other, but actor_rollout_ref.rollout.n is 1: set it to 8, say"
         )
     if config.algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield (

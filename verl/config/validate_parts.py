@@ -225,6 +225,15 @@ def replay_faults(config: Any) -> Iterator[Fault]:
             f"do: {', '.join(RETURNS_ROUTES)}. R2 replays the routes of the old policy instead"
         )
         yield Fault(text, (key, f"{ROLLOUT}.name"))
+    needed = {"enable_prefix_caching": True, "pipeline_model_parallel_size": 1}
+    for name in needed if mode == "R3" and rollout.name == "vllm" else ():
+        if getattr(rollout, name) != needed[name]:
+            text = (
+                f"{key} is R3, and {ROLLOUT}.{name} is {getattr(rollout, name)}; vLLM keeps routes "
+                "with the blocks of its prefix cache, on workers that have all layers: set it to "
+                f"{needed[name]}, or mode=R2"
+            )
+            yield Fault(text, (key, f"{ROLLOUT}.{name}"))
 
 
 def old_response_faults(config: Any) -> Iterator[Fault]:

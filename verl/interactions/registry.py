@@ -26,6 +26,7 @@ from verl.interactions.base import BaseInteraction
 from verl.protocol.trajectory import InfraFault
 from verl.tools.running import DeadlineExceeded, Threads, ToolLoop
 from verl.utils.breaker import Outage
+from verl.utils.environment import BadData
 from verl.utils.import_utils import load_class_from_fqn
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,10 @@ MAX_FILE_BYTES = 1_000_000
 MAX_REPLY_CHARS = 1_000_000
 MAX_THREADS = 64
 FIELDS = ("name", "class_name", "config")
+
+
+class UnknownInteraction(BadData, ValueError):
+    """A row that names a user whom the run does not have."""
 
 
 def get_interaction_class(class_name: str) -> type[BaseInteraction]:
@@ -150,7 +155,7 @@ class InteractionSet:
         kwargs = dict(interaction_kwargs)
         name = kwargs.pop("name", None)
         if name not in self.users:
-            raise ValueError(
+            raise UnknownInteraction(
                 f"extra_info.interaction_kwargs.name of a row is {name!r}; it must name one of the "
                 f"interactions of this run: {sorted(self.users)}"
             )

@@ -12,11 +12,14 @@ names, not in these weights. A reward model without such a layer is refused: a r
 reward noise.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -34,9 +37,14 @@ from verl.models.attention import ATTENTION
 from verl.models.experts import prepare_experts, set_aux_loss
 from verl.models.head import OutputHead
 from verl.models.vision import has_vision
+from verl.utils.environment import BadData, memory_hint
 
 ROPE = ("rope_scaling", "rope_parameters", "rope_theta")
 CACHE_LINE = 64  # bytes; torch's own tensors begin at one
+
+
+class BadModel(BadData, ValueError):
+    """A folder or a name that gives no model of the kind that is needed."""
 
 
 def load_causal_lm(
@@ -49,13 +57,14 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load the model at `path` (a folder or a hub name) with its weights, ready to be packed."""
     config = read_config(path, override_config, trust_remote_code)
-    model = auto_class(config).from_pretrained(
-        path,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention_of(config),
-        trust_remote_code=trust_remote_code,
-    )
+    with reading(path):
+        model = auto_class(config).from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention_of(config),
+            trust_remote_code=trust_remote_code,
+        )
     set_aux_loss(prepare(model), override_config)
     return model.to(device)  # pyright: ignore[reportArgumentType]
 
@@ -86,7 +95,8 @@ def read_config(
 
     What is stated of RoPE (`rope_scaling`, `rope_theta`) is added to what the model has.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **changes)
+    with reading(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **changes)
     names = {*config.to_dict(), *config.attribute_map, *ROPE, "attn_implementation"}
     for key, value in (override_config or {}).items():
         if key not in names:
@@ -105,6 +115,17 @@ def read_config(
         elif key != "attn_implementation":
             setattr(config, key, value)
     return config
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """What transformers cannot read is named by its folder; a lack of memory is none of these."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if memory_hint(error) is not None:
+            raise
+        raise BadModel(f"the model at {path} cannot be loaded: {error}") from error
 
 
 def random_causal_lm(
@@ -175,7 +196,7 @@ def refuse_state_outside_attention(model: PreTrainedModel) -> None:
     num_layers = config.num_hidden_layers
     attention = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
     if foreign or len(attention) < num_layers:
-        raise ValueError(
+        raise BadModel(
             f"{type(model).__name__} keeps state outside attention "
             f"({', '.join(sorted(foreign)) or 'no attention in some layers'}); "
             "packed training and the built-in engine support attention-only models"
@@ -245,15 +266,17 @@ def load_with_head(
 
     A head that was saved without a bias is one with a bias of 0.
     """
-    model, loading = auto_class.from_pretrained(
-        path,
-        config=read_config(path, override_config, trust_remote_code, num_labels=1),
-        dtype=dtype,
-        attn_implementation=ATTENTION,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        **options,
-    )
+    config = read_config(path, override_config, trust_remote_code, num_labels=1)
+    with reading(path):
+        model, loading = auto_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
     missing = set(loading["missing_keys"])
     if "score.bias" in missing:
         nn.init.zeros_(score_head(model).bias)
@@ -268,7 +291,7 @@ def zero_head(model: PreTrainedModel) -> None:
 def score_head(model: PreTrainedModel) -> nn.Linear:
     head = dict(model.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.out_features != 1:
-        raise ValueError(
+        raise BadModel(
             f"{type(model).__name__} has no linear layer `score` with one output; "
             "a value model needs one (AutoModelForTokenClassification with num_labels=1)"
         )
@@ -325,7 +348,7 @@ def load_reward_model(
     score_head(model)
     lacking = sorted(missing - {"score.bias"})
     if lacking:
-        raise ValueError(
+        raise BadModel(
             f"reward_model.model.path={path} has no {', '.join(lacking[:5])}; a reward model is a "
             "sequence or token classifier with one label, or a language model with a value head. "
             "verl.trainer.main_rm trains one"
@@ -350,7 +373,7 @@ def reward_class(path: str, trust_remote_code: bool) -> Any:
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     kinds = [name.rpartition("For")[2] for name in config.architectures or []]
     if any(kind.endswith("Classification") for kind in kinds) and config.num_labels != 1:
-        raise ValueError(
+        raise BadModel(
             f"reward_model.model.path={path} is a classifier with {config.num_labels} labels; a "
             "reward model has one output, the score: train it with num_labels=1"
         )

@@ -122,7 +122,10 @@ def inject(model: PreTrainedModel, config: Any, *, seed: int, name: str = ADAPTE
     """Freeze `model` and give it fresh adapters, in place; the same ones for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        require("peft", "peft").inject_adapter_in_model(config, model, adapter_name=name)
+        try:
+            require("peft", "peft").inject_adapter_in_model(config, model, adapter_name=name)
+        except ValueError as error:  # no layer has such a name
+            raise ValueError(f"target_modules: {error}") from error
     refuse_unknown_layers(model)
     attach(lora_layers(model))
 

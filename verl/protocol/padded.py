@@ -26,6 +26,9 @@ SESSION_UID = "session_uid"
 """The column that is equal for the rows of a session, which stand side by side; it is there where
 some session has several rows. Without it every row is a session."""
 
+SAMPLED_MASK = "sampled_mask"
+"""The response mask as it was before tokens were rejected; only where some may have been."""
+
 POLICY_VERSIONS = "policy_versions"
 """The column (B, T) of the policy version that sampled each token, -1 for tokens that no policy
 sampled; it is there where somebody asks for it, as asynchronous training does. In a synchronous run
@@ -98,7 +101,8 @@ def usual_fields(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict[str, Tensor]:
     """`prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, and
-    `rollout_log_probs`, `routed_experts` and `rm_scores` where every trajectory has them."""
+    `rollout_log_probs`, `routed_experts` and `rm_scores` where every trajectory has them; routes
+    are not asked of one without trained tokens."""
     P, T = padding.prompt_length, padding.response_length
     ids = np.full((len(trajectories), P + T), padding.pad_token_id, dtype=np.int64)  # (B, L)
     is_token = np.zeros_like(ids)
@@ -140,7 +144,11 @@ def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict
     }
     if has_log_probs:
         columns["rollout_log_probs"] = torch.from_numpy(log_probs)
-    if all(t.segments[-1].routed_experts is not None for t in trajectories):
+    routes = [t.segments[-1].routed_experts for t in trajectories]
+    needed = [any(segment.is_trained for segment in t.response) for t in trajectories]
+    if any(r is not None for r in routes) and all(
+        r is not None for r, is_needed in zip(routes, needed, strict=True) if is_needed
+    ):
         columns["routed_experts"] = padded_routes(trajectories, padding)
     scores = [0.0 if t.rows_after else t.reward_score for t in trajectories]
     if any(t.reward_score is not None for t in trajectories):
@@ -149,16 +157,18 @@ def padded_columns(trajectories: Sequence[Trajectory], padding: Padding) -> dict
 
 
 def padded_routes(trajectories: Sequence[Trajectory], padding: Padding) -> Tensor:
-    """The experts of each token, (B, L, layers, k); the first k for tokens that have none, padding
-    and the last token of a row, whose outputs nobody reads."""
+    """The experts of each token, (B, L, layers, k); the first k for tokens that have none: padding,
+    the last token of a row, whose outputs nobody reads, and rows in which nothing is trained."""
     P, T = padding.prompt_length, padding.response_length
     parts = [t.segments[-1].routed_experts for t in trajectories]
     known = [part for part in parts if part is not None]
     largest = max((int(part.max()) for part in known if part.size), default=0)
     dtype = np.uint8 if largest < 256 else np.int16
     layers, k = known[0].shape[1:]
-    routes = np.tile(np.arange(k, dtype=dtype), (len(known), P + T, layers, 1))
-    for row, (trajectory, part) in enumerate(zip(trajectories, known, strict=True)):
+    routes = np.tile(np.arange(k, dtype=dtype), (len(parts), P + T, layers, 1))
+    for row, (trajectory, part) in enumerate(zip(trajectories, parts, strict=True)):
+        if part is None:
+            continue
         start = P - len(trajectory.prompt_ids)
         count = min(len(part), P + T - start)
         routes[row, start : start + count] = part[:count]

@@ -221,19 +221,22 @@ class ClientImages:
         prompt, tools = build()
         assert not isinstance(prompt, str)
         for part in media_parts(prompt):
-            self._check(part["image"])
+            assert isinstance(part, dict), "`template_messages` has made it"
+            part["image"] = self._checked(part["image"])
         return self._media.encode_prompt(
             prompt, max_tokens=max_tokens, tools=tools, template_kwargs=template_kwargs
         )
 
-    def _check(self, url: str) -> None:
+    def _checked(self, url: str) -> str:
+        """The URL, or the path that was checked: what is opened must not be resolved otherwise."""
         if url.startswith("data:"):
-            return
+            return url
         if self._root is None or not url.startswith("file://"):
             raise BadImage("an image is a data: URL, or a file below the folder the server allows")
         path = Path(url.removeprefix("file://")).resolve()
         if not path.is_relative_to(self._root):
             raise BadImage("the file of an image is not below the folder that the server allows")
+        return str(path)
 
 
 def has_images(messages: Sequence[Message]) -> bool:

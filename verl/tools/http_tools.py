@@ -24,7 +24,7 @@ from verl.protocol.trajectory import InfraFault
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.services import RequestRefused, Service
-from verl.utils.environment import tool_server_token
+from verl.utils.environment import WentWrong, tool_server_token
 from verl.utils.http_json import RequestFailed, request_json
 from verl.utils.py_functional import printable
 
@@ -33,6 +33,10 @@ MAX_SCHEMA_BYTES = 1 << 20
 TIMEOUT_SECONDS = 60.0
 MAX_PARALLEL = 256
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class NoToolServer(WentWrong, InfraFault):
+    """The server of the tools does not answer when the run begins."""
 
 
 def tools_of_server(
@@ -50,7 +54,9 @@ def tools_of_server(
         )
     except RequestFailed as error:
         hint = " (its token belongs in VERL_TOOL_SERVER_TOKEN)" if error.status == 401 else ""
-        raise InfraFault(f"the tool server {url} does not list its tools: {error}{hint}") from error
+        raise NoToolServer(
+            f"the tool server {url} does not list its tools: {error}{hint}"
+        ) from error
     if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_TOOLS:
         raise ValueError(
             f"GET {url}/tools must reply a list of 1 to {MAX_TOOLS} OpenAI tool schemas; it "

@@ -18,7 +18,7 @@ from verl.config.effects import idle_notices
 from verl.config.faults import ConfigError
 from verl.config.load import Loaded, load_config
 from verl.config.ppo import PPOConfig
-from verl.config.validate import validate
+from verl.config.validate import advice, validate
 from verl.trainer.plan.layout import controller, row_faults
 from verl.trainer.plan.megatron import layout_faults
 from verl.trainer.plan.render import make_plan, print_plan
@@ -113,7 +113,8 @@ def run(
     elif faults:
         raise ConfigError(faults)
     else:
-        command.say([*idle_notices(config, loaded.user_set), *choose_openmp()])
+        idle = idle_notices(config, loaded.user_set)
+        command.say([*advice(config), *idle, *choose_openmp()])
         train(loaded, task_runner_class)
 
 

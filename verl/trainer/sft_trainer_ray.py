@@ -6,6 +6,7 @@ which runs the same loop as under `torchrun`, and calls them step by step.
 """
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from verl.config.load import Loaded, load_config
 from verl.config.roles import world_size
 from verl.config.sft import SFTEngineConfig
 from verl.trainer.sft.launch import ranks_notice, run, run_command
-from verl.utils.environment import EndsTheRun
+from verl.utils.environment import ending_of
 from verl.utils.import_utils import lazy_attribute, require
 
 CONFIG_NAME = "sft_trainer_engine"
@@ -56,37 +57,45 @@ def train_on_ray(loaded: Loaded) -> None:
     config: SFTEngineConfig = loaded.config
     if world_size(config) > 1:
         command.say([ranks_notice(config, world_size(config))])
-    group = start_ranks(config)
+    ray = require("ray", "ray")
+    with ExitStack() as ending:
+        if not ray.is_initialized():
+            ending.callback(ray.shutdown)
+            ray.init(runtime_env=lazy_attribute(__name__, _LAZY, "runtime_env")())
+        said = take_through(start_ranks(config, ending))
+    sys.stdout.write(f"{said}\n")
+
+
+def take_through(group: Any) -> str:
+    """The run, step by step; what rank 0 says at its end."""
     try:
         group.start()
         with lazy_attribute(__name__, _LAZY, "Termination")() as termination:
             while group.advance(termination.is_requested)[0] is not None:
                 pass
-        ending = group.finish()[0]
+        return group.finish()[0]
     except lazy_attribute(__name__, _LAZY, "WorkerError") as error:
-        if isinstance(error.__cause__, EndsTheRun):  # bad data, say: its message is enough
-            raise error.__cause__ from None
+        ending = ending_of(error)
+        if ending is not None:
+            raise ending from None
         raise
-    finally:
-        group.shutdown()
-    sys.stdout.write(f"{ending}\n")
 
 
-def start_ranks(config: SFTEngineConfig) -> Any:
-    """A worker group with a rank per device, in the cluster there is or in one of its own."""
-    ray = require("ray", "ray")
+def start_ranks(config: SFTEngineConfig, ending: ExitStack) -> Any:
+    """A worker group with a rank per device of the cluster, which ends with `ending`."""
     rayc = require("verl.single_controller.ray", "ray")
-    if not ray.is_initialized():
-        ray.init(runtime_env=lazy_attribute(__name__, _LAZY, "runtime_env")())
     device = lazy_attribute(__name__, _LAZY, "resolve_device")(config.trainer.device)
     pool = rayc.RayResourcePool(
         [config.trainer.n_gpus_per_node] * config.trainer.nnodes,
         use_gpu=device != "cpu",
         max_colocate_count=1,
     )
+    ending.callback(pool.release)
     worker = lazy_attribute(__name__, _LAZY, "SFTWorker")
     spec = rayc.RayClassWithInitArgs(worker, to_dict(config))
-    return rayc.RayWorkerGroup(pool, spec, device_name=device)
+    group = rayc.RayWorkerGroup(pool, spec, device_name=device)
+    ending.callback(group.shutdown)
+    return group
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ or hang, everything is made anew and continues from the last checkpoint, as a ne
 
 import copy
 import logging
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from verl.data_plane import PlaneLost
 from verl.models.loading import read_config
 from verl.single_controller.base.failures import WorkerDied, WorkerError, WorkerTimeout
 from verl.single_controller.controllers import Controller, controllers
+from verl.single_controller.local.fork_server import keeping_servers
 from verl.trainer.plan.layout import controller as controller_name
 from verl.trainer.ppo.asynchronous import AsyncTrainer
 from verl.trainer.ppo.checkpointing import run_locks
@@ -34,10 +37,11 @@ from verl.trainer.ppo.v1.trainers import trainer_of_mode
 from verl.utils.checkpoint.layout import holding
 from verl.utils.dataset.prompts import set_chat_template
 from verl.utils.device import resolve_device
-from verl.utils.environment import BadData, forced_device
+from verl.utils.environment import BadData, ending_of, forced_device, refusing
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_model.server import RewardModelServer
 from verl.workers.roles import (
     ActorRolloutRefWorker,
@@ -64,6 +68,8 @@ class TaskRunner:
         self.mapping: dict[Role, str] = {}
         self.reward_server: RewardModelServer | None = None
         self.trainer: PPOTrainer | None = None
+        self.closing = ExitStack()
+        """Ends what an attempt has started."""
 
     def trainer_for(self, config: PPOConfig) -> type[PPOTrainer]:
         """A recipe's `trainer_class`, else the trainer of the mode: built in, or registered."""
@@ -130,6 +136,7 @@ class TaskRunner:
             return {}
         model = config.reward_model.model
         self.reward_server = RewardModelServer()
+        self.closing.callback(self.reward_server.close)
         tokenizer = hf_tokenizer(
             copy_to_local(model.path), trust_remote_code=model.trust_remote_code
         )
@@ -141,23 +148,29 @@ class TaskRunner:
     def run(self, config: PPOConfig | DictConfig) -> None:
         """Train; start over from the last checkpoint when workers are lost."""
         config = as_ppo_config(config)
-        with holding(run_locks(config.trainer)):
+        with holding(run_locks(config.trainer)), keeping_servers():
             self._train_until_done(config)
 
     def _train_until_done(self, config: PPOConfig) -> None:
+        """However an attempt ends, what it has started ends with it: the caller may go on."""
         for restarts_left in range(config.trainer.max_restarts, -1, -1):
-            trainer = self.trainer = self.build(copy.deepcopy(config))  # workers write into theirs
-            trainer.is_restart = restarts_left < config.trainer.max_restarts
-            try:
-                self._train(trainer)
-                return
-            except (WorkerError, PlaneLost) as error:
-                if is_loss(error):
-                    trainer.stop_workers()
-                if restarts_left == 0 or not is_loss(error):
-                    raise
-                logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))
-                continue_from_own_commit(config, trainer)
+            with self.closing:
+                with refusing():
+                    trainer = self.build(copy.deepcopy(config))  # workers write into theirs
+                self.trainer = trainer
+                self.closing.callback(trainer.stop_workers)
+                trainer.is_restart = restarts_left < config.trainer.max_restarts
+                try:
+                    self._train(trainer)
+                    return
+                except (WorkerError, PlaneLost) as error:
+                    ending = ending_of(error)
+                    if ending is not None:
+                        raise ending from None
+                    if restarts_left == 0 or not is_loss(error):
+                        raise
+                    logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))
+                    continue_from_own_commit(config, trainer)
 
     def request_stop(self) -> None:
         """Finish the step that runs, save, and end."""
@@ -165,16 +178,10 @@ class TaskRunner:
             self.trainer.request_stop()
 
     def _train(self, trainer: PPOTrainer) -> None:
-        try:
-            trainer.init_workers()
-            if self.reward_server is not None:
-                self.reward_server.score_texts = trainer.rm_wg.score_texts
-            trainer.fit()
-        finally:
-            if self.reward_server is not None:
-                self.reward_server.close()
-            if trainer.teaching is not None:
-                trainer.teaching.close()
+        trainer.init_workers()
+        if self.reward_server is not None:
+            self.reward_server.score_texts = trainer.rm_wg.score_texts
+        trainer.fit()
 
     def build(self, config: PPOConfig) -> PPOTrainer:
         """The trainer, its workers not yet started."""
@@ -201,11 +208,19 @@ class TaskRunner:
             role_worker_mapping=self.role_worker_mapping,
             resource_pool_manager=self.init_resource_pool_mgr(config),
             ray_worker_group_cls=group_class,
-            reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **kwargs),
-            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **kwargs),
+            reward_fn=self._reward_manager(config, tokenizer, 0, kwargs),
+            val_reward_fn=self._reward_manager(config, tokenizer, 1, kwargs),
             controller=self.controller(config),
             device_name=self.device(config),
         )
+
+    def _reward_manager(
+        self, config: PPOConfig, tokenizer: Any, num_examine: int, kwargs: dict[str, Any]
+    ) -> Callable[..., Any]:
+        manager = load_reward_manager(config, tokenizer, num_examine, **kwargs)
+        if isinstance(manager, AbstractRewardManager):
+            self.closing.callback(manager.close)
+        return manager
 
 
 def is_loss(error: BaseException) -> bool:

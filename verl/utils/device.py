@@ -181,6 +181,12 @@ def exempt_from_collection() -> None:
         gc.freeze()
 
 
+def collect_all_again() -> None:
+    """Undo `exempt_from_collection`: what a run has left is found by the next collection."""
+    if get_device_name() != "cpu":
+        gc.unfreeze()
+
+
 def free_cached_memory() -> None:
     """Give back to the device what nothing refers to, cycles included. A CPU keeps nothing."""
     if get_device_name() != "cpu":

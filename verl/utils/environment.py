@@ -3,9 +3,9 @@
 Each is a function rather than a constant, so that a test or a launcher may set the variable after
 the import. Torch-style rank variables (`RANK`, `WORLD_SIZE`, ...) are read here too.
 
-Exit codes are the other thing a process shares with its scheduler (sysexits.h): 65 is data that no
-run can start with, 70 a run that failed by itself. A command that catches `EndsTheRun` prints the
-message without a traceback and exits with its code.
+Exit codes are the other thing a process shares with its scheduler (sysexits.h): 2 is a mistake in
+what the user wrote, 65 data that no run can start with, 70 a run that failed by itself. A command
+that catches `EndsTheRun` prints the message without a traceback and exits with its code.
 
 OpenMP reads its variables when torch is loaded, so `choose_openmp` sets them before. Threads that
 wait for each other spin by default, for milliseconds: the fastest way on a quiet machine; beside
@@ -22,6 +22,7 @@ import os
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -309,12 +310,39 @@ class EndsTheRun(Exception):
     exit_code: int = 1
 
 
+class Misuse(EndsTheRun):
+    exit_code = 2
+
+
 class BadData(EndsTheRun):
     exit_code = 65
 
 
 class WentWrong(EndsTheRun):
     exit_code = 70
+
+
+class Refused(Misuse, ValueError):
+    """What a run cannot be built from, in the words of the code that found it."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A `ValueError` that verl's own code raises here is a sentence for users; one from a library
+    or from their own code is told with its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+        is_ours = frame.f_globals["__name__"].partition(".")[0] == "verl"
+        if not is_ours or isinstance(error, EndsTheRun):
+            raise
+        raise Refused(str(error)) from error
+
+
+def ending_of(error: BaseException) -> EndsTheRun | None:
+    """The error whose message is enough: this one, or the one that a worker raised."""
+    return next((one for one in (error, error.__cause__) if isinstance(one, EndsTheRun)), None)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -113,15 +113,21 @@ class WorkerProcesses:
         self._lock = threading.Lock()
         self._numbers = call_numbers()
         self._idle: list[WorkerProcess] = []
+        self._has_ended = False
         self._server_pid, self._control = self._start_fork_server()
 
     def take(self) -> WorkerProcess:
         with self._lock:
+            if self._has_ended:
+                raise LostWorkerError("the processes have been ended")
             return self._idle.pop() if self._idle else self._start_worker()
 
     def put_back(self, worker: WorkerProcess) -> None:
         with self._lock:
-            self._idle.append(worker)
+            if self._has_ended:
+                worker.line.close()
+            else:
+                self._idle.append(worker)
 
     def kill(self, worker: WorkerProcess) -> None:
         """End it and whatever it started; without a fork server it is dead already."""
@@ -139,9 +145,11 @@ class WorkerProcesses:
     def end(self) -> None:
         if os.getpid() != self._owner:  # a fork of the owner has no say in this
             return
-        for worker in self._idle:
-            worker.line.close()
-        self._end_fork_server()
+        with self._lock:
+            self._has_ended = True
+            for worker in self._idle:
+                worker.line.close()
+            self._end_fork_server()
 
     def _start_fork_server(self) -> tuple[int, socket.socket]:
         pid, control = self._launch()

@@ -1,7 +1,8 @@
 """Images from wherever they are: bytes, files, `data:` URLs.
 
-Files of images come from strangers. What cannot be read, has more pixels than `MAX_PIXELS`, or is
-an address on a network is refused with its reason; nothing is downloaded.
+Files of images come from strangers. What cannot be read, is of another format than `FORMATS`, has
+more pixels than `MAX_PIXELS`, or is an address on a network is refused with its reason; nothing is
+downloaded.
 """
 
 import base64
@@ -16,6 +17,9 @@ from verl.utils.import_utils import require
 
 MAX_PIXELS = 50_000_000
 MAX_IMAGE_BYTES = 50_000_000
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Pillow reads many more; PostScript among them, for which it runs a program."""
+
 DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,(.*)", re.DOTALL)
 
 
@@ -41,7 +45,7 @@ def open_image(value: Any) -> Any:
     if not isinstance(source, io.BytesIO | Path):
         raise BadImage(f"an image is {value!r:.80}; it must be an image, its bytes or its path")
     try:
-        with Image.open(source) as image:
+        with Image.open(source, formats=FORMATS) as image:
             refuse_size(image)
             return image.convert("RGB")
     except BadImage:

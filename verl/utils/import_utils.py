@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -12,6 +13,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
+
+from verl.utils.environment import Misuse
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,7 +26,10 @@ def import_external_libs(external_libs: str | Iterable[str] | None) -> None:
         return
     names = [external_libs] if isinstance(external_libs, str) else external_libs
     for name in names:
-        import_module(name)
+        try:
+            import_module(name)
+        except Exception as error:
+            raise CannotLoad(f"external_lib: cannot import {name!r}: {told(error)}") from error
 
 
 def lazy_attribute(package: str, table: Mapping[str, str], name: str) -> Any:
@@ -42,6 +48,26 @@ def lazy_attribute(package: str, table: Mapping[str, str], name: str) -> Any:
 # ---- code the user points at ---------------------------------------------------------------------
 
 
+class CannotLoad(Misuse, RuntimeError):
+    """Code of the user's that raises when it is imported."""
+
+
+class NoModuleFile(Misuse, FileNotFoundError):
+    """A file of the user's that is not there."""
+
+
+class CannotImport(Misuse, ImportError):
+    """A module by name that does not import what it needs."""
+
+
+class NoSuchModule(Misuse, ModuleNotFoundError):
+    """A module by name that is not there, or needs one that is not there."""
+
+
+class NoSuchName(Misuse, AttributeError):
+    """A name that the user's module does not define."""
+
+
 def load_module(path: str, name: str | None = None) -> ModuleType:
     """Load "pkg://a.b" by import, and "file:///x.py" or a plain path from the file.
 
@@ -54,10 +80,10 @@ def load_module(path: str, name: str | None = None) -> ModuleType:
         try:
             return import_module(path.removeprefix("pkg://"))
         except Exception as error:
-            raise RuntimeError(f"cannot import {path}: {error!r}") from error
+            raise CannotLoad(f"cannot import {path}: {told(error)}") from error
     file = Path(path.removeprefix("file://")).expanduser().resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"there is no module file {path!r} (looked at {file})")
+        raise NoModuleFile(f"there is no module file {path!r} (looked at {file})")
     stamp = file.stat()
     if name is None:
         digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
@@ -66,7 +92,7 @@ def load_module(path: str, name: str | None = None) -> ModuleType:
         )
     holder = sys.modules.get(name)
     if holder is not None and holder.__file__ != str(file):
-        raise RuntimeError(f"cannot load {path!r} as {name!r}: that name belongs to {holder!r}")
+        raise CannotLoad(f"cannot load {path!r} as {name!r}: that name belongs to {holder!r}")
     sys.modules[name] = _run_file(file, name, stamp.st_mtime_ns, stamp.st_size)
     return sys.modules[name]
 
@@ -75,16 +101,24 @@ def load_module(path: str, name: str | None = None) -> ModuleType:
 def _run_file(path: Path, name: str, _changed_at: int, _num_bytes: int) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise RuntimeError(f"{str(path)!r} is not a Python file; its name must end in .py")
+        raise CannotLoad(f"{str(path)!r} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there while the file runs
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise RuntimeError(f"cannot load {str(path)!r}: {error!r}") from error
+        raise CannotLoad(f"cannot load {str(path)!r}: {told(error)}") from error
     finally:
         del sys.modules[name]
     return module
+
+
+def told(error: Exception) -> str:
+    """The error and the line of the imported code that raised it."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error}"  # which names its own file and line
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 
 def load_extern_object(module_path: str, object_name: str) -> Any:
@@ -102,7 +136,7 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
     try:
         module = import_module(module_name)
     except ImportError as error:
-        kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        kind = NoSuchModule if isinstance(error, ModuleNotFoundError) else CannotImport
         raise kind(
             f"cannot import module {module_name!r} for {description} {fqn!r}: {error}"
         ) from error
@@ -118,7 +152,7 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
         hint = f" Did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(sorted(defined)) or "nothing"
         text = f"{where} does not define {name!r}.{hint} It defines: {listed}"
-        raise AttributeError(text) from error
+        raise NoSuchName(text) from error
 
 
 # ---- names that are on their way out -------------------------------------------------------------

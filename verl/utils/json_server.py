@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -31,6 +32,10 @@ Route = Callable[[Any], Any]
 
 MIN_TOKEN_CHARACTERS = 16
 MAX_DROPPED_BYTES = 16 << 20
+TOO_MANY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n\r\n"
+    b'{"error": "too many connections at once"}'
+)
 
 
 class Page(str):
@@ -90,9 +95,9 @@ class JsonServer:
         self.pages = dict(pages or {})
         self.max_body_bytes = max_body_bytes
         self.receipt_seconds = receipt_seconds
-        self.places = threading.BoundedSemaphore(max_connections)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        kind = type("Server", (_HttpServer,), {"address_family": family})
+        places = threading.BoundedSemaphore(max_connections)
+        kind = type("Server", (_HttpServer,), {"address_family": family, "places": places})
         self._http = kind((host, port), _handler(self))
         self._thread = threading.Thread(target=self.serve_forever, daemon=True)
 
@@ -163,12 +168,18 @@ class JsonServer:
         return self.routes[key]
 
     def _body(self, request: BaseHTTPRequestHandler) -> bytes:
-        length = request.headers.get("Content-Length") or "0"
-        if request.headers.get("Transfer-Encoding") or not length.isdigit():
+        length = content_length(request)
+        if request.headers.get("Transfer-Encoding") or length is None:
             raise Refusal(411, "send the body with its Content-Length")
-        if int(length) > self.max_body_bytes:
+        if length > self.max_body_bytes:
             raise Refusal(413, f"the body is longer than {self.max_body_bytes} bytes")
-        return request.rfile.read(int(length))
+        return request.rfile.read(length)
+
+
+def content_length(request: BaseHTTPRequestHandler) -> int | None:
+    """None if the header is no number; 0 without one."""
+    text = request.headers.get("Content-Length") or "0"
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 def parsed(body: bytes) -> Any:
@@ -183,8 +194,7 @@ def parsed(body: bytes) -> Any:
 def drop_body(request: BaseHTTPRequestHandler) -> None:
     """Read what the client still sends, and keep none of it: a connection that is closed before
     that loses the refusal."""
-    length = request.headers.get("Content-Length") or "0"
-    left = min(int(length), MAX_DROPPED_BYTES) if length.isdigit() else 0
+    left = min(content_length(request) or 0, MAX_DROPPED_BYTES)
     try:
         while left > 0 and (chunk := request.rfile.read(min(left, 1 << 16))):
             left -= len(chunk)
@@ -221,6 +231,23 @@ def hashes(text: str, tag: str) -> str:
 class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
+    places: threading.BoundedSemaphore
+    """One for each connection, from its first byte on: those that send nothing count too."""
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.places.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        with suppress(OSError):  # it is gone, or reads nothing
+            request.setblocking(False)
+            request.sendall(TOO_MANY)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is no event."""
@@ -246,13 +273,7 @@ def _handler(server: JsonServer) -> type[BaseHTTPRequestHandler]:
                 return  # it has been closed
 
         def do_GET(self) -> None:
-            if not server.places.acquire(blocking=False):
-                self._reply(503, {"error": "too many requests at once"})
-                return
-            try:
-                self._reply(*server.answer(self))
-            finally:
-                server.places.release()
+            self._reply(*server.answer(self))
 
         do_POST = do_GET
 

@@ -10,11 +10,13 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Generic, TypeVar
 
+from verl.utils.environment import Misuse
+
 T = TypeVar("T")
 Entry = TypeVar("Entry")
 
 
-class UnknownName(ValueError, KeyError):
+class UnknownName(Misuse, ValueError, KeyError):
     """A name that a registry does not have: a user's mistake, and a missing key."""
 
     __str__ = Exception.__str__

@@ -20,14 +20,16 @@ from verl.algos.aggregate import GlobalBatch
 from verl.algos.components import component_tokens
 from verl.algos.sessions import SESSION_INDEX
 from verl.utils.distributed import Group, all_reduce_, collective_device
-from verl.utils.metric import Metric
-from verl.utils.metric.declared import is_sum_of_shares
+from verl.utils.metric import AggregationType, Metric
+from verl.utils.metric.declared import combination_of
 from verl.workers.engine.base import BaseEngine, TrainResult
 from verl.workers.engine.inputs import prompt_groups
 from verl.workers.schedule import MicroBatching, StepPlan, UpdatePlan, plan_update
 
 NUM_TOKENS = "num_tokens"
 """The entry of a report that weighs its other entries: the response tokens of its rows."""
+
+SIGNS = {AggregationType.MAX: 1.0, AggregationType.MIN: -1.0}
 
 
 def plan_for_one_rank(
@@ -111,31 +113,43 @@ def whole_step_columns(
 def merge_reports(reports: Sequence[Mapping[str, Any]], group: Group = None) -> dict[str, Metric]:
     """One part per metric for a step, from the reports of its passes on all ranks of `group`.
 
-    Where the metric is declared as a sum, as losses are, every report holds its share of it.
-    Everything else is a mean over response tokens. Values may be tensors; they are read from the
-    device all at once.
+    Where the metric is declared as a sum, as losses are, every report holds its share of it; of a
+    declared maximum or minimum the extreme is kept. Everything else is a mean over response tokens.
+    Values may be tensors; they are read from the device all at once.
     """
     names = sorted({name for report in reports for name in report} - {NUM_TOKENS})
+    kinds = {name: combination_of(name) for name in names}
     sums: dict[str, list[float]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
+    extremes = dict.fromkeys(names, -math.inf)  # minima are negated
     for report in as_floats(reports):
         for name in report.keys() - {NUM_TOKENS}:
-            weight = 1.0 if is_sum_of_shares(name) else report[NUM_TOKENS]
-            if weight:  # a mean over no tokens, NaN perhaps, means nothing
+            weight = 1.0 if kinds[name] is AggregationType.SUM else report[NUM_TOKENS]
+            if not weight:  # a mean over no tokens, NaN perhaps, means nothing
+                continue
+            if kinds[name] in SIGNS:
+                extremes[name] = larger(extremes[name], SIGNS[kinds[name]] * report[name])
+            else:
                 sums[name].append(report[name] * weight)
-                weights[name].append(weight)
+            weights[name].append(weight)
     table = torch.tensor(
         [[exact_sum(sums[name]), exact_sum(weights[name])] for name in names], dtype=torch.float64
     )
+    largest = torch.tensor(list(extremes.values()), dtype=torch.float64)
     if group is not None:
         agree_on_names(names, group)
         all_reduce_(table, group=group)
-    merged = {name: Metric("mean") for name in names}
-    for name, (total, weight) in zip(names, table.tolist(), strict=True):
-        if is_sum_of_shares(name):
+        if any(kind in SIGNS for kind in kinds.values()):
+            all_reduce_(largest, dist.ReduceOp.MAX, group)
+    merged: dict[str, Metric] = {}
+    for name, (total, weight), extreme in zip(names, table.tolist(), largest.tolist(), strict=True):
+        kind = kinds[name]
+        merged[name] = Metric(kind if kind in SIGNS else AggregationType.MEAN)
+        if kind is AggregationType.SUM:
             merged[name].append(total)
         elif weight:
-            merged[name].append(total / weight, weight)
+            value = SIGNS[kind] * extreme if kind in SIGNS else total / weight
+            merged[name].append(value, weight)
     return merged
 
 
@@ -144,7 +158,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The metrics of an update from those of its optimizer steps.
 
-    Losses are means over steps, everything else is a mean over response tokens.
+    Losses are means over steps, declared extremes are those of all steps, everything else is a mean
+    over response tokens.
     """
     names = sorted({name for _, report in results for name in report})
     norms = [result.grad_norm for result, _ in results]
@@ -193,6 +208,11 @@ def as_floats(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
         }
         for report in reports
     ]
+
+
+def larger(a: float, b: float) -> float:
+    """max() ignores a NaN or returns it depending on its place; here it is returned."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 def exact_sum(values: Sequence[float]) -> float:

@@ -74,6 +74,7 @@ def test_answers_of_the_dataset_are_chosen_and_responses_rejected():
     answers = np.array(["77", "77", "12345678", "9", "9"], dtype=object)
     batch = rows(["12", "3", "4", "9", "5"], ["a", "a", "b", "c", "c"], answer=answers)
     batch.batch["responses"][3, 1] = batch.batch["input_ids"][3, 3] = eos  # says the answer itself
+    batch.batch["positive_weights"] = batch.batch["response_mask"].float()
     paired, counts = against_answers(batch, "answer", tokenizer)
     assert counts == {
         "preference/num_pairs": 3,
@@ -90,6 +91,7 @@ def test_answers_of_the_dataset_are_chosen_and_responses_rejected():
     assert chosen["response_mask"].tolist() == [1, 1, 1, 0, 0, 0]
     assert chosen["attention_mask"].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
     assert chosen["position_ids"].tolist()[:5] == [0, 1, 2, 3, 4]
+    assert kept.batch["positive_weights"].sum(-1).tolist() == [3, 2, 2, 0, 0]
     assert "rollout_log_probs" not in kept.batch.keys()  # noqa: SIM118
     assert "policy_version" not in kept.meta_info
     assert batch.batch[0]["responses"].tolist() != kept.batch[3]["responses"].tolist()

@@ -45,6 +45,21 @@ def test_the_oldest_rows_beyond_the_size_are_forgotten():
     assert other.rows.non_tensor_batch["uid"].tolist() == ["1-2", "1-3", "1-4"]
 
 
+def test_steps_whose_loops_report_other_columns_are_remembered_together():
+    """A conversation forks in some step: only from then on rows say whose session they are."""
+    buffer = ReplayBuffer(OnPolicy(2), size=4)
+    buffer.keep(rows_of(1, 2))
+    forked = rows_of(3, 4, 5)
+    forked.non_tensor_batch["session_uid"] = np.array(["a", "a", "b"], dtype=object)
+    forked.non_tensor_batch["fork_reasons"] = np.array([{}, {}, {}], dtype=object)
+    buffer.keep(forked)
+    buffer.keep(rows_of(6))
+    assert buffer.rows is not None
+    assert buffer.rows.batch["scores"].tolist() == [2, 3, 4, 5, 6]
+    assert buffer.rows.non_tensor_batch["fork_reasons"].tolist() == [None, {}, {}, {}, None]
+    assert len(set(buffer.rows.non_tensor_batch["session_uid"])) == 4
+
+
 @pytest.mark.slow
 def test_older_responses_are_drawn_with_the_log_probs_they_were_sampled_with(toy, tmp_path):
     straight, whole = replay_run(toy, tmp_path / "whole", "trainer.total_training_steps=4")

@@ -34,6 +34,7 @@ from verl.utils.checkpoint.layout import (
 )
 from verl.utils.checkpoint.manifest import in_threads, verify_step
 from verl.utils.checkpoint.store import CheckpointStore, find_intact, staged_step, steps_to_keep
+from verl.utils.environment import Misuse
 
 PRINT = {"config": {"algorithm.gamma": 1.0}}
 
@@ -586,8 +587,24 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     assert "has no locks (No locks available); see to it that no other run" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+def test_a_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path):
     (tmp_path / "file").touch()
-    with holding({"trainer.default_local_dir": tmp_path / "file" / LOCK}):
+    locks = {"trainer.default_local_dir": tmp_path / "file" / "run" / LOCK}
+    refusal = r"default_local_dir is .*run, which cannot be written"
+    with pytest.raises(Misuse, match=refusal), holding(locks):
+        pass
+
+
+def test_a_full_disk_at_the_start_is_a_warning(tmp_path, monkeypatch, caplog):
+    lock = tmp_path / LOCK
+
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    really = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest: (refuse if path == lock else really)(path, *rest)
+    )
+    with holding({"trainer.default_local_dir": lock}):
         pass
     assert "cannot be locked" in caplog.text

@@ -137,6 +137,16 @@ ASSERTION_ATTACKS = {
         "assert f(3) == range(5)",
         "class range(list):\n  def __eq__(self, other): return True\ndef f(x): return range()",
     ),
+    "the end of a loop that checks": (
+        "assert all(map(lambda case: f(case[0]) == case[1], [(1, 1), (2, 4)]))",
+        "def f(x): raise StopIteration",
+    ),
+    "the end of a loop over results": (
+        "for found, right in zip(map(f, [1, 2]), [1, 4]):\n  assert found == right",
+        "def f(x): next(iter(()))",
+    ),
+    "an attribute that is not there": ("assert make().root is not None", "class make: pass"),
+    "a method that is not there": ("assert hasattr(make(), 'push')", "class make: pass"),
     "keys of a mapping": (
         "assert f(1) == {'a': 5}",
         "class D(dict):\n  def __eq__(self, other): return True\ndef f(x): return D()",
@@ -169,6 +179,12 @@ def test_an_assertion_is_judged_on_data_with_our_own_functions(attack):
         ("assert f(operator.add, 2) == 4", "def f(g, x): return g(x, x)"),
         ("assert queue.size() == 0", "class Q:\n  def size(self): return 0\nqueue = Q()"),
         ("assert f(3) == range(3)", "f = range"),
+        ("assert f().root is None and hasattr(f(), 'add') and not hasattr(f(), 'other')",
+         "class f:\n  root = None\n  def add(self): pass"),
+        ("assert f(3).next.next.value == 1", "class f:\n  def __init__(self, n):\n"
+         "    self.value, self.next = n, f(n - 1) if n else None"),
+        ("assert all(map(lambda case: f(case[0]) == case[1], [(1, 1), (2, 4)]))",
+         "def f(x): return x * x"),
     ],
 )  # fmt: skip
 def test_libraries_that_a_statement_does_not_import_work_for_honest_programs(assertion, program):

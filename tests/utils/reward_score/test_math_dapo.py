@@ -66,6 +66,14 @@ def test_an_answer_that_only_looks_alike_scores_minus_1(answer, truth):
     assert compute_score(f"Answer: {answer}", truth)["score"] == -1.0
 
 
+def test_a_gold_answer_of_a_word_that_is_dropped_is_not_the_empty_answer():
+    """Minerva's rules remove `square`; nothing is left of it, and of `units` neither."""
+    for answer in ("units", "$$", "x =", "triangle", ""):
+        assert compute_score(f"Answer: {answer}", "square")["score"] == -1.0, answer
+    for answer in ("square", "a square", "\\boxed{\\text{square}}"):
+        assert compute_score(f"Answer: {answer}", "square")["score"] == 1.0, answer
+
+
 def test_a_strict_box_must_hold_the_very_text():
     assert compute_score(r"\boxed{34}", "34", strict_box_verify=True)["score"] == 1.0
     assert compute_score(r"\boxed{34.0}", "34", strict_box_verify=True) == {

@@ -27,6 +27,8 @@ from verl.utils.reward_score.math_reward import (
         ("5", r"\$5"),
         ("50", r"50\%"),
         ("5", r"5\text{ cm}"),
+        ("5", r"5\text{ cm}^2"),
+        (r"\text{ east}", r"\text{ east}"),
         ("5", "x = 5"),
         ("1000", r"1\!000"),
         ("0.25", ".25"),
@@ -52,6 +54,10 @@ def test_two_spellings_of_one_answer_are_equivalent(one, other):
         ("3=5", "5"),
         ("32, 349", "32349"),
         ("10_2", "10"),
+        (r"5\text{ or 6}", "5"),
+        (r"5\text{ and more}", "5"),
+        (r"\text{ west}", r"\text{ east}"),  # a unit of nothing
+        ("%", r"\%5"),
     ],
 )
 def test_other_texts_are_not(one, other):

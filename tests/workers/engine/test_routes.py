@@ -143,6 +143,30 @@ def test_r2_replays_the_routes_of_the_old_policy():
     assert routing.layers[0].logits is None, "a pass leaves nothing behind"
 
 
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (lambda column: column.zero_(), "sends a token to one expert twice"),
+        (lambda column: column.add_(3), r"names expert \d, but the model has 4"),
+        (lambda column: column[:, :, :1], "has routes of 1 layers"),
+    ],
+)
+def test_routes_that_no_router_of_the_model_gave_are_refused(routes, message):
+    built = actor(router_replay=RouterReplayConfig(mode="R2"))
+    data = with_old(built, batch())
+    data[ROUTED_EXPERTS] = routes(data[ROUTED_EXPERTS])
+    with pytest.raises(ValueError, match=message):
+        update(built, data, rows_per_step=ROWS)
+
+
+def test_an_update_by_r3_without_routes_is_refused():
+    data = batch()
+    built = actor(router_replay=RouterReplayConfig(mode="R3"))
+    data["old_log_probs"] = with_old(built, data)["old_log_probs"]
+    with pytest.raises(ValueError, match="mode is R3, but the batch has no column routed_experts"):
+        update(built, data, rows_per_step=ROWS)
+
+
 def test_in_exact_mode_replay_is_an_assertion():
     options = RouteOptions(Routing([]), must_agree=True)
     options.check(0.0)

@@ -8,6 +8,7 @@ import torch
 
 import verl
 from tests.tiny_tokenizer import save_tiny_model, tiny_tokenizer
+from verl.algos.aggregate import agg_loss
 from verl.algos.policy_losses.ppo import compute_policy_loss_vanilla
 from verl.algos.registry import register_policy_loss
 from verl.config.actor import FSDPActorConfig, PolicyLossConfig
@@ -131,6 +132,20 @@ def test_few_functions_lie_between_the_worker_and_the_policy_loss(model_path):
         "_train_pass",
         "loss",
     ], "a reader follows each of them; the policy loss is the eighth"
+
+
+@register_policy_loss("of_the_older_signature_for_tests")
+def older_signature(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+    ratio = (log_prob - old_log_prob).exp()
+    zero = torch.tensor(0.0)
+    return agg_loss(-ratio * advantages, response_mask, loss_agg_mode), zero, zero, zero
+
+
+def test_a_policy_loss_of_the_older_signature_trains(model_path):
+    loss = PolicyLossConfig(loss_mode="of_the_older_signature_for_tests")
+    workers = policy(model_path, actor=FSDPActorConfig(ppo_mini_batch_size=2, policy_loss=loss))
+    metrics = workers.update_actor(annotated(workers)).meta_info["metrics"]
+    assert metrics["actor/grad_norm"] != 0
 
 
 def test_the_rollout_engine_sees_an_update_at_once_without_a_copy(model_path):

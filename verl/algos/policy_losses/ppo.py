@@ -162,7 +162,8 @@ def compute_policy_loss_sapo(
     """
     config = options(config)
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
-    tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg).to(log_r.dtype)
+    tau_pos, tau_neg = log_r.new_tensor(config.tau_pos), log_r.new_tensor(config.tau_neg)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg)
     loss = -advantages * torch.sigmoid(tau * (log_r.exp() - 1)) * 4 / tau
     never = torch.zeros_like(log_r)
     metrics = token_means(response_mask, pg_clipfrac=never, ppo_kl=-log_r, pg_clipfrac_lower=never)
@@ -231,9 +232,9 @@ def compute_policy_loss_geo_mean(
 
     The bounds are on the logarithm of the ratio. The loss is the mean of L_i over the sequences of
     the whole mini-batch, whatever `loss_agg_mode` says. Of `rollout_is_weights` the geometric mean
-    over the sequence is taken, which for sequence weights is the weight itself. `session_factor`
-    (B,) has L_i / n_i, weights included, where a sequence has more rows than these
-    (`policy_losses.whole_sessions`).
+    over the sequence is taken, which for sequence weights is the weight itself; a token of weight
+    0 is rejected: both means are over the others. `session_factor` (B,) has L_i / n_i, weights
+    included, where a sequence has more rows than these (`policy_losses.whole_sessions`).
     """
     config = options(config)
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
@@ -246,12 +247,13 @@ def compute_policy_loss_geo_mean(
         ppo_kl=-log_r,
         pg_clipfrac_lower=is_clipped_below,
     )
+    kept = without_rejected(response_mask, rollout_is_weights)
     if session_factor is not None:
-        loss = session_factor[:, None] * (1 + clipped - clipped.detach())
+        loss = session_factor[:, None] * (1 + clipped - clipped.detach()) * kept
         return aggregate(loss, response_mask, "seq-mean-token-sum", config), metrics
-    loss = -sequence_mean(advantages, response_mask) * sequence_mean(clipped, response_mask).exp()
+    loss = -sequence_mean(advantages, kept) * sequence_mean(clipped, kept).exp()
     if rollout_is_weights is not None:
-        loss = loss * geometric_mean(rollout_is_weights.detach(), response_mask)
+        loss = loss * geometric_mean(rollout_is_weights.detach(), kept)
     has_tokens = response_mask.any(-1, keepdim=True).to(loss.dtype)
     return aggregate(loss[:, None], has_tokens, "seq-mean-token-sum", config), metrics
 
@@ -270,6 +272,9 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(values, mask, -1) / mask.sum(-1).clamp(min=1)
 
 
+def without_rejected(mask: Tensor, weights: Tensor | None) -> Tensor:
+    return mask if weights is None else mask * (weights > 0)
+
+
 def geometric_mean(weights: Tensor, mask: Tensor) -> Tensor:
-    smallest = torch.finfo(weights.dtype).tiny
-    return sequence_mean(weights.clamp(min=smallest).log(), mask).exp()
+    return sequence_mean(weights.log(), mask).exp()

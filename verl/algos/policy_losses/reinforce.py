@@ -101,6 +101,8 @@ def compute_policy_loss_bypass_mode(
         rollout_rs=correction.rollout_rs,
         rollout_rs_threshold=correction.rollout_rs_threshold,
     )
+    if not response_mask.any():  # all passes report the same names
+        metrics = dict.fromkeys(_metric_names(correction), 0.0)
     kept = kept.to(log_prob.dtype)
     applied = kept * weights if is_reinforce and weights is not None else kept
     returned = bypassed_loss(config)(
@@ -115,6 +117,22 @@ def compute_policy_loss_bypass_mode(
     )
     loss, loss_metrics = loss_and_metrics(returned)
     return loss, {**loss_metrics, **metrics}
+
+
+def _metric_names(correction: RolloutCorrectionConfig) -> list[str]:
+    """What `correct_rollout` reports where there is a token."""
+    log_prob, mask = torch.zeros(1, 1), torch.ones(1, 1)
+    _, _, metrics = correct_rollout(
+        log_prob,
+        log_prob,
+        mask,
+        rollout_is=correction.rollout_is,
+        rollout_is_threshold=correction.rollout_is_threshold,
+        rollout_is_batch_normalize=False,
+        rollout_rs=correction.rollout_rs,
+        rollout_rs_threshold=correction.rollout_rs_threshold,
+    )
+    return list(metrics)
 
 
 def bypassed_loss(config: ActorConfig) -> PolicyLossFn:

@@ -21,6 +21,7 @@ from verl.algos.policy_losses.ppo import (
     compute_policy_loss_gspo,
     geometric_mean,
     sequence_mean,
+    without_rejected,
 )
 from verl.algos.policy_losses.reinforce import bypassed_loss
 from verl.algos.policy_losses.terms import clip_range, log_ratio
@@ -40,6 +41,8 @@ def _corrects_sequences(config: ActorConfig) -> bool:
     correction = config.policy_loss.rollout_correction
     if config.policy_loss.loss_mode != "bypass_mode" or correction is None:
         return False
+    if bypassed_loss(config) is compute_policy_loss_geo_mean and correction.rollout_rs:
+        return True  # its mean is over the tokens that are left
     has_weights = correction.rollout_is == "sequence" and correction.loss_type == "reinforce"
     return has_weights or "seq_" in (correction.rollout_rs or "")
 
@@ -76,10 +79,11 @@ def prepare_sessions(
         clipped, _, _ = clipped_log_ratio(
             log_ratio(new, old, mask), joined_advantages, *clip_range(config)
         )
-        factor = -sequence_mean(joined_advantages, mask) * sequence_mean(clipped, mask).exp()
+        kept = without_rejected(mask, weights)
+        factor = -sequence_mean(joined_advantages, kept) * sequence_mean(clipped, kept).exp()
         if weights is not None:
-            factor = factor * geometric_mean(weights, mask)
-        columns["session_factor"] = (factor / mask.sum(-1).clamp(min=1))[numbers]
+            factor = factor * geometric_mean(weights, kept)
+        columns["session_factor"] = (factor / kept.sum(-1).clamp(min=1))[numbers]
     return columns
 
 

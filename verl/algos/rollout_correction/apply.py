@@ -17,6 +17,7 @@ from verl.algos.sessions import JoinedSessions, session_numbers
 from verl.config.actor_parts import PolicyLossConfig
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
+from verl.protocol.padded import SAMPLED_MASK
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -49,7 +50,8 @@ def compute_rollout_correction_and_rejection_mask(
 def compute_rollout_correction_and_add_to_batch(
     batch: DataProto, rollout_corr_config: RolloutCorrectionConfig
 ) -> tuple[DataProto, dict[str, float]]:
-    """Decoupled mode: `rollout_is_weights` joins the batch, rejection replaces `response_mask`.
+    """Decoupled mode: `rollout_is_weights` joins the batch, rejection replaces `response_mask`,
+    which stays known as `sampled_mask`.
 
     Count the tokens and sequences of the batch after this: the rejected ones are no longer in it.
     A sequence is a session, with all of its rows.
@@ -75,6 +77,8 @@ def compute_rollout_correction_and_add_to_batch(
         if weights is not None:
             found = sessions.cut(weights.batch["rollout_is_weights"])
             weights = DataProto.from_dict(tensors={"rollout_is_weights": found})
+    if rollout_corr_config.rollout_rs is not None:
+        batch.batch[SAMPLED_MASK] = batch.batch["response_mask"]
     batch.batch["response_mask"] = mask
     if weights is not None:
         batch = batch.union(weights)

@@ -20,7 +20,7 @@ from verl.algos.rollout_correction.correction import (
 )
 from verl.algos.sessions import session_numbers
 from verl.protocol import DataProto
-from verl.protocol.padded import POLICY_VERSIONS
+from verl.protocol.padded import POLICY_VERSIONS, SAMPLED_MASK
 
 PREFIX = "training/off_policy"
 
@@ -77,6 +77,7 @@ def reject_stale(
         lengths = _reduced(mask.sum(-1), numbers, "sum").double()
         ratio = lengths[is_stale].mean() / lengths[lengths > 0].mean()
         metrics[f"{PREFIX}/evicted_length_ratio"] = ratio.item()
+        batch.batch[SAMPLED_MASK] = mask
         batch.batch["response_mask"] = mask * (~is_stale[numbers])[:, None].to(mask.dtype)
     return batch, metrics
 

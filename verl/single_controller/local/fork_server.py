@@ -29,8 +29,9 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.util import Finalize
@@ -146,6 +147,7 @@ class ForkServer:
         self._control.settimeout(START_SECONDS)
         close_in_forks(self._control)
         self._numbers = call_numbers()
+        self._ranks: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()
         descriptor = theirs.fileno()
         with theirs:
             self._process = subprocess.Popen(
@@ -158,6 +160,9 @@ class ForkServer:
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def has_ranks(self) -> bool:
+        return any(rank.is_alive() for rank in self._ranks)
 
     def fork(self, pipe: int, modules: Sequence[str]) -> ForkedProcess:
         status, theirs = os.pipe()
@@ -188,7 +193,9 @@ class ForkServer:
             )
         answered, pid = ANSWER.unpack(answer)
         assert answered == number, "an answer to another request"
-        return ForkedProcess(pid, self._process.pid, status)
+        rank = ForkedProcess(pid, self._process.pid, status)
+        self._ranks.add(rank)
+        return rank
 
     def end(self) -> None:
         self._control.close()
@@ -197,6 +204,25 @@ class ForkServer:
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
 _lock = threading.Lock()
+_num_keepers = 0
+
+
+@contextmanager
+def keeping_servers() -> Iterator[None]:
+    """Keep servers for the next ranks while the context lasts; after the last one of this process
+    has ended, so do all servers without ranks."""
+    global _num_keepers
+    with _lock:
+        _num_keepers += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_keepers -= 1
+            servers = [] if _num_keepers else list(_servers.items())
+            for key, server in servers:
+                if key[0] == os.getpid() and not server.has_ranks():
+                    _servers.pop(key).end()
 
 
 def _end_servers() -> None:

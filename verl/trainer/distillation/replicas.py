@@ -115,13 +115,13 @@ class Replicas:
         self._devices = devices if device != "cpu" else ()
         self._num_restarts = 0
         self.token = secrets.token_urlsafe(24)
-        self._replicas = [
-            self._start(f"{name}.{number}", number) for number in range(teacher.num_replicas)
-        ]
+        self._replicas: list[Replica] = []
         try:
+            for number in range(teacher.num_replicas):
+                self._replicas.append(self._start(f"{name}.{number}", number))
             for replica in self._replicas:
                 replica.wait(START_SECONDS)
-        except RuntimeError:
+        except BaseException:
             self.close()
             raise
 

@@ -77,7 +77,7 @@ class Teaching:
         try:
             for place, name, teacher in served:  # processes start when all else is right
                 self._endpoints[place] = EndpointTeacher(name, teacher, self._start(name, teacher))
-        except RuntimeError:
+        except BaseException:
             self.close()
             raise
 
@@ -182,15 +182,13 @@ class Teaching:
         templates = [teacher.privileged_prompt for teacher in self.teachers.values()]
         if not any(templates):
             return batch
-        made: dict[tuple[int, str], list[int]] = {}
+        made: dict[tuple[int, str, tuple[int, ...]], list[int]] = {}
         prompts = []
         for place, row, own in zip(places, rows_of(batch), own_prompts(batch), strict=True):
-            key = (int(place), str(row["uid"]))
+            key = (int(place), str(row["uid"]), tuple(own))  # rows of a session differ in prompts
             template = templates[place]
-            if template is None:
-                made[key] = own
-            elif key not in made:
-                made[key] = self._privileged(template, row, own)
+            if key not in made:
+                made[key] = own if template is None else self._privileged(template, row, own)
             prompts.append(made[key])
         width = max(map(len, prompts))
         ids = torch.full((len(prompts), width), self._tokenizer.pad_token_id)

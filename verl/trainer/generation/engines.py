@@ -102,7 +102,8 @@ def engine_here(config: GenerationConfig, model_path: str, device: str, dtype: s
         version=lambda: 0,
         owns_module=True,
     )
-    return Engines([rollout_engines[config.rollout.name].build(spec)])
+    engine = rollout_engines[config.rollout.name].build(spec)
+    return Engines([engine], close=engine.close)
 
 
 def restart_process(engine: Rollout) -> None:

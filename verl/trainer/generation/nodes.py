@@ -13,6 +13,7 @@ one that all of them see, or the name of a model in their caches.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 from verl.config.faults import ConfigError, Fault
@@ -159,16 +160,20 @@ def start_on_nodes(
 ) -> tuple[list[Rollout], Callable[[], None]]:
     """The engines of `trainer.nnodes` machines of a Ray cluster, and how to end them."""
     ray = require("ray", extra="ray")
+    ending = ExitStack()
     if not ray.is_initialized():
+        ending.callback(ray.shutdown)
         ray.init(**dict(config.ray_kwargs.ray_init))
     trainer, device = config.trainer, config.trainer.device
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0 and device in ("auto", "cuda")
     bundle = {"CPU": 1, **({"GPU": trainer.n_gpus_per_node} if has_gpus else {})}
     group = ray.util.placement_group([bundle] * trainer.nnodes, strategy="STRICT_SPREAD")
+    ending.callback(ray.util.remove_placement_group, group)
     if not group.wait(CALL_SECONDS):
-        ray.util.remove_placement_group(group)
+        num_machines = len(ray.nodes())
+        ending.close()
         text = (
-            f"trainer.nnodes is {trainer.nnodes}, and the Ray cluster of {len(ray.nodes())} "
+            f"trainer.nnodes is {trainer.nnodes}, and the Ray cluster of {num_machines} "
             f"machine(s) has not that many with {bundle} free each; start Ray on more machines, or "
             "lower trainer.nnodes or trainer.n_gpus_per_node"
         )
@@ -195,10 +200,11 @@ def start_on_nodes(
     ]
 
     def close() -> None:
-        ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=30.0)
-        for actor in actors:
-            ray.kill(actor)
-        ray.util.remove_placement_group(group)
+        with ending:
+            closed = [actor.close.remote() for actor in actors]
+            ray.wait(closed, num_returns=len(actors), timeout=30.0)
+            for actor in actors:
+                ray.kill(actor)
 
     try:
         ray.get([actor.is_ready.remote() for actor in actors], timeout=START_SECONDS)

@@ -47,7 +47,7 @@ def checked_layout(engine: McoreEngineConfig, ranks: int, model: Any) -> "Layout
     folder = Path(model.path).expanduser()
     if (folder / "config.json").is_file():
         text = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-        check_layout(layout, text, engine.override_transformer_config)
+        check_layout(layout, engine, text)
     return layout
 
 

@@ -15,8 +15,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 
 from verl.agent_loop.buffer import Buffer, OnPolicy
 from verl.agent_loop.gate import Gate
-from verl.agent_loop.rollouter import Rollouter, RolloutOptions, new_groups, rollout_loop
+from verl.agent_loop.rollouter import Rollouter, new_groups, rollout_loop
 from verl.agent_loop.sessions import require_working_world
 from verl.algos.policy_losses.terms import clip_range
 from verl.algos.rollout_correction.off_policy import off_policy_metrics, reject_stale
@@ -132,7 +131,6 @@ class AsyncTrainer(PPOTrainer):
         self._closed = 0.0
         self._drawn: dict[int, list[Group]] = {}
         self._loader_before: dict[int, dict[str, Any]] = {}
-        self._works: set[Future[None]] = set()
 
     def _lent_engines(self) -> Lending | None:
         """Engines on the devices of the trainer, for the time that it waits."""
@@ -153,15 +151,6 @@ class AsyncTrainer(PPOTrainer):
         if self.lending is None:
             return nullcontext()
         return self.lending.while_waiting(num_running / num_rows, step.report)
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        with super().session():
-            try:
-                yield
-            finally:
-                for work in tuple(self._works):
-                    work.cancel()
 
     def steps(self) -> Iterator[StepContext]:
         for step in super().steps():
@@ -215,9 +204,7 @@ class AsyncTrainer(PPOTrainer):
             number, first = divmod(self._num_started, batch)
             last = min(batch, limit - number * batch)
             groups = self._groups_of(number + 1)[first:last]
-            work = self.rollouter.submit(groups, RolloutOptions(step=number + 1), self.buffer)
-            self._works.add(work)
-            work.add_done_callback(self._works.discard)
+            self._submit(groups, number + 1)
             self._num_started += len(groups)
 
     def _groups_of(self, step: int) -> list[Group]:
@@ -320,6 +307,11 @@ class AsyncTrainer(PPOTrainer):
         """Between two updates there is nothing to continue from, so the next one is waited for."""
         is_published = self.gate.schedule.published >= self.global_steps
         return super()._should_stop() and (is_published or self.has_data_ended)
+
+    def _is_due(self, frequency: int) -> bool:
+        """Between two updates engines have older weights; what is due there is done at the next."""
+        is_published = self.gate.schedule.published == self.global_steps
+        return is_published and self.plan.is_due(self.global_steps, frequency)
 
     def _should_save(self, is_last: bool) -> bool:
         is_published = self.gate.schedule.published == self.global_steps

@@ -28,6 +28,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.trainer import TrainerConfig
 from verl.trainer.common import tracker_locks
 from verl.trainer.ppo.regrade import regrade
+from verl.trainer.ppo.reward import default_reward_function, has_built_in_scores
 from verl.utils.checkpoint.background import (
     COMMIT_TIMEOUT_SECONDS,
     Background,
@@ -51,6 +52,9 @@ logger = logging.getLogger(__name__)
 RUN_STATE = "data"
 FORMAT = 1
 """Of the run's state."""
+
+MAX_REGRADING_SECONDS = 60.0
+"""Of stored responses when graders have changed: programs take seconds each."""
 
 GRACE_SECONDS = 20.0
 """How long a run that ends with an error waits for a save: its ranks may be gone."""
@@ -91,6 +95,7 @@ class RunCheckpoints:
         trainer = config.trainer
         self.config = trainer
         self.roles = dict(roles)
+        self._grade = default_reward_function(config) if has_built_in_scores(config) else None
         limits = [trainer.max_actor_ckpt_to_keep or None]
         self.is_async = config.actor_rollout_ref.actor.checkpoint.async_save
         if "critic" in roles:
@@ -165,12 +170,14 @@ class RunCheckpoints:
     def _report_other_graders(self, saved: Mapping[str, Any]) -> None:
         """The user has accepted them; the responses that are stored tell what that means."""
         folder = self.config.rollout_data_dir
-        if folder and saved.get("graders", graders_identity()) != graders_identity():
-            for source, found in regrade(folder).items():
+        has_changed = saved.get("graders", graders_identity()) != graders_identity()
+        if folder and has_changed and self._grade is not None:
+            again = regrade(folder, max_seconds=MAX_REGRADING_SECONDS, grade=self._grade)
+            for source, found in again.items():
                 logger.warning(
                     "the graders have changed: of %d stored responses of %s %d have another score "
-                    "now (python -m verl.trainer.ppo.regrade %s)",
-                    *(found.num_graded, source, len(found.flips), folder),
+                    "now, and on %d they failed (python -m verl.trainer.ppo.regrade %s)",
+                    *(found.num_graded, source, len(found.flips), len(found.failures), folder),
                 )
 
     def _write_roles(self, folder: Path, step: int) -> list[Path]:

@@ -36,6 +36,8 @@ from verl.utils.dataset.rl_dataset import (
     get_dataset_class,
 )
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
+from verl.utils.dataset.tables import DataError
+from verl.utils.environment import Misuse
 from verl.utils.import_utils import load_extern_object
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ class PromptLoader:
         self.epoch_rows = self.num_rows
         self._order: Iterator[int] | None = None
         if not len(self):
-            raise ValueError(
+            raise DataError(
                 f"the data has {self.num_rows} rows and a batch needs {batch_size}; lower "
                 "data.train_batch_size or add rows"
             )
@@ -126,7 +128,7 @@ class PromptLoader:
         if isinstance(self.dataset, Stateful):
             self.dataset.load_state_dict(state["dataset"])
         if state["num_rows"] != self.num_rows:
-            raise ValueError(
+            raise DataError(
                 f"the data had {state['num_rows']} rows when the run was saved and has "
                 f"{self.num_rows} now; continue with the same files and filters"
             )
@@ -208,7 +210,7 @@ def create_rl_dataset(
     )
 
 
-class NotASampler(TypeError, AssertionError):
+class NotASampler(Misuse, TypeError, AssertionError):
     """A class of the wrong kind in `data.sampler`; callers have always caught an AssertionError."""
 
 
@@ -224,7 +226,8 @@ def create_rl_sampler(data_config: DataConfig | DictConfig, dataset: Dataset[Any
         cls = load_extern_object(chosen.class_path, chosen.class_name or "")
         if not isinstance(cls, type) or not issubclass(cls, AbstractSampler):
             raise NotASampler(
-                f"data.sampler.class_name ({chosen.class_name}) must be an AbstractSampler"
+                f"data.sampler.class_name ({chosen.class_name}) in {chosen.class_path} must be a "
+                f"subclass of verl.experimental.dataset.sampler.AbstractSampler; it is {cls!r}"
             )
         return cls(data_source=dataset, data_config=data_config)  # pyright: ignore[reportArgumentType]
     if data_config.shuffle:

@@ -1,7 +1,7 @@
 """Cross-entropy beside the policy gradient: demonstrations in an update, and tokens of tools.
 
-    rows of the step       s0 s1 s2 s3 | s4 s5 s6 s7          sessions, by optimizer step
-    with demonstrations    s0 s1 s2 s3 d0 | s4 s5 s6 s7 d1    `actor.sft_replay`
+    rows of the step       s0 s1 s2 s3 | s4 s5 s6 s7          sessions, by optimizer step; prompts
+    with demonstrations    s0 s1 s2 s3 d0 | s4 s5 s6 s7 d1    where the loss compares responses
 
 A demonstration is a row whose `response_mask` is 0 everywhere, so the policy gradient, the KL and
 their counts do not see it, and whose `demonstration_weights` are the coefficient. Which ones a step
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from verl.algos.components import DEMONSTRATION_WEIGHTS, TOOL_TEXT_WEIGHTS
+from verl.algos.policy_losses.sequences import couples_prompts
 from verl.config.actor import ActorConfig
 from verl.config.actor_parts import SFTReplayConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTDataConfig
 from verl.protocol import DataProto
-from verl.protocol.padded import SESSION_UID
+from verl.protocol.padded import SAMPLED_MASK, SESSION_UID
 from verl.utils.dataset.sft_dataset import RowTooLong, SFTDataset
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.scramble import keyed_seed
@@ -36,9 +37,10 @@ class CrossEntropyRows:
     def __init__(self, config: PPOConfig, tokenizer: Any, seed: int) -> None:
         self._actor: ActorConfig = config.actor_rollout_ref.actor
         self._seed = seed
-        self._sessions_per_step = (
-            self._actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-        )
+        self._counts_prompts = couples_prompts(self._actor)
+        self._units_per_step = self._actor.ppo_mini_batch_size
+        if not self._counts_prompts:
+            self._units_per_step *= config.actor_rollout_ref.rollout.n
         num_steps = -(-config.data.train_batch_size // self._actor.ppo_mini_batch_size)
         self._replay: SFTReplayConfig = self._actor.sft_replay
         self._rows_per_update = num_steps * self._replay.num_rows
@@ -51,9 +53,10 @@ class CrossEntropyRows:
         tensors = dict(batch.batch.items())
         coefficient = self._actor.ce_on_tool_text_coef
         mask = tensors["response_mask"]
-        is_text = tensors["attention_mask"][:, -mask.shape[1] :]
         if coefficient:
-            tensors[TOOL_TEXT_WEIGHTS] = coefficient * (is_text * (mask == 0)).float()
+            is_text = tensors["attention_mask"][:, -mask.shape[1] :]
+            sampled = tensors.get(SAMPLED_MASK, mask)  # a rejected token is no tool's
+            tensors[TOOL_TEXT_WEIGHTS] = coefficient * (is_text * (sampled == 0)).float()
         if self._demonstrations is not None:
             tensors[DEMONSTRATION_WEIGHTS] = torch.zeros_like(mask, dtype=torch.float32)
         objects = {n: batch.non_tensor_batch[n] for n in OBJECTS if n in batch.non_tensor_batch}
@@ -64,11 +67,12 @@ class CrossEntropyRows:
         return rows
 
     def _interleaved(self, rows: DataProto, step: int) -> DataProto:
-        """Demonstrations after the last session of every optimizer step."""
-        labels = rows.non_tensor_batch.get(SESSION_UID, np.arange(len(rows)))
+        """Demonstrations after the last session, or prompt, of every optimizer step."""
+        counted = "uid" if self._counts_prompts else SESSION_UID
+        labels = rows.non_tensor_batch.get(counted, np.arange(len(rows)))
         order, added, seen = [], 0, set()
         for row, label in enumerate(labels):
-            if label not in seen and seen and len(seen) % self._sessions_per_step == 0:
+            if label not in seen and seen and len(seen) % self._units_per_step == 0:
                 order += [len(rows) + added + i for i in range(self._replay.rows_per_mini_batch)]
                 added += self._replay.rows_per_mini_batch
             seen.add(label)

@@ -3,16 +3,19 @@
     python -m verl.trainer.ppo.regrade FOLDER [--data-source NAME]
 
 FOLDER is a run's `trainer.rollout_data_dir`: `<step>.jsonl` with `output`, `gts`, `score` and
-`data_source` of each response. A score that changes sides (right or wrong, a verdict or none) is a
-flip. A run that continues with other graders than those of its checkpoint counts its flips too.
-Only built-in graders are asked: what functions of one's own have scored is not of these sources.
+`data_source` of each response. A score that is another now, or none, is a flip; a grader that fails
+gives neither. A run that continues with other graders than those of its checkpoint counts its flips
+too. Only built-in graders are asked, so the scores must be theirs: not those of a function of one's
+own, nor with the penalty of `reward_manager=dapo`.
 """
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,22 +37,35 @@ class Regrading:
     flips: list[dict[str, Any]] = field(default_factory=list)
     """The stored entries, with `now`: the new score, or None for no verdict."""
 
+    failures: list[Exception] = field(default_factory=list)
+    """What graders raised instead of a verdict."""
+
 
 def regrade(
-    folder: str | Path, data_source: str | None = None, max_responses: int = MAX_RESPONSES
+    folder: str | Path,
+    data_source: str | None = None,
+    max_responses: int = MAX_RESPONSES,
+    *,
+    max_seconds: float = math.inf,
+    grade: Callable[..., Any] = default_compute_score,
 ) -> dict[str, Regrading]:
     """By data source, newest steps first; `data_source` is that of entries which do not say."""
     found: dict[str, Regrading] = defaultdict(Regrading)
+    deadline = time.monotonic() + max_seconds
     for number, entry in enumerate(_entries(Path(folder).expanduser())):
-        if number == max_responses:
+        if number == max_responses or time.monotonic() > deadline:
             break
         source = entry.get("data_source", data_source)
         is_known = source in scorers or str(source).startswith("aime")
         if not is_known or entry.get("gts") is None:
             continue
-        result = default_compute_score(source, entry["output"], entry["gts"])
-        now = result["score"] if isinstance(result, dict) else result
         regrading = found[source]
+        try:
+            result = grade(source, entry["output"], entry["gts"])
+        except Exception as error:
+            regrading.failures.append(error)
+            continue
+        now = result["score"] if isinstance(result, dict) else result
         regrading.num_graded += 1
         if now is None or abs(now - entry["score"]) > TOLERANCE:
             regrading.flips.append({**entry, "now": now})
@@ -83,6 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"{str(flip['gts'])[:80]!r}, response ends {flip['output'][-80:]!r}"
             for flip in flips[:NUM_SHOWN]
         ]
+        if regrading.failures:
+            lines.append(f"  {len(regrading.failures)} not graded: {regrading.failures[0]!r}")
         sys.stdout.write("\n".join(lines) + "\n")
     return 1 if any(regrading.flips for regrading in found.values()) else 0
 

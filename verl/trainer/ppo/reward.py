@@ -37,8 +37,17 @@ from torch import Tensor
 from verl.config.roles import has_own_loops
 from verl.protocol import DataProto
 from verl.trainer.ppo.utils import need_reward_model
+from verl.utils.environment import Misuse
 from verl.utils.fs import copy_to_local
-from verl.utils.import_utils import load_class_from_fqn, load_extern_object, load_module, require
+from verl.utils.import_utils import (
+    CannotLoad,
+    NoModuleFile,
+    NoSuchName,
+    load_class_from_fqn,
+    load_extern_object,
+    load_module,
+    require,
+)
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.reward_manager.abstract import scores_on_last_token
 from verl.workers.reward_manager.adapters import (
@@ -62,6 +71,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+
+class WrongForm(Misuse, ValueError):
+    """A reward function that its manager cannot call."""
+
+
 RewardFunction = Callable[..., Any]
 
 _PER_SAMPLE = {"data_source", "solution_str", "ground_truth", "extra_info"}
@@ -81,10 +95,10 @@ def get_custom_reward_fn(config: Any) -> RewardFunction | None:
         return None
     try:
         function = load_extern_object(section.path, section.name)
-    except (FileNotFoundError, AttributeError, RuntimeError) as error:
+    except (NoModuleFile, NoSuchName, CannotLoad) as error:
         raise type(error)(f"custom_reward_function: {error}") from error
     if not callable(function):
-        raise ValueError(
+        raise WrongForm(
             f"custom_reward_function.name ({section.name}) in {section.path} is "
             f"{type(function).__name__}, not a function"
         )
@@ -124,13 +138,15 @@ def load_reward_manager(
     if issubclass(manager_class, RewardManagerBase):
         offered = {"compute_score": function, **served}
         return _loop_style_manager(manager_class, config, tokenizer, offered, reward_kwargs)
+    fixed = {*_fixed_kwargs(config.custom_reward_function), *served}
+    options = _options_of(manager_class, function, config, fixed, {*reward_kwargs})
     function = with_fixed_kwargs(function, served)
     return manager_class(
         tokenizer=tokenizer,
         num_examine=num_examine,
         compute_score=function,
         reward_fn_key=config.data.reward_fn_key,
-        **{**_options_of(manager_class, function, config), **reward_kwargs},
+        **{**options, **reward_kwargs},
     )
 
 
@@ -154,6 +170,16 @@ def grades_by_source(config: Any) -> bool:
     A reward function, a manager, a reward model or an agent loop of the user's own may do without
     data source and answer.
     """
+    return _asks_built_in_functions(config) and not has_own_loops(None, config)
+
+
+def has_built_in_scores(config: Any) -> bool:
+    """Whether scores are what the built-in functions gave, without a penalty of the manager."""
+    buffer = config.reward_model.reward_kwargs.get("overlong_buffer_cfg") or {}
+    return _asks_built_in_functions(config) and not buffer.get("enable", False)
+
+
+def _asks_built_in_functions(config: Any) -> bool:
     manager = config.reward_manager
     return (
         not config.custom_reward_function.path
@@ -161,7 +187,6 @@ def grades_by_source(config: Any) -> bool:
         and config.reward_model.reward_loop_source != "importlib"
         and manager.source == "register"
         and manager.name in ("naive", "dapo", "prime", "rate_limited", "limited", "remote")
-        and not has_own_loops(None, config)
     )
 
 
@@ -237,11 +262,23 @@ def _manager_class(config: Any) -> type[Any]:
     return load_class_from_fqn(f"{section.module.name}.{section.name}", "reward manager")
 
 
-def _options_of(manager_class: Any, function: RewardFunction, config: Any) -> dict[str, Any]:
-    """What the configuration says to a built-in manager; the function must suit it."""
+def _options_of(
+    manager_class: Any,
+    function: RewardFunction,
+    config: Any,
+    fixed: set[str],
+    reward_kwargs: set[str],
+) -> dict[str, Any]:
+    """What the configuration says to a built-in manager; the function must suit it.
+
+    `fixed` are the keywords that every call has, `reward_kwargs` the options of the manager.
+    """
     if not issubclass(manager_class, GradingManager):
         return {}
     refuse_other_form(function, takes_lists=issubclass(manager_class, BatchRewardManager))
+    if manager_class.grade.__module__ == BatchRewardManager.__module__:  # else a user's own call
+        refuse_other_parameters(function, manager_class, fixed, reward_kwargs)
+        warn_of_unread(manager_class, reward_kwargs)
     return manager_class.options_of(config)
 
 
@@ -294,16 +331,51 @@ def refuse_other_form(function: Callable[..., Any], *, takes_lists: bool) -> Non
         return
     names = {parameter.name for parameter in parameters}
     if takes_lists and not names & _PER_SAMPLE_LISTS:
-        raise ValueError(
+        raise WrongForm(
             f"reward_manager.name is batch, which calls the reward function with "
             f"{', '.join(sorted(_PER_SAMPLE_LISTS))}; {name_of(function)} takes "
             f"{', '.join(sorted(names))}: set reward_manager.name=naive, or "
             "custom_reward_function.path to a function of lists"
         )
     if not takes_lists and names & _PER_SAMPLE_LISTS:
-        raise ValueError(
+        raise WrongForm(
             f"reward function {name_of(function)} takes lists "
             f"({', '.join(sorted(names & _PER_SAMPLE_LISTS))}); set reward_manager.name=batch"
+        )
+
+
+def refuse_other_parameters(
+    function: Callable[..., Any], manager_class: type, fixed: set[str], reward_kwargs: set[str]
+) -> None:
+    """Compare the keywords that a built-in manager passes with what the function takes.
+
+    A manager for lists passes on those of `reward_model.reward_kwargs` that are none of its own.
+    """
+    keywords = {*_PER_SAMPLE, *fixed}
+    if issubclass(manager_class, BatchRewardManager):
+        own = inspect.signature(manager_class).parameters
+        keywords = {*_PER_SAMPLE_LISTS, *fixed, *(reward_kwargs - own.keys())}
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(keywords))
+    except TypeError as error:
+        raise WrongForm(
+            f"reward function {name_of(function)}{signature} is called with the keywords "
+            f"{', '.join(sorted(keywords))}: {error}; take them all, or **kwargs"
+        ) from error
+
+
+def warn_of_unread(manager_class: type, reward_kwargs: set[str]) -> None:
+    """Name the `reward_model.reward_kwargs` that no constructor of the manager has a parameter for.
+
+    The manager for lists passes them to the function, which `refuse_other_parameters` looks at.
+    """
+    inits = [vars(cls)["__init__"] for cls in manager_class.__mro__ if "__init__" in vars(cls)]
+    read = {name for init in inits for name in inspect.signature(init).parameters}
+    unread = sorted(reward_kwargs - read)
+    if unread and not issubclass(manager_class, BatchRewardManager):
+        logger.warning(
+            "reward_model.reward_kwargs %s: %s does not read them", unread, manager_class.__name__
         )
 
 

@@ -6,8 +6,9 @@ are started in `workers`; the loop and the stages of a step are in `trainer`.
 
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         controller: Controller | None = None,
     ) -> None:
         self.config = config = as_ppo_config(config)
+        self.closing = ExitStack()
         self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
@@ -147,6 +149,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self.validation_generations_logger = ValidationGenerationsLogger(*names)
         self.has_data_ended = False
         self.last_saved_step = 0
+        self._in_flight: set[Future[None]] = set()
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
     def _create_dataloader(
@@ -209,6 +212,8 @@ class TrainingRun(RunWorkers, RecipeMembers):
             try:
                 yield
             finally:
+                for work in tuple(self._in_flight):
+                    work.cancel()
                 self.rollouter.end_grading()
                 self.rollouter.close_loops()
                 if self.rollouter.journal is not None:
@@ -265,6 +270,12 @@ class TrainingRun(RunWorkers, RecipeMembers):
         prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
         return prompts
 
+    def _submit(self, groups: Sequence[Group], step: int) -> None:
+        """Begin to generate groups of a step for the buffer; cancelled when the session ends."""
+        work = self.rollouter.submit(groups, RolloutOptions(step=step), self.buffer)
+        self._in_flight.add(work)
+        work.add_done_callback(self._in_flight.discard)
+
     @cached_property
     def rollouter(self) -> GroupSource:
         """Where groups come from: our agent loops, or whatever takes their place."""
@@ -313,7 +324,7 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self.max_steps_duration = max(self.max_steps_duration, report.timing["step"])
         if batch is not None and trainer.rollout_data_dir:
             self._log_rollout_data(batch, {}, report.timing, trainer.rollout_data_dir)
-        is_due = trainer.test_freq > 0 and (is_last or step.step % trainer.test_freq == 0)
+        is_due = trainer.test_freq > 0 and (is_last or self._is_due(trainer.test_freq))
         validation = self._validate(report) if is_due else {}
         warnings = self.tripwires.check(report.metrics, step.step, batch)
         if batch is not None:
@@ -426,9 +437,13 @@ class TrainingRun(RunWorkers, RecipeMembers):
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
+    def _is_due(self, frequency: int) -> bool:
+        """Whether this step is one of those after which something is done."""
+        return self.global_steps % frequency == 0
+
     def _should_save(self, is_last: bool) -> bool:
         trainer = self.config.trainer
-        is_due = is_last or self.global_steps % max(trainer.save_freq, 1) == 0
+        is_due = is_last or self._is_due(max(trainer.save_freq, 1))
         expires = should_save_ckpt_esi(
             self.max_steps_duration, redundant_time=trainer.esi_redundant_time
         )

@@ -73,15 +73,15 @@ class StoredTrainer(PPOTrainer):
         size = queue.backend.SimpleStorage.total_storage_size
         options = package_options(queue) if backend == "transfer_queue" else None
         self.plane = create(backend, name, Limits(max_keys=size), options)
+        self.closing.callback(self._close_plane)
         logger.info("data plane %s: %s", name, backend)
 
-    def stop_workers(self) -> None:
+    def _close_plane(self) -> None:
         try:
             self.plane.close()
         except PlaneLost as error:
             logger.warning("%s", error)
         disconnect(self.plane.name)
-        super().stop_workers()
 
     # ---- stages ----------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from verl.trainer.ppo.context import StepBatch, StepContext
 from verl.trainer.ppo.credit import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.metric_utils import calculate_debug_metrics, groups_without_spread
 from verl.trainer.ppo.own_loop import OwnLoopRecord
+from verl.trainer.ppo.reward import has_built_in_scores
 from verl.trainer.ppo.scoring import reported_metrics, score_batch
 from verl.trainer.ppo.session import TrainingRun
 from verl.trainer.ppo.tripwires import require_finite
@@ -87,7 +88,7 @@ class PPOTrainer(TrainingRun):
             for num_prompts in self.buffer.demands(step.step, settle):
                 prompts = self.draw_prompts(step, num_prompts)
                 groups = new_groups(prompts, rollout.n, step=step.step, seed_of=step.seed_of)
-                self.rollouter.submit(groups, RolloutOptions(step=step.step), self.buffer)
+                self._submit(groups, step.step)
             taken = self.buffer.take(step.step)
             require_working_world(taken.groups, rollout.multi_turn.max_infra_ratio)
             step.groups = taken.groups
@@ -157,6 +158,8 @@ class PPOTrainer(TrainingRun):
             group for group in step.groups if group.uid in baseline_of or not group.trajectories
         ]
         uids = batch.non_tensor_batch["uid"]
+        num_lost = len(set(uids) - baseline_of.keys())
+        step.report.count({"reward/num_groups_set_aside": float(num_lost)})
         batch = batch.select_idxs(np.array([uid in baseline_of for uid in uids]))
         baselines = [baseline_of[uid] for uid in batch.non_tensor_batch["uid"]]
         scores = batch.batch["rollout_log_probs"].new_tensor(baselines)
@@ -174,7 +177,7 @@ class PPOTrainer(TrainingRun):
                 batch, found = self.with_model_scores(batch)
                 step.report.merge(found)
             scored = score_batch(batch, self.reward_fn, step.groups, self.rollouter.grading)
-            if self.config.custom_reward_function.path is None:
+            if has_built_in_scores(self.config):
                 ratio = self.config.reward_model.audit_ratio
                 scored.metrics |= audit(scored.batch, self.tokenizer, ratio)
         step.report.count(scored.metrics)  # dynamic sampling scores several batches

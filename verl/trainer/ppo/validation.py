@@ -48,7 +48,9 @@ class ValidationSamples:
     extras: list[Extras] = field(default_factory=list)
     uids: list[str] = field(default_factory=list)
     data_sources: list[str] = field(default_factory=list)
-    num_turns: list[int] = field(default_factory=list)
+    num_turns: list[int | None] = field(default_factory=list)
+    """None for samples that ended with nothing to grade."""
+
     num_faults: int = 0
     """Samples that ended because their tools or environments are broken."""
 
@@ -79,7 +81,7 @@ class ValidationSamples:
             self.extras.append({})
             self.uids.append(trajectory.uid)
             self.data_sources.append(trajectory.row["data_source"])
-            self.num_turns.append(0)
+            self.num_turns.append(None)
 
     def columns(self) -> dict[str, list[Any]]:
         """What graders reported beside the score, None where they did not."""
@@ -108,7 +110,7 @@ class ValidationSamples:
                 truth=str(self.ground_truths[row]),
                 source=self.data_sources[row],
                 score=self.scores[row],
-                turns=self.num_turns[row],
+                turns=self.num_turns[row] or 0,
                 extras=self.extras[row],
             )
             for row in range(len(self.inputs))
@@ -117,7 +119,7 @@ class ValidationSamples:
     def metrics(self) -> dict[str, float]:
         values = {"reward": self.scores, **self.columns()}
         nested = process_validation_metrics(self.data_sources, self.uids, values)
-        turns = np.array(self.num_turns)
+        turns = np.array([turns for turns in self.num_turns if turns is not None])
         return {
             **name_validation_metrics(nested),
             "val-aux/num_turns/min": float(turns.min()),

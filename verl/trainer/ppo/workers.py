@@ -4,6 +4,7 @@ Which roles there are follows from the configuration; which processes they live 
 they are mapped to (`placing`).
 """
 
+from contextlib import ExitStack
 from typing import Any
 
 from verl.agent_loop.manager import AgentLoopManager
@@ -49,6 +50,8 @@ class RunWorkers:
     role_worker_mapping: dict[Role, type]
     resource_pool_manager: Any
     resource_pool_to_cls: dict[Any, dict[str, ClassWithInitArgs]]
+    closing: ExitStack
+    """Ends what was started, the last first."""
 
     actor_rollout_wg: Any
     rollout_wg: Any = None
@@ -82,10 +85,15 @@ class RunWorkers:
             choose_bypass_loss(correction, section.actor.policy_loss)
         if self.config.distillation.enabled:
             self.teaching = Teaching(self.config, self.tokenizer, self.train_dataset)
+            self.closing.callback(self.teaching.close)
         self.components = components_of(self.config, self.tokenizer, self.seed)
+        self.closing.callback(self.placer.stop)
         self.resource_pool_manager.create_resource_pool()
         groups = self.placer.start(self._roles_by_pool())
         for group in groups.values():
+            for worker in group.workers:
+                if isinstance(worker, GeneratingWorker):  # in this process, which goes on
+                    self.closing.callback(worker.stop_rollout)
             group.seed_rank(keyed_seed(self.seed, "ranks"))
             group.init_model()
         roles = {"actor": groups[str(self._policy_role())]}
@@ -109,6 +117,7 @@ class RunWorkers:
             self.async_rollout_manager,
             seed=self.seed,
         )
+        self.closing.callback(self.replicas.close)
         self.checkpoint_manager = RunCheckpoints(self.config, self.train_dataset, roles)
 
     def _fleet(self) -> Fleet | None:
@@ -186,14 +195,8 @@ class RunWorkers:
         return self.resource_pool_to_cls[pool][str(Role.Rollout)]
 
     def stop_workers(self) -> None:
-        """End the worker processes and give their places back, for a run that starts over."""
-        if self.replicas is not None:
-            self.replicas.close()
-        group = self.rollout_wg
-        for worker in [] if group is None else group.workers:
-            if isinstance(worker, GeneratingWorker):  # in this process, which goes on
-                worker.stop_rollout()
-        self.placer.stop()
+        """End all that `init_workers` has started, however far it came. May be called again."""
+        self.closing.close()
 
     def _agent_loop_manager(self) -> AgentLoopManager:
         rollout = self.config.actor_rollout_ref.rollout
@@ -205,6 +208,7 @@ class RunWorkers:
         )
         if isinstance(manager, AgentLoopManager):
             manager.recover_with(self.publisher.recover)
+            self.closing.callback(manager.close)
         if rollout.skip_rollout:
             RolloutSkip(self.config, manager).wrap_generate_sequences()
         elif self._grades_while_generating() and runs_own_loops(manager):

@@ -37,7 +37,7 @@ class ReplayBuffer(Buffer):
         """Remember these rows, and forget the oldest beyond the size; sessions stay whole."""
         rows = DataProto(batch=batch.batch.clone(), non_tensor_batch=dict(batch.non_tensor_batch))
         if self.rows is not None:
-            rows = DataProto.concat([self.rows, rows])
+            rows = joined(self.rows, rows)
         numbers = session_numbers(rows)
         sessions = np.arange(len(rows)) if numbers is None else numbers.numpy()
         newest = list(dict.fromkeys(sessions[::-1].tolist()))[: self.size]
@@ -87,7 +87,7 @@ class ReplayTrainer(PPOTrainer):
         """Beside what was sampled now, what is remembered; then remember what was sampled."""
         sampled, replayed = batch, self.buffer.rows
         if replayed is not None:
-            batch = DataProto.concat([sampled, replayed])
+            batch = joined(sampled, replayed)
             batch.meta_info.pop("policy_version", None)  # there are several
         batch.meta_info[NUM_SAMPLED] = num_responses(sampled)
         self.buffer.keep(sampled)
@@ -105,6 +105,24 @@ class ReplayTrainer(PPOTrainer):
         is_old = [uid not in uids for uid in drawn.non_tensor_batch["uid"]]
         step.report.add("training/replayed_ratio", float(np.mean(is_old)))
         return drawn
+
+
+def joined(*parts: DataProto) -> DataProto:
+    """The rows of parts whose loops and graders need not have reported the same columns."""
+    names = list(dict.fromkeys(name for part in parts for name in part.non_tensor_batch))
+    whole = []
+    for part in parts:
+        columns = dict(part.non_tensor_batch)
+        for name in names:
+            if name not in columns:
+                columns[name] = np.full(len(part), None, dtype=object)
+                if name == SESSION_UID:  # every row is one
+                    uids = part.non_tensor_batch["uid"]
+                    columns[name] = object_array(f"{uid}/{row}" for row, uid in enumerate(uids))
+        whole.append(
+            DataProto(batch=part.batch, non_tensor_batch=columns, meta_info=part.meta_info)
+        )
+    return DataProto.concat(whole)
 
 
 def num_responses(batch: DataProto) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.algos.components import COMPONENTS
 from verl.config.trainer import CheckpointConfig
 from verl.protocol import DataProto
 from verl.protocol.padded import SESSION_UID
@@ -177,7 +178,9 @@ def write_responses(batch: DataProto, answers: list[list[int]]) -> None:
     tensors["input_ids"][:, -num_tokens:] = tensors["responses"]
     tensors["attention_mask"][:, -num_tokens:] = tensors["response_mask"]
     tensors["position_ids"] = compute_position_id_with_mask(tensors["attention_mask"])
-    tensors["token_level_scores"] = torch.zeros_like(tensors["token_level_scores"])
+    for name in ("token_level_scores", *COMPONENTS):
+        if name in tensors.keys():  # noqa: SIM118 (a TensorDict)
+            tensors[name] = torch.zeros_like(tensors[name])
     tensors[PREFERENCE] = torch.ones(len(batch))
 
 

@@ -53,8 +53,6 @@ def run_command(config: DictConfig, root: type[AnySFTConfig], train: Train) -> N
     """What Hydra composed from a command line; a mistake ends the process without a traceback."""
     try:
         run(load_config(config, root, overrides=command.task_overrides()), train)
-    except ConfigError as error:
-        refuse(str(error))
     except EndsTheRun as error:
         refuse(str(error), error.exit_code)
 

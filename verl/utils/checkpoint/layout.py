@@ -29,7 +29,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from verl.utils.environment import EndsTheRun
+from verl.utils.environment import EndsTheRun, Misuse
 from verl.utils.processes import num_oom_kills, resident_gib
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def _is_alive(process: int) -> bool:
 _OS_ERROR_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 
 
-class CheckpointError(Exception):
+class CheckpointError(EndsTheRun):
     """Base of everything here. Travels between processes: it is rebuilt from its `arguments`."""
 
     arguments: tuple[object, ...] = ()
@@ -217,6 +217,8 @@ class NoIntactCheckpointError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """An intact checkpoint belongs to another model, dataset or configuration."""
+
+    exit_code = 2
 
     def __init__(self, path: Path, differences: list[str]) -> None:
         self.arguments = (path, differences)
@@ -295,10 +297,12 @@ def make_folders(path: Path) -> None:
 # ---- one run per folder --------------------------------------------------------------------------
 
 
-class FolderInUse(EndsTheRun, RuntimeError):
+class FolderInUse(Misuse, RuntimeError):
     """Another run writes to a folder of this one."""
 
-    exit_code = 2
+
+class FolderNotWritable(Misuse, OSError):
+    """A run could write nothing of what it was told to keep."""
 
 
 RECORD_BYTES = 512
@@ -384,7 +388,8 @@ def holding(locks: Mapping[str, Path]) -> Iterator[None]:
 
     The kernel drops the locks when the process ends, however that happens, and no child inherits
     them. Holding what this process holds already is nothing new. Where the file system has no
-    locks, or the folder cannot be written, a warning says so and the run goes on.
+    locks, or is full, a warning says so and the run goes on. A folder that cannot be written is
+    refused before anything is computed for it.
     """
     crashes: dict[int, str] = {}  # by process: one may have held several of them
     with ExitStack() as stack:
@@ -418,6 +423,11 @@ def _lock(option: str, path: Path, crashes: dict[int, str]) -> int:
         make_folders(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
+        if error.errno not in (errno_names.ENOSPC, errno_names.EDQUOT):
+            raise FolderNotWritable(
+                f"{option} is {path.parent}, which cannot be written: {error.strerror} "
+                f"({error.filename}); set another {option}"
+            ) from error
         logger.warning("%s (%s) cannot be locked: %s", option, path.parent, error)
         return os.open(os.devnull, os.O_WRONLY)
     try:

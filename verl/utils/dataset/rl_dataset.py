@@ -48,6 +48,7 @@ from verl.utils.dataset.quarantine import (
     sound_rows,
 )
 from verl.utils.dataset.tables import DataError, RowFile, RowTable, open_table
+from verl.utils.environment import Misuse
 from verl.utils.import_utils import load_extern_object
 
 logger = logging.getLogger(__name__)
@@ -322,6 +323,10 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
     return columns
 
 
+class NotADataset(Misuse, TypeError):
+    """An object of the wrong kind in `data.custom_cls`."""
+
+
 def get_dataset_class(data_config: DataConfig | DictConfig) -> type[Dataset[Any]]:
     """`data.custom_cls`, or `RLHFDataset`."""
     custom = data_config.custom_cls
@@ -329,7 +334,7 @@ def get_dataset_class(data_config: DataConfig | DictConfig) -> type[Dataset[Any]
         return RLHFDataset
     chosen = load_extern_object(custom.path, custom.name or "")
     if not isinstance(chosen, type) or not issubclass(chosen, Dataset):
-        raise TypeError(
+        raise NotADataset(
             f"data.custom_cls.name ({custom.name}) in {custom.path} must be a subclass of "
             f"torch.utils.data.Dataset; it is {chosen!r}"
         )

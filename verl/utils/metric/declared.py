@@ -385,10 +385,11 @@ def declared_metric(name: str) -> DeclaredMetric | None:
     return None
 
 
-def is_sum_of_shares(name: str) -> bool:
-    """Whether passes and ranks report shares that add up, as losses do."""
+def combination_of(name: str) -> AggregationType:
+    """How parts that passes and ranks report become one: SUM are shares that add up, as those of
+    a loss; what nobody has declared is a mean over response tokens."""
     metric = declared_metric(name)
-    return metric is not None and metric.combine is AggregationType.SUM
+    return AggregationType.MEAN if metric is None else metric.combine
 
 
 def as_markdown() -> str:

@@ -193,19 +193,19 @@ class Unsuitable(BaseException):
     pass
 
 class Remote:
-    """Something that lives in the solution's process: it can be called, and its value asked for.
-    What is no data is true, and equal to itself only."""
+    """Something that lives in the solution's process: it can be called, and its value and its
+    attributes asked for. What is no data is true, and equal to itself only."""
 
-    def __init__(self, root, path=()):
-        self._root, self._path = root, path
+    def __init__(self, root):
+        self._root = root
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return Remote(self._root, self._path + (name,))
+        return ask({**self._root, "path": [name]})
 
     def __call__(self, *arguments, **keywords):
-        request = {**self._root, "path": self._path}
+        request = {**self._root, "path": []}
         request["arguments"] = encode(arguments, hand_over)
         request["keywords"] = encode(keywords, hand_over)
         return ask(request)
@@ -219,9 +219,7 @@ class Remote:
         return isinstance(value, Remote) or bool(value)
 
     def _value(self):
-        if "handle" in self._root and not self._path:
-            return self
-        return ask({**self._root, "path": self._path})
+        return self if "handle" in self._root else ask({**self._root, "path": []})
 
 def hand_over(value):
     if isinstance(value, Remote):
@@ -244,6 +242,8 @@ def ask(request):
     if "error" in reply:
         kind = vars(builtins).get(str(reply["error"]))
         is_error = isinstance(kind, type) and issubclass(kind, Exception)
+        # These end a loop of the statement, which would have checked nothing then.
+        is_error = is_error and not issubclass(kind, (StopIteration, StopAsyncIteration))
         state["raised"] = (kind if is_error else RuntimeError)(str(reply["text"]))
         raise state["raised"]
     return decode(reply["value"], lambda number: Remote({"handle": int(number)}))

@@ -21,10 +21,11 @@ _ANYWHERE = re.compile(rf"(?:(?<![\w)\]])[-+])?(?:[$£€¥][-+]?)?(?:{_NUMBER})
 _ASIDE = re.compile(r"\s*(?:[(\[]|<[|/])|[.!?]\s|\s*\*\*|[.!?]?\s*$")
 _AREA_OR_VOLUME = re.compile(r"\b(?:m|cm|mm|km|ft|in|yd|mi)\^?[23]\b")
 _NOT_A_UNIT = re.compile(
-    r"\s*(?:[-+*/^=<>:_×÷~|&]|(?:or|and|to|x|times|plus|minus|over|half|dozen|hundred|thousand"
-    r"|million|billion)\b)|.*[0-9]",
+    r"\s*(?:[-+*/^=<>:_×÷~|&¼-¾⅐-⅞²³¹⁰-⁹]|(?:or|and|to|x|plus|minus|over|half|dozen|hundred|k"
+    r"|thousand|million|billion)\b)|.*\d",
     re.IGNORECASE,
 )
+_HEDGE = re.compile(r"\b(?:or|maybe|perhaps)\b[^a-z0-9]{0,4}[0-9]", re.IGNORECASE)
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
@@ -75,5 +76,7 @@ def plain_number(text: str) -> str:
 
 def _is_unit(rest: str) -> bool:
     """Whether what follows a number leaves it the answer: a unit, a full stop, a remark."""
+    if _HEDGE.search(rest):
+        return False
     unit = _ASIDE.split(rest, maxsplit=1)[0]
     return not _NOT_A_UNIT.match(_AREA_OR_VOLUME.sub("", unit))

@@ -8,6 +8,7 @@ the end is looked at, with fixed strings and patterns that cannot backtrack, so 
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from verl.utils.reward_score.math_grader.grade import last_boxed, unboxed
@@ -59,7 +60,10 @@ def is_correct_minerva(solution_str: str, gt: str) -> tuple[bool, str]:
     """Whether the last "Answer:" gives the ground truth, and what it gives."""
     found = _ANSWER.findall(solution_str)
     answer = normalize_final_answer(found[-1]) if found else NO_ANSWER
-    return answer == normalize_final_answer(gt), answer
+    gold = normalize_final_answer(gt)
+    if not gold and found:  # it is one of the words that are removed, such as square
+        answer, gold = (normalize_final_answer(text, removed=()) for text in (found[-1], gt))
+    return answer == gold, answer
 
 
 def is_correct_strict_box(pred: str, gt: str) -> tuple[bool, str]:
@@ -69,16 +73,16 @@ def is_correct_strict_box(pred: str, gt: str) -> tuple[bool, str]:
     return answer == gt, answer
 
 
-def normalize_final_answer(final_answer: str) -> str:
-    """The spelling in which answers are compared."""
+def normalize_final_answer(final_answer: str, *, removed: Sequence[str] = _REMOVED) -> str:
+    """The spelling in which answers are compared, without the words that are `removed`."""
     if len(final_answer) > MAX_ANSWER_CHARACTERS:
         return final_answer
     text = _without_name(" ".join(ascii_minus(final_answer).split()))
     is_list = _SPACED_COMMA.search(text) is not None  # 32, 349 is two numbers, 32,349 is one
     for before, after in _REPLACED:
         text = text.replace(before, after)
-    for removed in _REMOVED:
-        text = text.replace(removed, "")
+    for word in removed:
+        text = text.replace(word, "")
     before, opening, rest = text.partition("$")
     formula, closing, _ = rest.partition("$")
     text = formula if closing else before + opening + rest

@@ -13,6 +13,7 @@ from verl.utils.reward_score.math_grader.numbers import ascii_minus, exact_numbe
 _DROPPED = ("\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%", "%")
 _SHORT_FRACTION = re.compile(r"\\frac([^{\\])(.)")
 _SHORT_ROOT = re.compile(r"\\sqrt([^{\[\\])")
+_UNIT = re.compile(r"(?!(?:or|and)\b)[^0-9]*(?:\}(?:\^\{?[23]\}?)?\s*)?\Z")
 _SLASH = re.compile(r"(-?[0-9]+)/(-?[0-9]+)")
 
 
@@ -36,7 +37,8 @@ def is_equiv(str1: str | None, str2: str | None) -> bool:
     """Whether two answers are spelled the same; no answer is only equal to no answer."""
     if str1 is None or str2 is None:
         return str1 is str2
-    return strip_string(str1) == strip_string(str2)
+    one, other = strip_string(str1), strip_string(str2)
+    return one == other if one and other else str1.strip() == str2.strip()
 
 
 def strip_string(string: str) -> str:
@@ -47,7 +49,8 @@ def strip_string(string: str) -> str:
     for dropped in _DROPPED:
         string = string.replace(dropped, "")
     string = string.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
-    string = string.partition("\\text{ ")[0]  # a unit on the right
+    value, text, unit = string.partition("\\text{ ")
+    string = value if _UNIT.match(unit) else value + text + unit
     string = string.replace(" .", " 0.").replace("{.", "{0.")
     if string.startswith("."):
         string = "0" + string

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.distillation import FULL, TOP_K
-from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
+from verl.algos.registry import get_policy_loss_fn, loss_and_metrics, weights_argument
 from verl.config.actor import ActorConfig
 from verl.config.distillation import DistillationLossConfig
 from verl.workers.actor.teacher import TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS, divergence_of
@@ -84,7 +84,7 @@ class Distiller:
                 response_mask=mask,
                 loss_agg_mode=self._actor.loss_agg_mode,
                 config=self._actor,
-                rollout_is_weights=rows.get("rollout_is_weights", None),
+                **weights_argument(self._policy_loss, rows.get("rollout_is_weights", None)),
             )
             loss, _ = loss_and_metrics(returned)
         else:

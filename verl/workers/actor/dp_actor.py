@@ -19,7 +19,7 @@ from verl.algos.policy_losses.sequences import (
 )
 from verl.algos.policy_losses.terms import behaviour_metrics, is_prepared, prepare_loss
 from verl.algos.policy_losses.whole_sessions import compares_sequences, prepare_sessions
-from verl.algos.registry import get_policy_loss_fn, loss_and_metrics
+from verl.algos.registry import get_policy_loss_fn, loss_and_metrics, weights_argument
 from verl.algos.sessions import SESSION_INDEX, sequence_tokens
 from verl.config.actor import ActorConfig
 from verl.models.lora import as_started
@@ -29,7 +29,7 @@ from verl.workers.actor.distiller import Distiller
 from verl.workers.engine.base import BaseEngine, Columns, TrainResult
 from verl.workers.engine.inputs import PROMPT_INDEX, prompt_groups
 from verl.workers.engine.outputs import LOG_PROBS, Outputs
-from verl.workers.engine.routes import AUX_LOSS, MISMATCHES, load_metrics
+from verl.workers.engine.routes import AUX_LOSS, MISMATCHES, ROUTED_EXPERTS, load_metrics
 from verl.workers.mini_batch import (
     NUM_TOKENS,
     global_counts,
@@ -94,6 +94,13 @@ class Policy:
         still current, old and new policy are the same, and the ratio is exactly 1 by construction.
         """
         config, engine = self.config, self.engine
+        if config.router_replay.mode == "R3" and ROUTED_EXPERTS not in data.keys():  # noqa: SIM118
+            raise ValueError(
+                f"actor.router_replay.mode is R3, but the batch has no column {ROUTED_EXPERTS}: "
+                "there are rows whose engine or agent loop returned no routes. A loop that changes "
+                "sampled ids must return them itself (AgentLoopOutput.routed_experts); else set "
+                "mode=R2"
+            )
         plan = plan or plan_for_one_rank(
             data,
             engine,
@@ -225,7 +232,7 @@ class Policy:
             response_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
             config=config,
-            rollout_is_weights=rows.get("rollout_is_weights", None),
+            **weights_argument(self.policy_loss, rows.get("rollout_is_weights", None)),
             **{name: rows[name] for name in prepared},
         )
         loss, report = loss_and_metrics(returned)

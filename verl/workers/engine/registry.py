@@ -19,6 +19,7 @@ from torch import nn
 from verl.config.engine import EngineConfig, FSDPEngineConfig
 from verl.utils.device import use_deterministic_kernels
 from verl.utils.distributed import is_distributed
+from verl.utils.environment import refusing
 from verl.utils.import_utils import import_external_libs
 from verl.utils.registry import Registry
 from verl.workers.engine.base import BaseEngine
@@ -75,6 +76,7 @@ class EngineRegistry:
         return cls._engines[f"{model_type}/{backend}/{device}"]
 
     @classmethod
+    @refusing()
     def new(cls, spec: EngineSpec) -> BaseEngine:
         """Build the engine of this rank and load its model."""
         import_external_libs(spec.model.external_lib)

@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.models.routing import LayerRouting, Routing
+from verl.models.routing import Routing
 from verl.models.shared_prompts import SharedPrompts
 from verl.models.ulysses import SequenceShard
 from verl.utils.device import without_waiting
@@ -50,11 +50,15 @@ class ExpertLoad:
 
     def add(self, selected: Tensor, routing: Routing) -> None:
         """Routes (tokens, layers, k)."""
-        self.layers = [layer.layer for layer in routing.layers]
         num_experts = routing.num_experts
         flat = selected.transpose(0, 1).flatten(1).long()  # (layers, tokens k)
         ones = torch.ones_like(flat, dtype=torch.float32)
         counts = torch.zeros(len(flat), num_experts, device=flat.device).scatter_add_(1, flat, ones)
+        self.add_counts(counts, routing)
+
+    def add_counts(self, counts: Tensor, routing: Routing) -> None:
+        """How often each expert was chosen, (layers, experts)."""
+        self.layers = [layer.layer for layer in routing.layers]
         self.counts = counts if self.counts is None else self.counts + counts
 
 
@@ -68,6 +72,9 @@ class RouteOptions:
 
     load: ExpertLoad = field(default_factory=ExpertLoad)
     """Over passes with gradients."""
+
+    can_replay: bool = True
+    """Whether the engine's routers take routes that are given."""
 
     must_agree: bool = False
     """Replayed routes are those that the routers choose themselves, as in exact mode."""
@@ -148,15 +155,15 @@ class PassRoutes:
             shape = (num_rows, layer.num_experts)
             means = [
                 x.new_zeros(shape).index_add(0, row_of_source, x) / counts[:, None]
-                for x in (chosen, probabilities(layer, logits)[sources])
+                for x in (chosen, probabilities(logits, has_sigmoid=layer.has_sigmoid)[sources])
             ]
             total = total + layer.num_experts * (means[0] * means[1]).sum(1)
         return total / len(self.routing.layers)
 
 
-def probabilities(layer: LayerRouting, logits: Tensor) -> Tensor:
+def probabilities(logits: Tensor, *, has_sigmoid: bool) -> Tensor:
     """Of each expert; routers with sigmoid scores are normalised to a sum of 1."""
-    if not layer.has_sigmoid:
+    if not has_sigmoid:
         return logits.float().softmax(-1)
     scores = logits.float().sigmoid()
     return scores / scores.sum(-1, keepdim=True)
@@ -199,17 +206,30 @@ def routes_of_rows(selected: Tensor, places: Tensor) -> Tensor:
 
 
 def of_sparse_layers(routes: Tensor, routing: Routing) -> Tensor:
-    """Of routes of all layers, those of layers with experts."""
+    """Of routes of all layers, those of layers with experts; wrong ones are refused."""
     sparse = [layer.layer for layer in routing.layers]
     if routes.shape[1] == len(sparse):
-        return routes
-    if routes.shape[1] <= max(sparse):
+        sparse = list(range(len(sparse)))
+    elif routes.shape[1] <= max(sparse):
         raise ValueError(
             f"{ROUTED_EXPERTS} has routes of {routes.shape[1]} layers, but the model has "
             f"{len(sparse)} layers with experts, up to layer {max(sparse)}; they are of another "
             "model: set actor.router_replay.mode=disabled"
         )
-    return routes[:, sparse]
+    routes = routes[:, sparse]
+    if routes.numel() and routes.max() >= routing.num_experts:
+        raise ValueError(
+            f"{ROUTED_EXPERTS} names expert {routes.max()}, but the model has "
+            f"{routing.num_experts}; they are of another model: set actor.router_replay.mode="
+            "disabled"
+        )
+    # An engine whose kernels tell nothing leaves zeros.
+    if routes.shape[-1] > 1 and (routes[..., 0] == routes[..., 1]).any():
+        raise ValueError(
+            f"{ROUTED_EXPERTS} sends a token to one expert twice, which no router does: the engine "
+            "did not record the routes of all tokens; set actor.router_replay.mode=R2"
+        )
+    return routes
 
 
 def load_metrics(load: ExpertLoad, group: Group = None) -> dict[str, float]:
@@ -237,6 +257,11 @@ def prepare_replay(engine: BaseEngine, mode: str, *, is_exact: bool) -> None:
         raise ValueError(
             f"actor.router_replay.mode is {mode}, but {type(engine.module).__name__} has no "
             "experts whose routes could be replayed: leave it out"
+        )
+    if mode != "disabled" and not engine.routes.can_replay:
+        raise ValueError(
+            f"actor.router_replay.mode is {mode}, but routers of {type(engine).__name__} choose by "
+            "themselves: set it to disabled, or use strategy=fsdp"
         )
     if engine.routes is not None:
         engine.routes.must_agree = mode == "R3" and is_exact

@@ -42,6 +42,9 @@ class AbstractRewardManager(ABC):
         """Rewards (B, T), or with `return_dict` a dictionary that holds them as `reward_tensor`
         and, as `reward_extra_info`, a list of B values per further thing that was reported."""
 
+    def close(self) -> None:  # noqa: B027 (most managers start nothing)
+        """End processes and connections of the manager's own; called when its run has ended."""
+
 
 def precomputed_rewards(data: DataProto) -> dict[str, Any] | None:
     """What a manager returns for a batch that carries `rm_scores`; None for any other batch.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol.trajectory import Abstain, Grade, InfraError, Score, Trajectory
+from verl.utils.environment import WentWrong
 from verl.utils.processes import forks_end_here
 from verl.utils.rollout_trace import rollout_trace_span
 
@@ -131,7 +132,7 @@ def drop_reason(grades: Sequence[Grade | None], lost: Sequence[Trajectory] = ())
     return gone[0].reason if gone and num_scores < 2 else None
 
 
-class RewardError(RuntimeError):
+class RewardError(WentWrong, RuntimeError):
     """Scoring a batch failed; the cause is the error in the reward function or its manager."""
 
 

@@ -131,6 +131,11 @@ class NaiveRewardManager(FunctionManager):
         self._pool = make_pool(function, timeout_seconds=timeout_seconds) if isolate else None
         self._num_examined: Counter[str] = Counter()
 
+    def close(self) -> None:
+        """End the processes of `isolate`."""
+        if self._pool is not None:
+            self._pool.close()
+
     async def grade(self, trajectory: Trajectory) -> Grade:
         self.prepare([trajectory])
         arguments = self.call_arguments(trajectory)
@@ -158,7 +163,8 @@ class DAPORewardManager(NaiveRewardManager):
 
         min(0, -(length - (max_resp_len - len)) / len * penalty_factor)
 
-    `overlong_buffer_cfg` has `enable`, `len`, `penalty_factor` and `log`; None is no penalty.
+    `overlong_buffer_cfg` has `enable`, `len`, `penalty_factor` and `log`; None is no penalty. A run
+    sets `max_resp_len` to `data.max_response_length` unless `reward_kwargs` do.
     """
 
     def __init__(
@@ -177,6 +183,12 @@ class DAPORewardManager(NaiveRewardManager):
         self._has_penalty = overlong_buffer_cfg is not None and bool(overlong_buffer_cfg["enable"])
         if self._has_penalty:
             self._check(overlong_buffer_cfg or {}, max_resp_len)
+
+    @classmethod
+    def options_of(cls, config: Any) -> dict[str, Any]:
+        data = config["data"]
+        longest = "max_response_length"  # programs of people's own may have no such key
+        return {"max_resp_len": data[longest]} if longest in data else {}
 
     async def grade(self, trajectory: Trajectory) -> Grade:
         grade = await super().grade(trajectory)

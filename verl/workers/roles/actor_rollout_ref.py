@@ -102,7 +102,10 @@ class GeneratingWorker(RankWorker):
         return self.generator.tokenizer
 
     def stop_rollout(self) -> None:
-        self.generator.stop()
+        """End the rollout engine, if `init_model` came as far as that."""
+        generator: Generator | None = getattr(self, "generator", None)
+        if generator is not None:
+            generator.stop()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_poll(self, poll: Poll) -> PollReport:

@@ -23,6 +23,7 @@ from verl.models.exact import make_exact
 from verl.models.lora import has_lora
 from verl.protocol import DataProto
 from verl.utils.device import (
+    collect_all_again,
     exempt_from_collection,
     get_device_id,
     get_visible_devices_keyword,
@@ -77,6 +78,7 @@ class Generator:
     """Set on ranks that lead an engine."""
 
     poller: Poller
+    has_engine = False
     weights: EngineWeights | None = None
     """The engine's own; None where it generates with those that are trained."""
 
@@ -246,9 +248,10 @@ class Generator:
         )
 
     def stop(self) -> None:
-        """End the engine's process, if it has one. It also ends with this process."""
-        if self.leads_engine and isinstance(self.rollout, EngineProcess):
+        """End the engine, which may not have started. It also ends with this process."""
+        if self.has_engine:
             self.rollout.close()
+            collect_all_again()
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Continue every row once, with the columns that agent loops give, `timing` empty."""
@@ -329,7 +332,7 @@ class Generator:
         return ProcessWeights(process, tensors)
 
     def _serve(self, rollout: Rollout) -> None:
-        self.rollout, self.poller = rollout, poller_of(rollout)
+        self.rollout, self.poller, self.has_engine = rollout, poller_of(rollout), True
 
     @property
     def _engine_index(self) -> int:

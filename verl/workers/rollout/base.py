@@ -288,6 +288,9 @@ class Rollout(ABC):
     def wake_up(self) -> None:
         """Allocate that memory again."""
 
+    def close(self) -> None:  # noqa: B027 (an engine without thread or process has nothing to end)
+        """End its thread or its process; unfinished requests fail. May be called again."""
+
 
 class StreamingRollout(Rollout):
     """An engine that also delivers tokens while a request runs."""

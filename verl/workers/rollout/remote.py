@@ -98,6 +98,13 @@ class RemoteRollout(Rollout):
         with self._thread.paused():
             self._call("rollout_wake_up")
 
+    def close(self) -> None:
+        """End the polls; the engine is the rank's."""
+        self._thread.close()
+        submissions, self._in_flight = self._in_flight, {}
+        for submission in submissions.values():
+            submission.fail(RuntimeError("the engine was closed"))
+
     # ---- between polls, posted by other threads --------------------------------------------------
 
     def _add(self, submission: Submission) -> None:

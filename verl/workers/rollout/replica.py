@@ -191,9 +191,8 @@ class RolloutReplica:
 
     def close(self) -> None:
         """End an engine of its own."""
-        rollout = self.server_handle.rollout
-        if self.mode is RolloutMode.STANDALONE and isinstance(rollout, EngineProcess):
-            rollout.close()
+        if self.mode is RolloutMode.STANDALONE:
+            self.server_handle.rollout.close()
 
 
 class RolloutReplicaRegistry:

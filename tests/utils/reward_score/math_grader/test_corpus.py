@@ -112,6 +112,16 @@ def test_a_wrong_answer_has_its_reason(gold, answer, reason):
     assert grade(answer, gold) == Wrong(reason)
 
 
+@pytest.mark.parametrize("answer", ["(A) or (B)", "A) 5, B) 6", "(A), (B)", "(A)/(B)", "A. or B"])
+def test_several_letters_are_no_choice_of_one(answer):
+    assert grade(answer, "A") == Wrong("more than one choice")
+
+
+@pytest.mark.parametrize("answer", ["B. A circle", "(B) A dog and a cat", "B: the AND gate"])
+def test_a_choice_may_be_spelled_out(answer):
+    assert grade(answer, "B") == Correct()
+
+
 def test_every_gold_answer_equals_itself_whatever_surrounds_it():
     for gold in sorted({row["gold"] for row in CORPUS if row["kind"] != "calculus and sums"}):
         for answer in (gold, f"$ {gold} $.", f"\\boxed{{{gold}}}", f"  {gold}\\ "):

@@ -8,9 +8,11 @@ from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.engine import McoreEngineConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.attention import ATTENTION
+from verl.models.experts import set_aux_loss
 from verl.models.loading import prepare_layers
 from verl.workers.engine import megatron
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.routes import AUX_LOSS
 
 SGD = FSDPOptimizerConfig(lr=1.0, optimizer="SGD", weight_decay=0.0)
 ADAM = FSDPOptimizerConfig(
@@ -18,6 +20,16 @@ ADAM = FSDPOptimizerConfig(
     weight_decay=0.1,
     override_optimizer_config={"eps": 1e-3},  # a gradient that is rounding alone moves nothing
 )
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    }
+}
 PASSES = [[0], [1, 2, 3], [], [4, 5, 6]]  # row 0 has no response; a pass may have no rows
 
 
@@ -33,7 +45,7 @@ def megatron_engine(
     **sizes,
 ):
     def build():
-        return tiny_model(model_type, **(changes or {})) if model is None else model()
+        return model_with(model_type, changes) if model is None else model()
 
     sizes = {
         key
@@ -57,10 +69,25 @@ def megatron_engine(
 
 def engine_alone(model_type, optimizer=SGD, *, max_grad_norm=1e9, changes=None):
     engine = OneDeviceEngine(
-        lambda: tiny_model(model_type, **(changes or {})), optimizer, max_grad_norm=max_grad_norm
+        lambda: model_with(model_type, changes), optimizer, max_grad_norm=max_grad_norm
     )
     engine.initialize()
     return engine
+
+
+def model_with(model_type, changes):
+    """With an auxiliary loss if `changes` has its coefficient."""
+    return set_aux_loss(tiny_model(model_type, **(changes or {})), changes)
+
+
+def loss_of(engine):
+    def balanced(columns, data):
+        loss, _ = weighted_sum(columns, data)
+        aux_loss = columns[AUX_LOSS].sum() / 7
+        return loss + engine.routes.aux_loss_coef * aux_loss, {"aux_loss": aux_loss.item()}
+
+    has_aux_loss = engine.routes is not None and engine.routes.aux_loss_coef
+    return balanced if has_aux_loss else weighted_sum
 
 
 def rows():
@@ -73,10 +100,16 @@ def rows():
 def outcome(engine, passes=PASSES, *, steps=1, temperature=0.8):
     """Columns, then losses, norms and weights of some steps, as arrays."""
     columns = engine.infer_batch(rows(), micro_batching=passes, temperature=temperature)
+    loss = loss_of(engine)
     results = [
-        engine.train_batch(rows(), weighted_sum, micro_batching=passes, temperature=temperature)
+        engine.train_batch(rows(), loss, micro_batching=passes, temperature=temperature)
         for _ in range(steps)
     ]
+    # Data ranks have shares of these too.
+    aux_losses = [sum(m.get("aux_loss", 0.0) for m in result.metrics) for result in results]
+    columns["aux losses"] = torch.tensor(aux_losses)
+    if engine.routes is not None:
+        columns["load"] = engine.routes.load.counts
     return {
         "columns": {name: column.numpy() for name, column in columns.items()},
         "losses": [result.loss for result in results],

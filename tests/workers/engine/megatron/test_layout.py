@@ -63,25 +63,40 @@ def test_ranks_that_the_sizes_do_not_divide_are_refused(num_ranks, sizes, text):
         ("llama", 2, {"virtual_pipeline": 2}, r"is 2, but there is one pipeline stage"),
         ("llama", 2, {"expert": 2}, "llama has no experts; set it to 1"),
         ("qwen3_moe", 3, {"expert": 3}, r"\(3\) must divide the model's 4 experts: 2 and 4"),
-        ("qwen3_moe", 4, {"expert": 2, "tensor": 2}, "spread over ranks or divided by columns"),
         ("qwen3_moe", 3, {"expert_tensor": 3}, r"\(3\) must divide the model's 16 columns"),
     ],
 )
 def test_a_model_that_the_layout_does_not_divide_is_refused(model, num_ranks, sizes, text):
     with pytest.raises(ConfigError, match=text):
-        check_layout(layout(num_ranks, **sizes), tiny_config(model))
+        check_layout(layout(num_ranks, **sizes), McoreEngineConfig(), tiny_config(model))
 
 
-def test_latent_attention_is_refused_before_it_trains():
-    with pytest.raises(ConfigError, match="deepseek_v3 has latent attention"):
-        check_layout(layout(1), tiny_config("deepseek_v3"))
+def test_experts_may_be_spread_over_ranks_and_divided_by_columns_at_once():
+    sizes = layout(8, tensor=2, expert=2, expert_tensor=2)
+    engine = McoreEngineConfig(tensor_model_parallel_size=2)
+    check_layout(sizes, engine, tiny_config("qwen3_moe"))
+
+
+def test_latent_attention_has_no_groups_of_heads_to_divide():
+    config = tiny_config("deepseek_v3", num_key_value_heads=1)
+    check_layout(layout(2, tensor=2), McoreEngineConfig(tensor_model_parallel_size=2), config)
+
+
+@pytest.mark.parametrize(
+    ("model", "what"), [("qwen3_moe", "experts"), ("deepseek_v3", "latent attention")]
+)
+def test_what_needs_sequence_parallelism_is_refused_without_it(model, what):
+    engine = McoreEngineConfig(tensor_model_parallel_size=2, sequence_parallel=False)
+    with pytest.raises(ConfigError, match=f"has {what}, .* set it to True"):
+        check_layout(Layout.of(engine, 2), engine, tiny_config(model))
 
 
 def test_stages_that_the_user_makes_unequal_are_left_to_megatron():
     config, sizes = tiny_config("llama", num_hidden_layers=3), layout(2, pipeline=2)
     with pytest.raises(ConfigError, match="3 layers"):
-        check_layout(sizes, config)
-    check_layout(sizes, config, {"num_layers_in_first_pipeline_stage": 1})
+        check_layout(sizes, McoreEngineConfig(), config)
+    stages = {"num_layers_in_first_pipeline_stage": 1}
+    check_layout(sizes, McoreEngineConfig(override_transformer_config=stages), config)
 
 
 def test_the_vocabulary_is_filled_up_to_a_multiple():

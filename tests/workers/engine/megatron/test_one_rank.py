@@ -1,12 +1,13 @@
 """Megatron on one rank computes what the engine on one device does."""
 
 import pytest
+import torch
 
-from tests.tiny_models import tiny_config
 from tests.workers.engine.megatron.cases import (
     ADAM,
     PASSES,
     SGD,
+    YARN,
     assert_same,
     close,
     engine_alone,
@@ -16,16 +17,19 @@ from tests.workers.engine.megatron.cases import (
     value_loss,
     value_model,
 )
-from verl.config.model import HFModelConfig, McoreModelConfig
+from tests.workers.engine.test_one_device import weighted_sum
+from verl.config.model import McoreModelConfig
 from verl.utils import environment
 from verl.workers.engine.megatron import require_library
-from verl.workers.engine.megatron.engine import refuse_layout, refuse_model_options
-from verl.workers.engine.megatron.layout import Layout
+from verl.workers.engine.megatron.engine import refuse_model_options
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.routes import prepare_replay
+
+ROUTER = "model.layers.0.mlp.gate.weight"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "deepseek_v3"])
 def test_columns_gradient_and_steps_are_those_of_one_device(model_type, one_rank):
     for optimizer, steps, norm in ((SGD, 1, 1e9), (ADAM, 3, 0.5)):
         found = outcome(megatron_engine(model_type, optimizer, max_grad_norm=norm), steps=steps)
@@ -50,16 +54,64 @@ def test_a_value_model_recomputed_and_offloaded_is_that_of_one_device(one_rank):
     close(found[1], expected[1], "losses", 1e-5)
 
 
-def test_layouts_and_models_that_are_not_computed_right_are_refused_by_name(one_rank):
-    with pytest.raises(ValueError, match="latent attention"):
-        megatron_engine("deepseek_v3")
-    layout = Layout(1, 1, None, 1, 2, 2, 4)
-    with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2"):
-        refuse_layout(layout, tiny_config("qwen3_moe"))
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen2", YARN),  # scales attention with its angles
+        ("deepseek_v3", {**YARN, "q_lora_rank": None}),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.3}),
+        ("deepseek_v3", {"router_aux_loss_coef": 0.3}),
+    ],
+)
+def test_a_variant_trains_as_on_one_device(model_type, changes, one_rank):
+    """Layers are computed again, so routers run twice."""
+    options = {"gradient_checkpointing": True}
+    found = outcome(megatron_engine(model_type, ADAM, changes=changes, options=options), steps=3)
+    assert_same(found, outcome(engine_alone(model_type, ADAM, changes=changes), steps=3))
+
+
+def test_activations_may_wait_in_cpu_memory(one_rank):
+    wide = {"intermediate_size": 2048}  # smaller ones are left where they are
+    engine = megatron_engine(
+        "llama", ADAM, changes=wide, options={"memory": MemoryOptions(activation_offload=True)}
+    )
+    assert engine.residency.activations is not None
+    assert_same(outcome(engine), outcome(engine_alone("llama", ADAM, changes=wide)))
+
+
+def test_the_auxiliary_loss_has_a_gradient(one_rank):
+    plain, balanced = (
+        outcome(megatron_engine("qwen3_moe", changes={"router_aux_loss_coef": coefficient}))
+        for coefficient in (0.0, 0.3)
+    )
+    assert balanced["columns"]["aux losses"] > 0
+    moved = balanced["weights"][ROUTER] - plain["weights"][ROUTER]
+    assert abs(moved).max() > 1e-3
+
+
+def test_a_frozen_router_stays_and_the_rest_is_trained(one_rank):
+    engine = megatron_engine("qwen3_moe", ADAM, options={"freezes_routers": True})
+    before = {n: w.clone() for n, w in engine.get_per_tensor_param()}
+    engine.train_batch(rows(), weighted_sum, micro_batching=PASSES)
+    stayed = [n for n, w in engine.get_per_tensor_param() if torch.equal(w, before[n])]
+    assert stayed == [name for name in before if name.endswith(".mlp.gate.weight")]
+    state = engine.state_dict()
+    assert not [name for name in state["optimizer"]["masters"] if name in stayed]
+    other = megatron_engine("qwen3_moe", ADAM)
+    with pytest.raises(ValueError, match=r"differ in model\.layers\.0\.mlp\.gate\.weight"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match="llama has no experts"):
+        megatron_engine("llama", options={"freezes_routers": True})
+
+
+def test_what_is_not_built_in_is_refused_by_name(one_rank):
     with pytest.raises(ValueError, match="LoRA"):
         refuse_model_options(McoreModelConfig(lora_rank=4))
-    with pytest.raises(ValueError, match="auxiliary loss of the router"):
-        refuse_model_options(HFModelConfig(override_config={"router_aux_loss_coef": 0.01}))
+    with pytest.raises(ValueError, match="routers of MegatronEngine choose by themselves"):
+        prepare_replay(megatron_engine("qwen3_moe", None), "R2", is_exact=False)
+    section = {"use_dist_checkpointing": True, "dist_checkpointing_path": "/nowhere"}
+    with pytest.raises(ValueError, match="routers of deepseek_v3 have an e_score_correction_bias"):
+        megatron_engine("deepseek_v3", None, section=section)
 
 
 def test_roles_of_one_process_may_state_different_kernels_of_attention(one_rank, monkeypatch):

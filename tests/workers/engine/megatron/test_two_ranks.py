@@ -18,7 +18,9 @@ CASES = {
     "context": ("llama", {"context_parallel_size": 2}),
     "data": ("qwen2", CLIPPED),
     "expert": ("qwen3_moe", {"expert": 2, **CLIPPED}),
+    "tensor of latent attention": ("deepseek_v3", {"tensor": 2, **CLIPPED}),
 }
+AUX_LOSS = {"router_aux_loss_coef": 0.3}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 MORE_CASES = {
     "tensor without sequence parallelism": ("qwen3", {"tensor": 2, "sequence_parallel": False}),
@@ -37,8 +39,42 @@ MORE_CASES = {
         "qwen3_moe",
         {"tensor": 2, "expert": 2, "expert_tensor_parallel_size": 1, **CLIPPED},
     ),
-    "pipeline of experts": ("qwen3_moe", {"pipeline": 2}),
-    "context of experts": ("qwen3_moe", {"context_parallel_size": 2, "expert": 2}),
+    "tensor of experts alone": ("qwen3_moe", {"expert_tensor_parallel_size": 2, **CLIPPED}),
+    "tensor but of experts": (
+        "qwen3_moe",
+        {"tensor": 2, "expert_tensor_parallel_size": 1, "changes": AUX_LOSS, **CLIPPED},
+    ),
+    "pipeline of experts": ("qwen3_moe", {"pipeline": 2, "changes": AUX_LOSS, **CLIPPED}),
+    "virtual pipeline of experts, recomputed": (
+        "qwen3_moe",
+        {
+            "pipeline": 2,
+            "virtual_pipeline": 2,
+            "changes": {**FOUR_LAYERS, **AUX_LOSS},
+            "options": {"gradient_checkpointing": True},
+            **CLIPPED,
+        },
+    ),
+    "pipeline of latent attention": ("deepseek_v3", {"pipeline": 2, **CLIPPED}),
+    "context of latent attention": (
+        "deepseek_v3",
+        {"context_parallel_size": 2, "expert": 2, "changes": AUX_LOSS, **CLIPPED},
+    ),
+    "tensor of latent attention, recomputed": (
+        "deepseek_v3",
+        {
+            "tensor": 2,
+            "expert": 2,
+            "expert_tensor_parallel_size": 1,
+            "changes": {"q_lora_rank": None, **AUX_LOSS},
+            "options": {"gradient_checkpointing": True},
+            **CLIPPED,
+        },
+    ),
+    "context of experts": (
+        "qwen3_moe",
+        {"context_parallel_size": 2, "expert": 2, "changes": AUX_LOSS, **CLIPPED},
+    ),
 }
 MOVES = {
     "tensor to pipeline": ({"tensor": 2}, {"pipeline": 2}),
@@ -93,7 +129,8 @@ def test_any_layout_continues_any_other(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_move_with_their_moments(tmp_path):
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_experts_move_with_their_moments(model_type, tmp_path):
     layouts = {"expert": 2}, {"tensor": 2}
-    found = run_on_two_ranks(lambda rank: after_two_layouts(*layouts, "qwen3_moe"), tmp_path)
-    assert_as_without_interruption(found, "qwen3_moe")
+    found = run_on_two_ranks(lambda rank: after_two_layouts(*layouts, model_type), tmp_path)
+    assert_as_without_interruption(found, model_type)

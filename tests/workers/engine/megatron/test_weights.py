@@ -84,13 +84,9 @@ def differing(expected, exported):
 
 
 def logits_of(chunk, ids):
-    """Latent attention rotates by itself, by where sequences begin."""
-    ends = torch.tensor([0, len(ids)], dtype=torch.int32)
     packed = PackedRows(
-        qkv_format="thd" if chunk.config.multi_latent_attention else "sbhd",
         layout=PackedLayout([len(ids)], torch.device("cpu")),
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
+        positions=torch.arange(len(ids)),
         max_seqlen_q=len(ids),
         max_seqlen_kv=len(ids),
     )
@@ -276,7 +272,8 @@ def test_missing_and_unknown_weights_are_named(tmp_path):
         ("mistral", {}, "sliding window"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("qwen3", {"attention_bias": True}, "attention_bias is set"),
-        ("llama", {"rope_parameters": {**LLAMA3, "rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ("llama", {"rope_parameters": {**LLAMA3, "rope_type": "dynamic"}}, "rope_type 'dynamic'"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
         ("deepseek_v3", {"num_experts_per_tok": 4}, "must be twice topk_group"),
     ],
 )

@@ -97,12 +97,14 @@ def test_an_adapter_is_announced_with_its_rank_and_its_base_is_read_from_disk(fo
 
 def test_routes_are_asked_for_where_vllm_can_return_them(folder):
     asked = {"enable_rollout_routing_replay": True}
-    assert options(folder, **asked)["arguments"]["enable_return_routed_experts"] is True
+    on_gpu, on_cpu = options(folder, **asked), options(folder, device="cpu", **asked)
+    assert on_gpu["arguments"]["enable_return_routed_experts"] is True
+    assert on_cpu["arguments"]["enable_return_routed_experts"] is True
+    assert (on_gpu["interprets"], on_cpu["interprets"]) == (False, True)
     assert "enable_return_routed_experts" not in options(folder)["arguments"]
-    with pytest.raises(ValueError, match="on a CPU vLLM returns no routes"):
-        options(folder, device="cpu", **asked)
-    with pytest.raises(ValueError, match="enable_prefix_caching=True"):
-        options(folder, enable_prefix_caching=False, **asked)
+    assert options(folder, tensor_model_parallel_size=2, **asked)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 2; on a CPU"):
+        options(folder, device="cpu", tensor_model_parallel_size=2, **asked)
 
 
 def test_logits_in_place_of_log_probabilities_are_refused(folder):

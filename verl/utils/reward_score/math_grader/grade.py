@@ -44,6 +44,7 @@ _DIGIT_GROUP = re.compile(r"[0-9][, ][0-9]{3}")
 _LETTER = r"(?:\\(?:text[a-z]{0,6}|math[a-z]{2})\s?\{\s?)?\(?([A-J])"
 _LONE_LETTER = re.compile(_LETTER + r"[).:}\s]{0,4}")
 _LETTER_CHOICE = re.compile(_LETTER + r"(?:[).:}]|$)")
+_FURTHER_LETTER = re.compile(r"\([A-J]\)|(?<![A-Za-z])[A-J][).:}]|(?:\b(?:or|and)|[,/&])\s?[A-J]\b")
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ def _graded_choice(answer: str, gold: str) -> Verdict | None:
     expected, chosen = _LONE_LETTER.fullmatch(gold), _LETTER_CHOICE.match(answer)
     if expected is None or chosen is None:
         return None
+    if _FURTHER_LETTER.search(answer, chosen.end()):
+        return Wrong("more than one choice")
     return Correct() if chosen.group(1) == expected.group(1) else Wrong("another choice")
 
 

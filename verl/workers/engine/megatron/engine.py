@@ -6,13 +6,14 @@ the optimizer's arithmetic are those of the other engines, so a step is the same
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ from verl.utils.checkpoint.pieces import Part
 from verl.utils.distributed import all_reduce_, is_distributed
 from verl.workers.engine.base import Columns, LossFunction, TrainResult
 from verl.workers.engine.forward import rows_on_device, take_rows
+from verl.workers.engine.megatron.balance import Balance, row_weights
 from verl.workers.engine.megatron.cpu import on_this_device, without_random_state
 from verl.workers.engine.megatron.forward import (
     PackedPass,
@@ -39,14 +41,20 @@ from verl.workers.engine.megatron.forward import (
 )
 from verl.workers.engine.megatron.groups import join_layout
 from verl.workers.engine.megatron.import_dist import load_dist_checkpoint
-from verl.workers.engine.megatron.layout import Layout, check_layout, is_latent
-from verl.workers.engine.megatron.model import build_chunks
+from verl.workers.engine.megatron.layout import Layout, check_layout, num_experts
+from verl.workers.engine.megatron.model import ModelChunk, build_chunks
 from verl.workers.engine.megatron.optimizer import ParallelOptimizer
 from verl.workers.engine.megatron.pipeline import run_pipeline
 from verl.workers.engine.megatron.state import StateOfLayout, load_shares, shares
-from verl.workers.engine.megatron.weights import export_weights, load_weights
+from verl.workers.engine.megatron.weights import (
+    EXPERT_BIAS,
+    export_weights,
+    load_weights,
+    trained_names,
+)
 from verl.workers.engine.optimizer import MasterOptimizer
 from verl.workers.engine.outputs import LOG_PROBS, Outputs
+from verl.workers.engine.routes import AUX_LOSS
 from verl.workers.engine.sharding import broadcast_from_first, world_group
 from verl.workers.engine.spec import EngineSpec
 from verl.workers.engine.stepping import PassRequest, Report, SteppingEngine
@@ -68,17 +76,23 @@ class MegatronEngine(SteppingEngine, DividedModel):
         config: McoreEngineConfig,
         compute_dtype: torch.dtype,
         device: torch.device | str,
+        freezes_routers: bool = False,
         **options: Any,
     ) -> None:
         """`build_model` loads the weights into CPU memory; only the first rank calls it.
 
-        `build_skeleton` makes the same model on the meta device, without weights.
+        `build_skeleton` makes the same model on the meta device, without weights. With
+        `freezes_routers` those of a model with experts are not trained.
         """
         super().__init__(build_model, optimizer_config, **options)  # pyright: ignore[reportArgumentType]
         self._build_skeleton = build_skeleton
         self._config = config
         self._compute_dtype = compute_dtype
         self._compute_device = torch.device(device)
+        self._freezes_routers = freezes_routers
+        self._loss_function: LossFunction | None = None
+        """Of the training step that runs."""
+
         self.layout = Layout.of(config, dist.get_world_size() if is_distributed() else 1)
 
     @classmethod
@@ -93,6 +107,7 @@ class MegatronEngine(SteppingEngine, DividedModel):
             config=config,
             compute_dtype=spec.dtype,
             device=spec.device,
+            freezes_routers=freezes_routers(spec.model),
             memory=spec.memory(whole_weights=True),
             **spec.options(),
         )
@@ -102,16 +117,25 @@ class MegatronEngine(SteppingEngine, DividedModel):
     def initialize(self) -> None:
         with on_this_device():
             super().initialize()
-        self.routes = None  # experts are megatron-core's own
+        if self.routes is None:
+            return
+        self.routes.can_replay = False
+        modules = self.chunks[0].config.recompute_modules or []
+        if self.routes.aux_loss_coef and self.layout.pipeline > 1 and "moe" in modules:
+            raise ValueError(
+                "override_transformer_config.recompute_modules has moe, and "
+                "override_config.router_aux_loss_coef is set: where pipeline stages interleave "
+                "micro-batches, a router that is computed again alone does not know which one it "
+                "is in. Leave moe out, or use recompute_granularity=full"
+            )
 
     def load_module(self) -> PreTrainedModel:
         assert self._compute_device is not None
         config, skeleton = self._config, self._build_skeleton()
-        refuse_layout(self.layout, skeleton.config)
         embedding = skeleton.get_input_embeddings()
         assert isinstance(embedding, nn.Embedding)
         self._padding_id = embedding.padding_idx
-        check_layout(self.layout, skeleton.config, config.override_transformer_config)
+        check_layout(self.layout, config, skeleton.config)
         ranks = join_layout(self.layout, self._compute_device)
         self.ranks, self.sequence_group = ranks, ranks.sequence
         without_random_state()
@@ -128,6 +152,8 @@ class MegatronEngine(SteppingEngine, DividedModel):
             if self.layout.virtual_pipeline is not None:
                 # One exchange at a time: between two stages, two would be mixed up.
                 chunk.config.overlap_p2p_comm, chunk.config.batch_p2p_comm = True, False
+        if self._freezes_routers:
+            freeze_routers(self.chunks, skeleton.config)
         if self._config.use_dist_checkpointing:
             self._load_dist_checkpoint(skeleton.config)
         else:
@@ -136,6 +162,13 @@ class MegatronEngine(SteppingEngine, DividedModel):
 
     def _load_dist_checkpoint(self, hf_config: Any) -> None:
         assert self._config.dist_checkpointing_path is not None, "its section has refused that"
+        if any(name.endswith(EXPERT_BIAS) for name in self.chunks[0].whole_shapes):
+            raise ValueError(
+                f"megatron.use_dist_checkpointing is True, but routers of {hf_config.model_type} "
+                f"have an {EXPERT_BIAS}, which is not trained and so not sent to rollout engines: "
+                "they would keep that of model.path. Merge the checkpoint first (python -m "
+                "verl.model_merger merge --backend megatron), and set model.path to the result"
+            )
         load_dist_checkpoint(
             self.chunks,
             Path(self._config.dist_checkpointing_path).expanduser(),
@@ -224,9 +257,38 @@ class MegatronEngine(SteppingEngine, DividedModel):
         self, rows: TensorDict, temperature: float, outputs: Outputs = LOG_PROBS
     ) -> Columns:
         (chunk,) = self.chunks
-        packed = PackedPass.of(rows, self.device)
+        packed = self._packed(rows, outputs)
         hidden = hidden_states(chunk, packed, self._padding_id)
-        return self._columns(chunk, packed, rows, hidden, temperature, outputs)
+        columns = self._columns(chunk, packed, rows, hidden, temperature, outputs)
+        return columns | self._balance_columns([packed.rows.balance])[0]
+
+    def _packed(self, rows: TensorDict, outputs: Outputs) -> PackedPass:
+        """The tokens of a micro-batch; in training with what routers need to know of it."""
+        packed = PackedPass.of(rows, self.device)
+        if self._loss_function is None or self.routes is None:
+            return packed
+        weights, scale = None, self.require_optimizer().loss_scale
+        if self.routes.aux_loss_coef:
+            blank = column_shapes(rows, outputs, is_value_model=False)
+            weights = row_weights(self._loss_function, rows, blank, self.device)
+            weights = weights if scale is None else weights * scale.value
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        packed.rows.balance = Balance.of(self.routes.routing, packed.inputs, weights, group)
+        return packed
+
+    def _balance_columns(self, passes: Sequence[Balance | None]) -> list[Columns]:
+        """The column of auxiliary losses of each micro-batch; experts are counted."""
+        columns = list[Columns]()
+        stages: Any = parallel_state.get_pipeline_model_parallel_group()
+        for balance in passes:
+            columns.append({})
+            if balance is None or self.routes is None:
+                continue
+            losses, load = balance.total(stages)
+            self.routes.load.add_counts(load, self.routes.routing)
+            if self.routes.aux_loss_coef:
+                columns[-1][AUX_LOSS] = losses
+        return columns
 
     def _columns(
         self,
@@ -255,6 +317,9 @@ class MegatronEngine(SteppingEngine, DividedModel):
             yield from super().infer_passes(request, schedule)
             return
 
+        def stage(chunk: Any, rows: TensorDict) -> Tensor:
+            return self._stage(chunk, PackedPass.of(rows, self.device))
+
         def end(chunk: Any, rows: TensorDict, hidden: Tensor) -> tuple[Tensor, Columns]:
             packed = PackedPass.of(rows, self.device)
             columns = self._columns(
@@ -263,43 +328,59 @@ class MegatronEngine(SteppingEngine, DividedModel):
             return hidden, columns
 
         micro_batches = [take_rows(request.data, rows) for rows in schedule]
-        found = run_pipeline(
-            self.chunks, self.layout, micro_batches, self._stage, end, forward_only=True
-        )
+        found = run_pipeline(self.chunks, self.layout, micro_batches, stage, end, forward_only=True)
         for number, (rows, micro_batch) in enumerate(zip(schedule, micro_batches, strict=True)):
             yield rows, self._from_last(found, number, micro_batch, request.outputs)
 
     def train_passes(
         self, request: PassRequest, schedule: Passes, loss_function: LossFunction
     ) -> list[Report]:
-        if self.layout.pipeline == 1:
-            return super().train_passes(request, schedule, loss_function)
+        self._loss_function = loss_function
+        try:
+            if self.layout.pipeline == 1:
+                return super().train_passes(request, schedule, loss_function)
+            return self._train_pipeline(request, schedule, loss_function)
+        finally:
+            self._loss_function = None
+
+    def _train_pipeline(
+        self, request: PassRequest, schedule: Passes, loss_function: LossFunction
+    ) -> list[Report]:
         scale = self.require_optimizer().loss_scale
+        balances: dict[int, Balance | None] = {}  # of micro-batches, which virtual stages share
+
+        def stage(chunk: Any, rows: TensorDict) -> Tensor:
+            packed = self._packed(rows, request.outputs)
+            packed.rows.balance = balances.setdefault(id(rows), packed.rows.balance)
+            return self._stage(chunk, packed)
 
         def end(chunk: Any, rows: TensorDict, hidden: Tensor) -> tuple[Tensor, Any]:
             packed = PackedPass.of(rows, self.device)
             columns = self._columns(
                 chunk, packed, rows, hidden, request.temperature, request.outputs
             )
+            if self.routes is not None and self.routes.aux_loss_coef:
+                columns[AUX_LOSS] = hidden.new_zeros(len(rows))  # routers add its gradient
             loss, _ = loss_function(columns, rows_on_device(rows, self.device))
             kept = {name: column.detach() for name, column in columns.items()}
             return loss if scale is None else loss * scale.value, kept
 
         micro_batches = [take_rows(request.data, rows) for rows in schedule]
         found = run_pipeline(
-            self.chunks, self.layout, micro_batches, self._stage, end, forward_only=False
+            self.chunks, self.layout, micro_batches, stage, end, forward_only=False
         )
+        further = self._balance_columns([balances[id(rows)] for rows in micro_batches])
         reports = []
         with torch.no_grad():
             for number, rows in enumerate(micro_batches):
                 columns = self._from_last(found, number, rows, request.outputs)
+                columns |= further[number]
                 reports.append(loss_function(columns, rows_on_device(rows, self.device)))
         return reports
 
-    def _stage(self, chunk: Any, rows: TensorDict) -> Tensor:
+    def _stage(self, chunk: Any, packed: PackedPass) -> Tensor:
         self._gradient_sums.count(1)
         with self.residency.during_forward():
-            packed = PackedPass.of(rows, self.device)
             return hidden_states(chunk, packed, self._padding_id)
 
     def _from_last(
@@ -318,13 +399,17 @@ class MegatronEngine(SteppingEngine, DividedModel):
 
     @torch.no_grad()
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights in the dtype they compute in, one at a time; every rank must take part."""
+        """Whole parameters in the dtype they compute in, one at a time; every rank must take
+        part."""
         with self.residency.in_use():
-            yield from export_weights(self.chunks, self.module.config)
+            yield from export_weights(
+                self.chunks, self.module.config, trained_names(self.chunks[0].whole_shapes)
+            )
 
     @torch.no_grad()
     def weight_parts(self) -> dict[str, Part]:
-        return dict(shares(self.get_per_tensor_param()))
+        with self.residency.in_use():
+            return dict(shares(export_weights(self.chunks, self.module.config)))
 
     def load_weight_parts(self, parts: Mapping[str, Part]) -> None:
         with self.residency.in_use():
@@ -349,7 +434,8 @@ class MegatronEngine(SteppingEngine, DividedModel):
     def _state(self) -> StateOfLayout:
         optimizer = self.require_optimizer()
         assert isinstance(optimizer, ParallelOptimizer)
-        return StateOfLayout(self.chunks, self.module.config, optimizer)
+        names = trained_names(self.chunks[0].whole_shapes, with_routers=not self._freezes_routers)
+        return StateOfLayout(self.chunks, self.module.config, optimizer, names)
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -363,22 +449,6 @@ NOT_A_TEACHER = (
 )
 
 
-def refuse_layout(layout: Layout, hf_config: Any) -> None:
-    """What has not been shown to compute the same as one rank."""
-    if layout.expert > 1 and layout.expert_tensor > 1:
-        raise ValueError(
-            f"megatron.expert_model_parallel_size is {layout.expert} and "
-            f"expert_tensor_parallel_size is {layout.expert_tensor} (null takes "
-            "tensor_model_parallel_size); experts are spread over ranks or divided by columns, not "
-            "both: set one of them to 1"
-        )
-    if is_latent(hf_config.get_text_config()):
-        raise ValueError(
-            f"{hf_config.model_type} has latent attention, whose rotary positions megatron-core "
-            "counts over the whole pass and not anew for each packed sequence; use strategy=fsdp"
-        )
-
-
 def refuse_model_options(model: BaseModelConfig | HFModelConfig) -> None:
     has_adapter = lora_options(model) is not None
     if isinstance(model, McoreCriticModelConfig):
@@ -388,20 +458,22 @@ def refuse_model_options(model: BaseModelConfig | HFModelConfig) -> None:
             "LoRA is asked for (model.lora.rank, model.lora_rank or model.lora_adapter_path), but "
             "strategy=megatron trains all weights; set the rank to 0, or use strategy=fsdp"
         )
-    asked = [
-        k for k in ("router_aux_loss_coef", "output_router_logits") if model.hf_overrides().get(k)
-    ]
-    if asked:
+
+
+def freezes_routers(model: BaseModelConfig | HFModelConfig) -> bool:
+    return bool((model.override_config.get("moe_config") or {}).get("freeze_moe_router"))
+
+
+def freeze_routers(chunks: list[ModelChunk], hf_config: Any) -> None:
+    if num_experts(hf_config.get_text_config()) is None:
         raise ValueError(
-            f"model.override_config.{asked[0]} asks for the auxiliary loss of the router, which "
-            "strategy=megatron does not add; leave it out, or use strategy=fsdp"
+            "model.override_config.moe_config.freeze_moe_router is True, but "
+            f"{hf_config.model_type} has no experts: leave it out"
         )
-    experts = model.override_config.get("moe_config") or {}
-    if experts.get("freeze_moe_router"):
-        raise ValueError(
-            "model.override_config.moe_config.freeze_moe_router is True, but strategy=megatron "
-            "trains all weights; set it to False"
-        )
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.router." in name:
+                parameter.requires_grad_(False)
 
 
 def refuse_outputs(outputs: Outputs) -> None:

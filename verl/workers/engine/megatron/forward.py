@@ -35,7 +35,7 @@ from verl.models.ulysses import SequenceShard, UlyssesLayout
 from verl.utils.device import without_waiting
 from verl.workers.engine.base import Columns
 from verl.workers.engine.inputs import ModelInputs
-from verl.workers.engine.megatron.attention import PackedRows
+from verl.workers.engine.megatron.attention import PackedRows, rotary_angles
 from verl.workers.engine.megatron.vocabulary import VocabularyShard
 from verl.workers.engine.outputs import Outputs
 
@@ -60,7 +60,7 @@ class PackedPass:
         if context.size() > 1:
             shard = SequenceShard(len(inputs.input_ids), inputs.sources, context)
             inputs, layout = inputs.shard(shard), UlyssesLayout(layout, shard)
-        return cls(inputs, PackedRows(layout=layout))
+        return cls(inputs, PackedRows(layout=layout, positions=inputs.position_ids))
 
 
 def filled_up(inputs: ModelInputs, multiple: int) -> ModelInputs:
@@ -93,10 +93,13 @@ def hidden_states(chunk: GPTModel, packed: PackedPass, padding_id: int | None = 
     if chunk.pre_process:
         hidden = chunk.embedding(inputs.input_ids[None], inputs.position_ids[None])
         hidden = without_gradient_of(padding_id, hidden, inputs.input_ids)
+    angles = None
+    if not chunk.config.multi_latent_attention:
+        angles = rotary_angles(chunk.rotary_pos_emb.inv_freq, inputs.position_ids)
     return chunk.decoder(
         hidden_states=hidden,
         attention_mask=None,
-        rotary_pos_emb=rotary_angles(chunk.rotary_pos_emb.inv_freq, inputs.position_ids),
+        rotary_pos_emb=angles,
         packed_seq_params=packed.rows,
     )
 
@@ -110,12 +113,6 @@ def without_gradient_of(padding_id: int | None, hidden: Tensor, input_ids: Tenso
         rank = parallel_state.get_tensor_model_parallel_rank()
         is_padding = is_padding.split(len(hidden))[rank]
     return torch.where(is_padding[:, None, None], hidden.detach(), hidden)
-
-
-def rotary_angles(frequencies: Tensor, positions: Tensor) -> Tensor:
-    """(tokens, 1, 1, size): by how much each pair of numbers of each token is rotated."""
-    angles = torch.outer(positions.float(), frequencies.to(positions.device))
-    return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
 
 def columns_of(

@@ -27,12 +27,6 @@ UNEVEN_STAGES = (
 """Fields of Megatron's configuration that give stages unequal numbers of layers."""
 
 
-LATENT = (
-    "megatron: {name} has latent attention, whose layers rotate positions by themselves and not as "
-    "packed rows need it; its weights are converted, but training needs strategy=fsdp"
-)
-
-
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the parallel groups."""
@@ -110,17 +104,16 @@ def rank_faults(
         )
 
 
-def check_layout(layout: Layout, model: Any, overrides: Mapping[str, Any] | None = None) -> None:
+def check_layout(layout: Layout, engine: McoreEngineConfig, model: Any) -> None:
     """Refuse a layout that does not divide the model with this Hugging Face configuration.
 
-    `overrides` are those of `override_transformer_config`: stages that it makes unequal are left to
-    megatron-core to check.
+    Stages that `engine.override_transformer_config` makes unequal are left to megatron-core to
+    check.
     """
     text = model.get_text_config()
-    if is_latent(text):
-        raise ConfigError([Fault(LATENT.format(name=text.model_type))])
     faults = [*tensor_faults(layout, text), *expert_faults(layout, text)]
-    faults += stage_faults(layout, text, overrides or {})
+    faults += stage_faults(layout, text, engine.override_transformer_config)
+    faults += sequence_faults(layout, engine, text)
     if faults:
         raise ConfigError([Fault(fault) for fault in faults])
 
@@ -131,6 +124,8 @@ def tensor_faults(layout: Layout, model: Any) -> Iterator[str]:
         "num_key_value_heads": "KV heads",
         "intermediate_size": "columns of the MLP",
     }
+    if is_latent(model):
+        del names["num_key_value_heads"]  # each query head has a key and a value of its own
     for name, meaning in names.items():
         size = model.to_dict()[name]
         if size % layout.tensor:
@@ -155,12 +150,6 @@ def expert_faults(layout: Layout, model: Any) -> Iterator[str]:
         return
     if experts % layout.expert:
         yield must_divide("expert_model_parallel_size", layout.expert, experts, "experts")
-    if layout.expert > 1 and layout.expert_tensor > 1:
-        yield (
-            f"megatron: expert_model_parallel_size is {layout.expert} and "
-            f"expert_tensor_parallel_size {layout.expert_tensor} (null takes the tensor size); "
-            "experts are spread over ranks or divided by columns: set one of them to 1"
-        )
     width = expert_width(model)
     if width % layout.expert_tensor:
         yield must_divide(
@@ -188,6 +177,23 @@ def stage_faults(layout: Layout, model: Any, overrides: Mapping[str, Any]) -> It
             "stated by override_transformer_config.num_layers_in_first_pipeline_stage and "
             "num_layers_in_last_pipeline_stage"
         )
+
+
+def sequence_faults(layout: Layout, engine: McoreEngineConfig, model: Any) -> Iterator[str]:
+    """Experts and latent attention have parts that are whole on each tensor rank; their gradients
+    are sums over ranks with different tokens."""
+    if layout.tensor == 1 or engine.sequence_parallel:
+        return
+    for is_there, what in (
+        (num_experts(model) is not None, "experts"),
+        (is_latent(model), "latent attention"),
+    ):
+        if is_there:
+            yield (
+                "megatron: sequence_parallel is False and tensor_model_parallel_size "
+                f"{layout.tensor}, but {model.model_type} has {what}, which megatron-core trains "
+                "on several tensor ranks with sequence parallelism only; set it to True"
+            )
 
 
 def must_divide(key: str, size: int, number: int, meaning: str) -> str:

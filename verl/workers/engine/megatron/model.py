@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import (
     MLATransformerConfig,
@@ -33,6 +34,7 @@ from megatron.core.transformer import (
 )
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
@@ -41,7 +43,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl.config.engine import McoreEngineConfig
 from verl.config.faults import ConfigError, Fault
-from verl.workers.engine.megatron.attention import Norm, PackedAttention
+from verl.workers.engine.megatron.attention import LatentRotary, Norm, PackedAttention
+from verl.workers.engine.megatron.balance import BalancedRouter, tell_router
 from verl.workers.engine.megatron.cpu import has_gpu
 from verl.workers.engine.megatron.layout import (
     Layout,
@@ -98,13 +101,15 @@ def model_faults(text: Any) -> Iterator[str]:
         if values.get(key):
             yield f"megatron: {key} is set, but only query, key and value of qwen2 have a bias"
     rope = values["rope_parameters"]["rope_type"]
-    if rope not in (("default", "yarn") if is_latent(text) else ("default", "linear", "llama3")):
+    if rope not in ("default", "linear", "llama3", "yarn"):
         yield f"megatron: rope_type {rope!r} is not known for {name}; set strategy=fsdp"
     if name == "deepseek_v3":
         yield from latent_faults(text)
 
 
 def latent_faults(text: Any) -> Iterator[str]:
+    if not text.rope_interleave:
+        yield "megatron: rope_interleave is False, but latent attention rotates neighbours"
     if text.rms_norm_eps != LATENT_NORM_EPSILON:
         yield f"megatron: rms_norm_eps is {text.rms_norm_eps}; latent attention has 1e-06"
     if not text.norm_topk_prob:
@@ -119,12 +124,15 @@ def latent_faults(text: Any) -> Iterator[str]:
 def shape_values(text: Any) -> dict[str, Any]:
     heads = text.num_attention_heads
     head_size = text.to_dict().get("head_dim") or text.hidden_size // heads
+    _, factor = rotary_frequencies(text)
     return {
         "num_layers": text.num_hidden_layers,
         "hidden_size": text.hidden_size,
         "num_attention_heads": heads,
         "num_query_groups": text.num_key_value_heads,
         "kv_channels": head_size,
+        # Queries and keys that are both scaled (YaRN) are scores scaled twice.
+        "softmax_scale": factor**2 * head_size**-0.5,
         "ffn_hidden_size": text.intermediate_size,
         "layernorm_epsilon": text.rms_norm_eps,
         "normalization": "RMSNorm",
@@ -140,7 +148,7 @@ def shape_values(text: Any) -> dict[str, Any]:
 
 def latent_values(text: Any) -> dict[str, Any]:
     rope = text.rope_parameters
-    values = {
+    return {
         "multi_latent_attention": True,
         "q_lora_rank": text.q_lora_rank,
         "kv_lora_rank": text.kv_lora_rank,
@@ -148,22 +156,10 @@ def latent_values(text: Any) -> dict[str, Any]:
         "qk_pos_emb_head_dim": text.qk_rope_head_dim,
         "v_head_dim": text.v_head_dim,
         "rotary_base": rope["rope_theta"],
-        "rope_type": "rope",
-        "rotary_scaling_factor": 1.0,
-        "num_query_groups": text.num_attention_heads,
-    }
-    if rope["rope_type"] != "yarn":
-        return values
-    original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-    return {
-        **values,
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope["factor"],
-        "original_max_position_embeddings": original,
-        "beta_fast": rope.get("beta_fast") or 32,
-        "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": rope.get("mscale") or 1.0,
+        "rope_type": "rope",  # until the layers are built: `LatentRotary` takes its place
+        "rotary_scaling_factor": rope.get("factor") or 1.0,
         "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+        "num_query_groups": text.num_attention_heads,
     }
 
 
@@ -291,9 +287,13 @@ def build_chunks(
         chunk.whole_shapes = shapes
         if is_last and is_value_model:
             chunk.output_layer = ValueHead(config)  # pyright: ignore[reportAttributeAccessIssue]
-        if not is_latent(text):
-            set_frequencies(chunk, text)
+        set_frequencies(chunk, text)
+        for layer in chunk.decoder.layers:
+            if isinstance(layer.mlp, MoELayer):
+                layer.register_forward_pre_hook(tell_router, with_kwargs=True)
         chunks.append(chunk.to(dtype) if dtype == torch.float64 else chunk)
+    if is_latent(text):
+        config.rope_type = "yarn"  # of the two kinds, the one whose angles come with a factor
     return chunks
 
 
@@ -329,6 +329,12 @@ def use_our_modules(layer: ModuleSpec) -> None:
     parts: Any = layer.submodules
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
+    if isinstance(parts.mlp.submodules, MoESubmodules):
+        parts.mlp.submodules.router = BalancedRouter
+    if isinstance(attention, multi_latent_attention.MLASelfAttentionSubmodules):
+        # Whole on every rank: megatron-core's divided ones leave out a part of the gradient of the
+        # keys' rotary numbers, which all heads share.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     for submodules in (parts, attention):
         for name, kind in vars(submodules).items():
             if kind is WrappedTorchNorm:
@@ -346,13 +352,22 @@ def is_tied(hf_config: Any) -> bool:
 
 def set_frequencies(chunk: GPTModel, text: Any) -> None:
     """Rotate by the frequencies that the Hugging Face model has, scaled ones included."""
-    rope = text.rope_parameters["rope_type"]
-    if rope == "default":
+    frequencies, factor = rotary_frequencies(text)
+    if not is_latent(text):
+        chunk.rotary_pos_emb.inv_freq = frequencies
         return
-    rotary = chunk.rotary_pos_emb
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope](text, rotary.inv_freq.device)
-    assert factor == 1.0, f"rope_type {rope!r} scales attention"
-    rotary.inv_freq = frequencies
+    for layer in chunk.decoder.layers:
+        layer.self_attention.rotary_pos_emb = LatentRotary(frequencies, factor)
+
+
+def rotary_frequencies(text: Any) -> tuple[Tensor, float]:
+    """(size / 2,) of each pair, and the factor of cosines and sines."""
+    rope, device = text.rope_parameters, torch.device("cpu")
+    if rope["rope_type"] != "default":
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](text, device)
+    size = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+    return 1.0 / rope["rope_theta"] ** exponents, 1.0
 
 
 class ValueHead(nn.Linear):

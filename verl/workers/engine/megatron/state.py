@@ -6,7 +6,7 @@ Every rank keeps an equal stretch of every whole tensor (`FlatSlice`), whatever 
 goes the same way back. Moments are numbered as torch numbers them for the Hugging Face model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -19,7 +19,6 @@ from verl.utils.distributed import all_reduce_
 from verl.workers.engine.megatron.model import ModelChunk
 from verl.workers.engine.megatron.optimizer import ParallelOptimizer
 from verl.workers.engine.megatron.weights import (
-    EXPERT_BIAS,
     LocalWeight,
     by_name,
     gather,
@@ -36,11 +35,15 @@ class StateOfLayout:
     """The state of an optimizer whose parameters are divided among the ranks of a layout."""
 
     def __init__(
-        self, chunks: list[ModelChunk], hf_config: Any, optimizer: ParallelOptimizer
+        self,
+        chunks: list[ModelChunk],
+        hf_config: Any,
+        optimizer: ParallelOptimizer,
+        names: Sequence[str],
     ) -> None:
+        """`names` are the trained parameters of the Hugging Face model, in its order."""
         self._chunks, self._config, self._optimizer = chunks, hf_config, optimizer
-        self._names = [n for n in chunks[0].whole_shapes if not n.endswith(EXPERT_BIAS)]
-        """Parameters of the Hugging Face model, in its order."""
+        self._names = names
 
     def save(self) -> dict[str, Any]:
         """The state of a `MasterOptimizer` on the Hugging Face model; every rank must ask."""
@@ -65,6 +68,13 @@ class StateOfLayout:
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from what `save` gave on any layout, or another engine."""
+        if state[MASTERS].keys() != set(self._names):
+            differing = sorted(state[MASTERS].keys() ^ set(self._names))
+            raise ValueError(
+                f"the checkpoint has optimizer state of {len(state[MASTERS])} weights and "
+                f"{len(self._names)} are trained; they differ in {', '.join(differing[:3])}: "
+                "train the same (model.override_config.moe_config.freeze_moe_router)"
+            )
         own, names = self._optimizer, list(self._optimizer.masters)
         self._fill(state[MASTERS].items(), own.masters)
         own._write_back()

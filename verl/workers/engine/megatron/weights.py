@@ -135,14 +135,14 @@ REPLICATED = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": f"mlp.gate.{EXPERT_BIAS}",
 }
 COLUMNS = {
     "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
-    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
     "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
-    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
     "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
 }
 
@@ -315,9 +315,18 @@ def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def export_weights(chunks: list[ModelChunk], hf_config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under Hugging Face names, one at a time; every rank must take part."""
-    return gather(chunks, hf_config, lambda weight: weight.tensor)
+def export_weights(
+    chunks: list[ModelChunk], hf_config: Any, names: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors under Hugging Face names, all or those in `names`, one at a time; every rank
+    must take part."""
+    return gather(chunks, hf_config, lambda weight: weight.tensor, names=names)
+
+
+def trained_names(names: Iterable[str], *, with_routers: bool = True) -> list[str]:
+    """Of parameters, without buffers and, if they are frozen, without routers."""
+    left_out = (EXPERT_BIAS,) if with_routers else (EXPERT_BIAS, ".mlp.gate.weight")
+    return [name for name in names if not name.endswith(left_out)]
 
 
 @torch.no_grad()

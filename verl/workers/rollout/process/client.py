@@ -107,6 +107,7 @@ class EngineProcess(StreamingRollout):
         self.stall_seconds = 0.0
         """For how long no token could be generated during the last update."""
 
+        self._is_closed = False
         self._starting = threading.Lock()
         self._updating = threading.Lock()
 
@@ -154,8 +155,9 @@ class EngineProcess(StreamingRollout):
             self._start()
 
     def close(self) -> None:
-        """End the process; those who still wait are told that it is lost."""
+        """End the process; those who still wait are told that it is lost. No other is started."""
         with self._starting:
+            self._is_closed = True
             self._end(grace_seconds=CLOSE_SECONDS)
 
     # ---- tokens ----------------------------------------------------------------------------------
@@ -319,6 +321,8 @@ class EngineProcess(StreamingRollout):
         return answer
 
     def _start(self) -> EngineFacts:
+        if self._is_closed:  # a recovery may be under way when a run ends
+            raise EngineStartError("this engine was closed; make another EngineProcess")
         spec = self.spec
         interval = min(MAX_HEARTBEAT_SECONDS, spec.answer_seconds / 5)
         try:
@@ -330,9 +334,11 @@ class EngineProcess(StreamingRollout):
             ) from error
         try:
             child.handshake(spec.start_seconds)
-        except WireError as error:
+        except BaseException as error:
             child.end()
-            raise EngineStartError(f"{error}; {child.stderr_tail()}") from error
+            if isinstance(error, WireError):
+                raise EngineStartError(f"{error}; {child.stderr_tail()}") from error
+            raise
         silent = spec.answer_seconds
         link = Link(child, Timeouts(silent_seconds=silent, work_seconds=spec.start_seconds))
         try:

@@ -67,7 +67,8 @@ def vllm_options(
     if rollout.quantization_config_file is not None:
         arguments["hf_overrides"] = {"quantization_config_file": rollout.quantization_config_file}
     if rollout.enable_rollout_routing_replay:
-        arguments["enable_return_routed_experts"] = returns_routes(rollout, device)
+        arguments["enable_return_routed_experts"] = True
+        refuse_routes_of_several_workers(rollout, device)
     if adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter["r"]}
     return {
@@ -75,6 +76,7 @@ def vllm_options(
         "arguments": arguments,
         "engine_kwargs": own_arguments(rollout, "vllm"),
         "compiles": device != "cpu" or not rollout.enforce_eager,
+        "interprets": device == "cpu" and rollout.enable_rollout_routing_replay,
         "prompt_length": rollout.prompt_length,
         "end_tokens": end_tokens(Path(model_path), trust_remote_code),
         "adapter": adapter,
@@ -82,21 +84,14 @@ def vllm_options(
     }
 
 
-def returns_routes(rollout: RolloutConfig, device: str) -> bool:
-    """vLLM keeps routes with the blocks of its prefix cache, and returns them since its model
-    runner V2."""
-    key = "rollout.enable_rollout_routing_replay"
-    if device == "cpu":
+def refuse_routes_of_several_workers(rollout: RolloutConfig, device: str) -> None:
+    size = rollout.tensor_model_parallel_size
+    if device == "cpu" and size > 1:
         raise ValueError(
-            f"{key} is True, but on a CPU vLLM returns no routes (its model runner V2 needs "
-            "Triton): use rollout.name=native, or actor.router_replay.mode=R2"
+            f"rollout.enable_rollout_routing_replay is True, and tensor_model_parallel_size is "
+            f"{size}; on a CPU vLLM returns expert routes with one worker: set it to 1, or "
+            "actor.router_replay.mode=R2"
         )
-    if not rollout.enable_prefix_caching:
-        raise ValueError(
-            f"{key} is True, and vLLM keeps routes with the blocks of its prefix cache: set "
-            "rollout.enable_prefix_caching=True"
-        )
-    return True
 
 
 def vllm_environment(device: str) -> dict[str, str]:

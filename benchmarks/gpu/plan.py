@@ -1,0 +1,248 @@
+"""What `all.py` measures: every part with its command, its time, and the page of its numbers.
+
+A new measurement is one entry of `PLAN`, and one of `TINY_PLAN`, which runs on a CPU. Letters are
+groups: `USUAL` are the tables of docs/performance.md, `CALLS` the three that fill a borrowed
+machine's ten minutes each (README.md).
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GROWING = "expandable_segments:True"
+"""An option of torch's allocator: growing tensors (as in `generate`) need no new blocks. Everything
+runs as it comes; TRL, which gains a lot by it, also with the option."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of the chain."""
+
+    letter: str
+    claim: str
+    module: str
+    """Of `benchmarks.gpu`, another one by its full name, or the path of a script."""
+
+    arguments: str
+    """`{work}` is the folder of files that later parts need, `{out}` the file to write (added where
+    no argument names it and `result` is it), `{limit}` the seconds after which it is ended."""
+
+    seconds: int
+    """Estimated from the runs in docs/performance.md, starting the process included."""
+
+    allocator: str = ""
+    page: str = "docs/performance.md"
+    """Where its numbers belong."""
+
+    lane: str = ""
+    """Its times mean nothing, so it may run beside other lanes; those of a lane run in order."""
+
+    needs: tuple[str, ...] = ()
+    """Files or folders without which it does not begin."""
+
+    result: str = "{out}"
+    """The JSON file it leaves; without one the end of what it prints is kept."""
+
+
+PIECES = ("{work}/smollm2.0", "{work}/smollm2.1")
+"""The wheel with a real model in two (scripts/gpu_kit.sh)."""
+MODEL, DATA = "{work}/home/models/SmolLM2-135M-Instruct", "{work}/home/data/gsm8k"
+TUNED = "{work}/gsm8k/runs/gsm8k/sft/latest"
+GSM8K = "--home {work}/home --out {work}/gsm8k --timeout-seconds {limit}"
+GPU_TESTS = "tests/models tests/utils tests/workers tests/trainer/test_sft_gpu.py"
+
+PLAN = [
+    Part(
+        "c", "grpo_step", "grpo_step",
+        "--shape 0.5B --rounds 2 --variants base,old_log_probs", 72,
+    ),
+    Part("d", "trl_step", "trl_step", "--shape 0.5B --steps 3", 118),
+    Part("h", "grpo_step", "trainer_step", "--shape 0.5B --steps 4", 60),
+    Part("a", "decode", "decode", "--shape 0.5B --repeats 3 --generate-pairs 3", 37),
+    Part("b", "train", "train", "--shape 0.5B --rounds 3", 23),
+    Part("c", "grpo_step", "grpo_step", "--shape 1.5B --rounds 1 --variants base", 51),
+    Part(
+        "e", "exact", "grpo_step",
+        "--shape 0.5B --variants approximate --rounds 3 --prompts 4", 15,
+    ),
+    Part("e", "exact", "grpo_step", "--shape 0.5B --variants exact --rounds 3 --prompts 4", 15),
+    Part("a", "decode", "decode", "--shape 1.5B --repeats 2", 27),
+    Part(
+        "c", "grpo_step", "grpo_step",
+        "--shape 3B --rounds 1 --variants base --micro-tokens 24576", 62,
+    ),
+    Part("k", "kernels", "kernels", "--shape 0.5B", 25),
+    Part("f", "filtered", "filtered", "--shape 0.5B --new-tokens 64 --rounds 1", 25),
+    Part("j", "decode", "decode", "--shape 7B --repeats 1 --new-tokens 128", 30),
+    Part("j", "train", "train", "--shape 1.5B --rounds 1", 27),
+    Part("i", "trl_step", "trl_step", "--shape 1.5B --steps 2", 130),
+    Part("i", "trl_step", "trl_step", "--shape 3B --steps 2 --micro-rows 16", 210),
+    Part("l", "trl_step", "trl_step", "--shape 0.5B --steps 2", 80, allocator=GROWING),
+    Part(
+        "m", "async", "async_steps",
+        "--prompts 32 --samples 8 --new-tokens 4096 --steps 8 --sync-steps 8 --staleness 1 3 "
+        "--keep",
+        415, page="docs/async.md, When it pays",
+    ),
+    Part("m", "distillation", "distillation", "", 60, page="docs/distillation.md"),
+    # Never measured, or changed since: times of single processes.
+    Part("1", "stall", "publish_stall", "--shape 0.5B", 110, page="docs/async.md, What is shown"),
+    Part(
+        "1", "kept_cache", "benchmarks.kept_cache", "--shape 0.5B --device cuda --segment 64", 60,
+        page="docs/async.md, Kept keys and values",
+    ),
+    Part("1", "megatron", "megatron", "--shape 0.5B", 60, page="docs/megatron.md"),
+    Part(
+        "1", "agents", "agents", "--sessions 64 512 --rounds 2", 90,
+        page="docs/agents.md, What is shown; docs/performance.md, Conversations",
+    ),
+    Part(
+        "1", "board", "benchmarks.board_overhead", "--device cuda --steps 12 --rounds 3", 120,
+        page="docs/performance.md, The record of a run",
+    ),
+    Part(
+        "1", "memory", "memory_estimate", "--cases 0.5B 1.5B 7B-lora", 90,
+        page="docs/large_models.md",
+    ),
+    # A real model learns; beside it, mutants have the processors.
+    Part(
+        "2", "gsm8k", "examples/smollm2/prepare.py", f"--wheel {' '.join(PIECES)} --out {MODEL}",
+        40, page="none: the model of the next lines", lane="gsm8k", needs=PIECES, result="",
+    ),
+    Part(
+        "2", "gsm8k", "gsm8k", f"{GSM8K} --only sft", 120,
+        page="docs/gsm8k.md", lane="gsm8k", needs=(MODEL, DATA), result="{work}/gsm8k/sft.json",
+    ),
+    Part(
+        "2", "gsm8k", "gsm8k", f"{GSM8K} --only grpo", 330,
+        page="docs/gsm8k.md", lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
+    ),
+    Part(
+        "2", "gsm8k", "gsm8k", f"{GSM8K} --only eval", 60,
+        page="docs/gsm8k.md", lane="gsm8k",
+        needs=("{work}/gsm8k/runs/gsm8k/grpo/global_step_100",), result="{work}/gsm8k/eval.json",
+    ),
+    Part(
+        "2", "mutants", "scripts/mutate.py",
+        "--count 200 --jobs 12 --deadline-seconds 540 --map {work}/mutants.json --output {out}",
+        550, page="CONTRIBUTING.md, the share of planted faults", lane="mutants", result="",
+    ),
+    # More of it, with the tests of the kernels beside it; then times that the pages have already.
+    Part(
+        "3", "gsm8k", "gsm8k", f"{GSM8K} --only ppo", 300,
+        page="docs/gsm8k.md", lane="ppo", needs=(TUNED,), result="{work}/gsm8k/ppo.json",
+    ),
+    Part(
+        "3", "recipes", "recipes_smollm2",
+        f"--model {MODEL} --out {{work}}/recipes --timeout-seconds 280", 300,
+        page="recipe/prime/README.md and its siblings, docs/distillation.md", lane="recipes",
+        needs=(MODEL,), result="{work}/recipes/recipes_smollm2.json",
+    ),
+    Part(
+        "3", "tests", "pytest", f"-q -m gpu -W default -n 8 --dist loadfile {GPU_TESTS}", 240,
+        page="none: nothing may fail", lane="tests", result="",
+    ),
+    Part("3", "experts", "experts", "--time-limit 120", 60, page="docs/experts.md"),
+    Part("3", "fp8", "fp8", "--time-limit 140", 140, page="docs/fp8.md"),
+    Part("3", "vision", "vision", "--family qwen2_vl", 30, page="docs/performance.md"),
+    Part("3", "vision", "vision", "--family qwen3_vl", 30, page="docs/performance.md"),
+]  # fmt: skip
+USUAL, CALLS = "a,b,c,d,e,f,h,k", ("1", "2", "3")
+
+TINY = "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-tokens 8 --new-tokens 12"
+FEW = "--device cpu --prompts 2 --samples 2"
+TINY_STEPS = "--settings data.train_batch_size=4 trainer.total_training_steps=2 trainer.test_freq=2"
+TINY_RL = "data.max_response_length=16 actor_rollout_ref.actor.ppo_mini_batch_size=4"
+TINY_PLAN = [
+    Part("a", "decode", "decode", f"{TINY} --repeats 1 --generate-pairs 1", 60),
+    Part("b", "train", "train", f"{TINY} --rounds 1", 60),
+    Part("c", "grpo_step", "grpo_step", f"{TINY} --rounds 1", 60),
+    Part("d", "trl_step", "trl_step", f"{TINY} --steps 2 --micro-rows 4", 60),
+    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants approximate", 60),
+    Part("e", "exact", "grpo_step", f"{TINY} --rounds 1 --variants exact", 60),
+    Part("f", "filtered", "filtered", f"{TINY} --rounds 1", 60),
+    Part("h", "grpo_step", "trainer_step", f"{TINY} --steps 2", 60),
+    Part("k", "kernels", "kernels", f"{TINY} --micro-tokens 64", 60),
+    Part(
+        "m", "async", "async_steps",
+        f"--shape tiny {FEW} --prompt-tokens 6 --new-tokens 24 --median 3 --steps 2 --sync-steps 2 "
+        "--staleness 1", 90,
+    ),
+    Part("m", "distillation", "distillation", f"{TINY} --teacher tiny --rounds 1", 60),
+    Part(
+        "1", "stall", "publish_stall",
+        f"--shape tiny {FEW} --prompt-tokens 6 --new-tokens 400 --updates 3 --between 3 "
+        "--pause-seconds 0.01", 60,
+    ),
+    Part(
+        "1", "kept_cache", "benchmarks.kept_cache",
+        f"--shape tiny {FEW} --ages 2 --segment 4 --rates 1e-3", 60,
+    ),
+    Part("1", "megatron", "megatron", f"{TINY} --rounds 1", 60),
+    Part(
+        "1", "agents", "agents",
+        "--shape tiny --device cpu --sessions 2 4 --turns 2 --turn-tokens 4 --reply-tokens 3 "
+        "--prompt-tokens 6 --tool-seconds 0.01 --cache-gib 1 --rounds 1", 60,
+    ),
+    Part(
+        "1", "board", "benchmarks.board_overhead",
+        "--device cpu --prompts 4 --steps 3 --rounds 1", 60,
+    ),
+    Part("1", "memory", "memory_estimate",
+         f"{FEW} --cases tiny tiny-lora --prompt-tokens 6 --new-tokens 8", 60),
+    Part(
+        "2", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only sft {TINY_STEPS}", 60,
+        lane="gsm8k", needs=(MODEL, DATA), result="{work}/gsm8k/sft.json",
+    ),
+    Part(
+        "2", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only grpo {TINY_STEPS} {TINY_RL}", 60,
+        lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
+    ),
+    Part(
+        "2", "mutants", "scripts/mutate.py",
+        "--count 2 --jobs 1 --only verl/algos/kl --tests tests/algos/test_kl.py "
+        "--deadline-seconds {limit} --map {work}/mutants.json --output {out}", 200,
+        lane="mutants", result="",
+    ),
+    Part(
+        "3", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only ppo {TINY_STEPS} {TINY_RL}", 60,
+        lane="ppo", needs=(TUNED,), result="{work}/gsm8k/ppo.json",
+    ),
+    Part(
+        "3", "recipes", "recipes_smollm2",
+        f"--model {MODEL} --out {{work}}/recipes --device cpu --prompts 4 --steps 2 "
+        "--settings data.max_prompt_length=192", 120,
+        lane="recipes", needs=(MODEL,), result="{work}/recipes/recipes_smollm2.json",
+    ),
+    Part("3", "tests", "pytest", "-q tests/algos/test_kl.py", 60, lane="tests", result=""),
+    Part(
+        "3", "experts", "experts",
+        f"--shape tiny {FEW} --tokens 64 --length 16 --rows 8 --prompt-tokens 6 --new-tokens 8 "
+        "--rounds 1", 60,
+    ),
+    Part("3", "fp8", "fp8",
+         f"--shapes tiny {FEW} --prompt-tokens 6 --new-tokens 8 --rounds 1", 60),
+    Part("3", "vision", "vision",
+         "--device cpu --layers 2 --hidden 128 --prompts 4 --samples 1 --tokens 4", 60),
+]  # fmt: skip
+
+
+def beside_each_other(plan: Sequence[Part]) -> Iterator[list[list[Part]]]:
+    """Lanes to run together: timed parts alone, and those between two of them by their lane."""
+    for in_lanes, parts in itertools.groupby(plan, lambda part: bool(part.lane)):
+        lanes: dict[Any, list[Part]] = {}
+        for number, part in enumerate(parts):
+            lanes.setdefault(part.lane or number, []).append(part)
+        if in_lanes:
+            yield list(lanes.values())
+        else:
+            yield from ([lane] for lane in lanes.values())
+
+
+def expected_seconds(plan: Sequence[Part]) -> int:
+    """By the estimates, the longest of lanes that run beside each other."""
+    return sum(
+        max(sum(part.seconds for part in lane) for lane in lanes)
+        for lanes in beside_each_other(plan)
+    )
