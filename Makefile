@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests and runs start many processes: each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-examples test-sglang test-verifiers test-invariance test-megatron test-templates test-trackio chaos soak mutants golden test-all docs docs-serve dist test-dist lint format check bench bench-gpu gpu-kit config clean
+.PHONY: help install quickstart pictures guess-number serve test test-browser test-kernels test-vllm test-gpu test-agents test-examples test-sglang test-verifiers test-invariance test-megatron test-templates test-trackio chaos soak mutants golden test-all docs docs-serve dist test-dist lint format check bench bench-gpu gpu-kit config clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 18
@@ -49,6 +49,10 @@ test: $(STAMP)  ## Run the tests (CPU; about eleven minutes on two cores)
 test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: apt-get install chromium)
 	$(BIN)/pip install --quiet playwright
 	$(BIN)/python -m pytest tests/browser -m 'slow or not slow'
+
+pictures: quickstart  ## Draw the screenshots of the documentation from the quickstart's page, in Chromium
+	$(BIN)/pip install --quiet playwright
+	$(BIN)/python -m tests.browser.pictures runs/quickstart/page.html docs/images
 
 test-kernels: $(STAMP)  ## Compare the GPU kernels with plain torch, through Triton's interpreter
 	$(BIN)/pip install --quiet --no-deps triton==3.6.0

@@ -5,7 +5,7 @@
 # that fails among others and passes alone is named at the end: it is a fault of the test, or a
 # race of the product, to be cured. One that fails alone too is red, and so are more than three.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-.venv/bin/python}
 failed=.pytest_cache/v/cache/lastfailed
 

@@ -3,18 +3,16 @@
 Whoever has Chromium elsewhere names it in `CHROMIUM`.
 """
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from tests.browser.pictures import chromium, executable
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TOKEN = "open-sesame-open-sesame"
 MAX_TOKENS = 4096
 CHAT_TEMPLATE = (
@@ -25,15 +23,11 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    executable = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if executable is None:
+    pytest.importorskip("playwright.sync_api")
+    if executable() is None:
         pytest.skip("there is no Chromium; install it, or name it in CHROMIUM")
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=executable, args=arguments)
-        yield chromium
-        chromium.close()
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

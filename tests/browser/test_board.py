@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.browser import pictures
 from verl.board.serving import Board, board_server, page_address
 from verl.board.store import Sample, Step, StoreWriter
 from verl.utils.json_server import JsonServer
@@ -184,6 +185,14 @@ def test_a_step_appears_by_itself_when_it_is_committed(browser, tmp_path):
         tab.close()
         board.close()
     store.close()
+
+
+def test_pictures_of_the_documentation_are_drawn(browser, exported, tmp_path):
+    pictures.draw(browser, exported, tmp_path)
+    for name in ("board.png", "board-curves.png"):
+        picture = (tmp_path / name).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 20_000
 
 
 def test_without_the_token_the_page_says_what_is_missing(browser, server):

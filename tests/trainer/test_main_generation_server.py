@@ -204,3 +204,12 @@ def test_a_model_without_a_tokenizer_is_named(prompt_file, tmp_path):
     empty.mkdir()
     with pytest.raises(ConfigError, match=r"model\.path is .*empty.*no tokenizer is found"):
         main(config_for(empty, prompt_file, tmp_path / "out.parquet"))
+
+
+def test_the_plan_of_a_server_is_printed_and_its_option_is_not_called_unused(model_folder, capsys):
+    arguments = ["trainer.dry_run=True", "trainer.device=cpu", "trainer.n_gpus_per_node=1"]
+    arguments += [f"actor_rollout_ref.model.path={model_folder}"]
+    main(OmegaConf.from_dotlist(arguments))
+    printed = capsys.readouterr()
+    assert "plan: serve" in printed.out
+    assert "no effect" not in printed.out + printed.err

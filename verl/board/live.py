@@ -64,7 +64,7 @@ class RunBoard:
         if self._server is not None:
             self._board.close()
             self._server.stop()
-            say(f"the run page is still to be had: python -m verl.board {self._folder}")
+            say(f"reopen the run page: python -m verl.board {self._folder}")
 
     def add_step(
         self,

@@ -32,7 +32,7 @@ READS = (
     *(f"actor_rollout_ref.model.{name}" for name in ("external_lib", "trust_remote_code")),
     *(f"data.{name}" for name in ("output_path", "chat_template", "apply_chat_template_kwargs")),
     *(f"data.{name}" for name in ("max_prompt_length", "max_response_length")),
-    *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "device")),
+    *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "device", "dry_run")),
 )
 """What a server reads of the configuration."""
 
