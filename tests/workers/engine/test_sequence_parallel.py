@@ -8,9 +8,11 @@ from tests.tiny_models import plain_twin, tiny_model
 from tests.utils.two_ranks import run_on_ranks, run_on_two_ranks
 from tests.workers.engine.test_one_device import batch, weighted_sum
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.models.experts import set_aux_loss
 from verl.models.loading import load_value_model, score_head
 from verl.workers.engine.one_device import OneDeviceEngine
 from verl.workers.engine.outputs import Outputs
+from verl.workers.engine.routes import AUX_LOSS
 
 PASSES = [[0], [1, 2, 3], [], [4, 5, 6]]  # row 0 has no response; a pass may have no rows
 CASES = {
@@ -19,6 +21,7 @@ CASES = {
     "gemma2": {},
     "gpt_oss": {},
     "qwen3_moe": {},
+    "qwen3_moe with auxiliary loss": {},
     "llama with checkpointing": {"gradient_checkpointing": True},
     "llama with shared prompts": {"prefix_sharing": True},
     "values": {"is_value_model": True},
@@ -36,7 +39,8 @@ def critic_path(tmp_path_factory):
 def build(name, critic_path, group):
     def model():
         if not name.startswith("values"):
-            return tiny_model(name.split()[0])
+            coef = {"router_aux_loss_coef": 1.0} if name.endswith("auxiliary loss") else {}
+            return set_aux_loss(tiny_model(name.split()[0], **coef), coef)
         critic = load_value_model(critic_path)
         with torch.no_grad():  # it starts at zero, through which no gradient goes
             score_head(critic).weight.copy_(torch.linspace(-1, 1, 32))
@@ -61,7 +65,10 @@ def rows():
 def loss(columns, rows):
     if "values" in columns:
         return (columns["values"] * rows["weight"]).sum() / 10, {}
-    return weighted_sum(columns, rows)
+    value, metrics = weighted_sum(columns, rows)
+    if AUX_LOSS in columns:
+        value = value + columns[AUX_LOSS].sum()
+    return value, metrics
 
 
 def columns_loss_and_step(name, critic_path, group=None):

@@ -140,7 +140,7 @@ class PassRoutes:
         return columns
 
     def _aux_loss(self, sources: Tensor) -> Tensor:
-        """(B,); 0 for a row without response tokens."""
+        """(B,); 0 for a row without response tokens. Where ranks split the tokens, each has all."""
         num_rows, width = self.inputs.shape
         row_of_source = self.inputs.index // width  # (R,)
         counts = torch.bincount(row_of_source, minlength=num_rows).clamp_min(1).float()
@@ -151,14 +151,19 @@ class PassRoutes:
             assert layer.selected is not None
             chosen = torch.zeros_like(logits, dtype=torch.float32).scatter_(
                 1, layer.selected[: self.num_tokens].long(), 1.0
-            )[sources]
+            )
+            shares = probabilities(logits, has_sigmoid=layer.has_sigmoid)
             shape = (num_rows, layer.num_experts)
             means = [
-                x.new_zeros(shape).index_add(0, row_of_source, x) / counts[:, None]
-                for x in (chosen, probabilities(logits, has_sigmoid=layer.has_sigmoid)[sources])
+                x.new_zeros(shape).index_add(0, row_of_source, self._of_all(x[sources]))
+                / counts[:, None]
+                for x in (chosen, shares)
             ]
             total = total + layer.num_experts * (means[0] * means[1]).sum(1)
         return total / len(self.routing.layers)
+
+    def _of_all(self, values: Tensor) -> Tensor:
+        return values if self.shard is None else self.shard.gather(values)
 
 
 def probabilities(logits: Tensor, *, has_sigmoid: bool) -> Tensor:
