@@ -3,13 +3,20 @@
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.models.test_packed import packed_logits, random_ids
 from tests.tiny_models import plain_twin, tiny_model
 from tests.tiny_tokenizer import save_tiny_model
 from verl.config.faults import ConfigError
 from verl.models.attention import ATTENTION
-from verl.models.loading import CACHE_LINE, load_causal_lm, load_value_model, read_config
+from verl.models.loading import (
+    CACHE_LINE,
+    BadModel,
+    load_causal_lm,
+    load_value_model,
+    read_config,
+)
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
@@ -19,6 +26,17 @@ def test_weights_begin_at_cache_lines_wherever_they_stand_in_their_file(tmp_path
         stored = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
     assert any(weight.data_ptr() % CACHE_LINE for weight in stored)  # or this test shows nothing
     assert all(weight.data_ptr() % CACHE_LINE == 0 for weight in load(str(folder)).parameters())
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, load):
+    folder = save_tiny_model(tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(BadModel, match=r"lacks 1 weights of .*\(model\.layers\.1\.mlp\.up_proj"):
+        load(str(folder))
 
 
 def test_a_tied_weight_stays_one(tmp_path):

@@ -12,7 +12,7 @@ names, not in these weights. A reward model without such a layer is refused: a r
 reward noise.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
@@ -58,13 +58,15 @@ def load_causal_lm(
     """Load the model at `path` (a folder or a hub name) with its weights, ready to be packed."""
     config = read_config(path, override_config, trust_remote_code)
     with reading(path):
-        model = auto_class(config).from_pretrained(
+        model, loading = auto_class(config).from_pretrained(
             path,
             config=config,
             dtype=dtype,
             attn_implementation=attention_of(config),
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
+    refuse_missing(loading["missing_keys"], path, model)
     set_aux_loss(prepare(model), override_config)
     return model.to(device)  # pyright: ignore[reportArgumentType]
 
@@ -126,6 +128,17 @@ def reading(path: str) -> Iterator[None]:
         if memory_hint(error) is not None:
             raise
         raise BadModel(f"the model at {path} cannot be loaded: {error}") from error
+
+
+def refuse_missing(names: Iterable[str], path: str, model: PreTrainedModel) -> None:
+    """transformers draws weights that a checkpoint lacks at random, and only warns."""
+    missing = sorted(names)
+    if missing:
+        raise BadModel(
+            f"the model at {path} lacks {len(missing)} weights of a {type(model).__name__} "
+            f"({', '.join(missing[:3])}{', ...' * (len(missing) > 3)}), which would be random "
+            "numbers; give a folder with all weights of a language model"
+        )
 
 
 def random_causal_lm(
@@ -278,6 +291,7 @@ def load_with_head(
             **options,
         )
     missing = set(loading["missing_keys"])
+    refuse_missing(missing - {"score.weight", "score.bias"}, path, model)
     if "score.bias" in missing:
         nn.init.zeros_(score_head(model).bias)
     return prepare_layers(model), missing
