@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The test command: all tests on three workers; the few that failed there once more, alone.
+# The test command: all tests on four workers; the few that failed there once more, alone.
 #
-# Three workers on two cores, each with processes of its own, delay each other by seconds. A test
+# Four workers on two cores, each with processes of its own, delay each other by seconds. A test
 # that fails among others and passes alone is named at the end: it is a fault of the test, or a
 # race of the product, to be cured. One that fails alone too is red, and so are more than three.
 set -uo pipefail
@@ -10,7 +10,7 @@ python=${PYTHON:-.venv/bin/python}
 failed=.pytest_cache/v/cache/lastfailed
 
 rm -f "$failed"
-"$python" -m pytest -n 3 --dist loadfile "$@"
+"$python" -m pytest -n 4 --dist loadfile "$@"
 status=$?
 [ "$status" = 1 ] && [ -s "$failed" ] || exit "$status"
 num_failed=$("$python" -c 'import json, sys; print(len(json.load(open(sys.argv[1]))))' "$failed")

@@ -40,7 +40,10 @@ RAY_ID = re.compile(r"(?<![a-z])ray(?![a-z])")
 """What the id of each test on Ray contains: `test_ray.py`, `[ray-2]`, `test_parts_on_ray`."""
 
 
-LONG_FIRST = ("ray", "tests/e2e", "tests/trainer", "tests/chaos", "tests/single_controller")
+LONG_FIRST = (
+    *("ray", "tests/e2e", "tests/trainer", "tests/chaos", "tests/single_controller"),
+    *("tests/server", "tests/workers", "tests/data_plane", "tests/examples", "tests/compat"),
+)
 """Scopes in the order in which they start; tests on Ray take longest and wait for processes."""
 
 

@@ -149,8 +149,17 @@ def test_the_checker_sees_a_process_that_is_left(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "kinds"),
     [
-        pytest.param(ENGINE_BESIDE, (*FAILURES, None, "a step", None), id="an engine beside"),
-        pytest.param(EVERYTHING_APART, ("a step", None, "Ctrl-C"), id="ranks and graders"),
+        pytest.param(ENGINE_BESIDE, ("a step", None), id="an engine beside"),
+        pytest.param(
+            *(ENGINE_BESIDE, (*FAILURES, None, "a step", None)),
+            id="an engine beside, every end",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(EVERYTHING_APART, ("a step", None, "Ctrl-C")),
+            id="ranks and graders",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_leaves_nothing_behind_however_it_ends(toy, tmp_path, changes, kinds):

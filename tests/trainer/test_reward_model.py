@@ -342,7 +342,7 @@ def test_what_one_process_can_do_is_not_refused():
 def test_a_model_of_several_processes_is_not_served(toy, tmp_path, model_path, options, reason):
     (tmp_path / "ask.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info, "
-        "reward_router_address):\n    return 1.0\n"
+        "reward_router_address, **kwargs):\n    return 1.0\n"
     )
     function = f"custom_reward_function.path={tmp_path / 'ask.py'}"
     with pytest.raises(ValueError, match=reason):

@@ -186,8 +186,8 @@ class DAPORewardManager(NaiveRewardManager):
 
     @classmethod
     def options_of(cls, config: Any) -> dict[str, Any]:
-        data = config["data"]
-        longest = "max_response_length"  # programs of people's own may have no such key
+        data = config.get("data", {})  # programs of one's own may have neither
+        longest = "max_response_length"
         return {"max_resp_len": data[longest]} if longest in data else {}
 
     async def grade(self, trajectory: Trajectory) -> Grade:
