@@ -118,8 +118,13 @@ def torchvision_faults(config: PPOConfig) -> Iterator[Fault]:
     """vLLM's modules of these models import torchvision, also where no row has an image."""
     rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
     file = Path(path).expanduser() / "config.json"
-    family = json.loads(file.read_text()).get("model_type") if file.is_file() else None
-    if rollout.name != "vllm" or family not in NEED_TORCHVISION:
+    if rollout.name != "vllm" or not file.is_file():
+        return
+    try:
+        family = json.loads(file.read_text())["model_type"]
+    except (ValueError, TypeError, KeyError):
+        return  # named where the model is read
+    if family not in NEED_TORCHVISION:
         return
     try:
         is_there = installed_version("torchvision", rollout.python) is not None

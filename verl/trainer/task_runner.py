@@ -170,7 +170,7 @@ class TaskRunner:
                     if restarts_left == 0 or not is_loss(error):
                         raise
                     logger.error("%s\n%s", error, _next_attempt(trainer, restarts_left))
-                    continue_from_own_commit(config, trainer)
+            continue_from_own_commit(config, trainer)  # nothing of the attempt saves any more
 
     def request_stop(self) -> None:
         """Finish the step that runs, save, and end."""

@@ -91,18 +91,10 @@ def compute_policy_loss_bypass_mode(
     is_reinforce = correction.loss_type == "reinforce"
     if is_reinforce and correction.rollout_is_batch_normalize:
         _refuse_part_of_a_batch(response_mask, config)
-    weights, kept, metrics = correct_rollout(
-        log_prob,
-        old_log_prob,
-        response_mask,
-        rollout_is=correction.rollout_is,
-        rollout_is_threshold=correction.rollout_is_threshold,
-        rollout_is_batch_normalize=is_reinforce and correction.rollout_is_batch_normalize,
-        rollout_rs=correction.rollout_rs,
-        rollout_rs_threshold=correction.rollout_rs_threshold,
-    )
+    weights, kept, metrics = corrected(log_prob, old_log_prob, response_mask, correction)
     if not response_mask.any():  # all passes report the same names
-        metrics = dict.fromkeys(_metric_names(correction), 0.0)
+        one = torch.zeros(1, 1)
+        metrics = dict.fromkeys(corrected(one, one, one + 1, correction)[2], 0.0)
     kept = kept.to(log_prob.dtype)
     applied = kept * weights if is_reinforce and weights is not None else kept
     returned = bypassed_loss(config)(
@@ -119,20 +111,24 @@ def compute_policy_loss_bypass_mode(
     return loss, {**loss_metrics, **metrics}
 
 
-def _metric_names(correction: RolloutCorrectionConfig) -> list[str]:
-    """What `correct_rollout` reports where there is a token."""
-    log_prob, mask = torch.zeros(1, 1), torch.ones(1, 1)
-    _, _, metrics = correct_rollout(
+def corrected(
+    log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    correction: RolloutCorrectionConfig,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """`correct_rollout` by the configuration; weights are normalised where they are applied."""
+    is_reinforce = correction.loss_type == "reinforce"
+    return correct_rollout(
         log_prob,
-        log_prob,
-        mask,
+        rollout_log_prob,
+        response_mask,
         rollout_is=correction.rollout_is,
         rollout_is_threshold=correction.rollout_is_threshold,
-        rollout_is_batch_normalize=False,
+        rollout_is_batch_normalize=is_reinforce and correction.rollout_is_batch_normalize,
         rollout_rs=correction.rollout_rs,
         rollout_rs_threshold=correction.rollout_rs_threshold,
     )
-    return list(metrics)
 
 
 def bypassed_loss(config: ActorConfig) -> PolicyLossFn:

@@ -190,6 +190,9 @@ def test_a_model_of_qwen_that_sees_needs_torchvision_before_anything_is_loaded(
     for family, (text,) in found.items():
         assert f"the model is a {family}, for which vLLM needs torchvision" in text
         assert "native, which needs pillow alone" in text
+    for broken in ("{", "[]", "{}"):  # named where the model is read
+        (tmp_path / "config.json").write_text(broken)
+        assert list(engine_package_faults(config)) == []
 
 
 def test_an_interpreter_that_cannot_be_asked_is_named():
