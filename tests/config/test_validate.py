@@ -572,6 +572,14 @@ def test_a_misspelt_value_of_the_models_configuration_is_named(tmp_path):
     assert text.endswith("did you mean attn_implementation?")
 
 
+def test_an_override_of_megatron_is_refused_without_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    model, key = "actor_rollout_ref.model", "actor_rollout_ref.model.override_config.moe_config"
+    frozen = {f"{model}.path": str(tmp_path), f"{key}.freeze_moe_router": True}
+    assert mistakes(frozen) == [f"{key} is an option of strategy=megatron; leave it out"]
+    assert mistakes({**frozen, "actor_rollout_ref.actor.strategy": "megatron"}) == []
+
+
 def test_misspelt_and_missing_values_of_rotary_embeddings_are_named(tmp_path):
     (tmp_path / "config.json").write_text('{"rope_theta": 10000.0}')
     key = "actor_rollout_ref.model.override_config.rope_scaling"

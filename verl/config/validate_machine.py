@@ -15,7 +15,13 @@ import yaml
 
 from verl.config.distillation import DistillationConfig, teachers_of
 from verl.config.faults import Fault, nearest_path, shown
-from verl.config.model import DEFAULT_MODEL, ROPE_OVERRIDES, rope_faults
+from verl.config.model import (
+    DEFAULT_MODEL,
+    ROPE_OVERRIDES,
+    McoreModelConfig,
+    mcore_override_config,
+    rope_faults,
+)
 from verl.config.packages import (
     engine_argument_faults,
     engine_package_faults,
@@ -244,7 +250,12 @@ def override_faults(config: Any) -> Iterator[Fault]:
         for name, value in section.override_config.items():
             key = f"{path}.override_config.{name}"
             close = get_close_matches(name, names, n=1, cutoff=0.8)
-            if name not in names and close:
+            is_policy = path == "actor_rollout_ref.model"
+            if is_policy and name in mcore_override_config():
+                if not isinstance(section, McoreModelConfig):
+                    text = f"{key} is an option of strategy=megatron; leave it out"
+                    yield Fault(text, (key,))
+            elif name not in names and close:
                 text = f"{key}: the model has no such value; did you mean {close[0]}?"
                 yield Fault(text, (key,))
             if name in ROPE_OVERRIDES and isinstance(value, dict):
