@@ -98,7 +98,7 @@ PLAN = [
         page="docs/agents.md, What is shown; docs/performance.md, Conversations",
     ),
     Part(
-        "1", "board", "benchmarks.board_overhead", "--device cuda --steps 12 --rounds 3", 120,
+        "1", "board", "benchmarks.board_overhead", "--device cuda --steps 12 --rounds 2", 90,
         page="docs/performance.md, The record of a run",
     ),
     Part(
