@@ -35,11 +35,12 @@ def _quantize(x, y, scale, width, BLOCK: tl.constexpr):
         columns = first + tl.arange(0, BLOCK)
         value = tl.load(x + row * width + columns, mask=columns < width, other=0.0)
         largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
-    factor = tl.maximum(tl.max(largest), 1e-12) / LARGEST
+    factor = tl.div_rn(tl.maximum(tl.max(largest), 1e-12), LARGEST)
     tl.store(scale + row, factor)
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         mask = columns < width
-        value = tl.load(x + row * width + columns, mask=mask, other=0.0).to(tl.float32) / factor
+        value = tl.load(x + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+        value = tl.div_rn(value, factor)  # `/` is approximate: ties would fall to either side
         value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
         tl.store(y + row * width + columns, value.to(tl.float8e4nv), mask=mask)
