@@ -94,7 +94,7 @@ class Chain:
         name = f"{part.claim} {part.arguments}"
         left = self.end - time.monotonic()
         missing = [path for path in map(self.filled, part.needs) if not Path(path).exists()]
-        reason = f"needs {', '.join(missing)}" if missing else ""
+        reason = f"needs {', '.join(missing)}".replace(f"{ROOT}/", "") if missing else ""
         if part.seconds > left:
             reason = f"needs about {part.seconds} s, {left:.0f} s were left"
         if reason:
@@ -249,8 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder in options.take:
         chain.take(folder)
     whole = TINY_PLAN if options.tiny else PLAN
-    names = (options.only or options.call or USUAL).split(",")
-    plan = [part for part in whole if {part.letter, part.claim} & set(names)]
+    names = set((options.only or options.call or USUAL).split(","))
+    plan = [part for part in whole if {part.letter, part.claim} & names]
+    if options.call:
+        plan = [part for part in plan if part.letter == options.call]
     if options.add and not options.only:
         plan = [part for part in plan if not chain.is_done(part)]
     if not options.take:

@@ -2,14 +2,15 @@
 
     python examples/smollm2/prepare.py --out HOME/models/SmolLM2-135M-Instruct
     python examples/data_preprocess/gsm8k.py --local_save_dir HOME/data/gsm8k
-    python -m benchmarks.gpu.gsm8k --home HOME --out results [--only sft grpo ppo]
+    python -m benchmarks.gpu.gsm8k --home HOME --out results [--only sft grpo ppo] [--resume]
     python -m benchmarks.gpu.gsm8k --out FOLDER --draw benchmarks/results/gpu/gsm8k.json
 
 The page's own commands run, in its order, with metrics in files. `--only` takes some of its parts,
 so that two of them may run beside each other; each writes `<part>.json`. One that fails or is cut
 short does too: then `failure` says why, and the curve ends where it was. Accuracy of GRPO and PPO
 is greedy, on all 1,319 problems of the test set; `eval` samples four answers to each problem from
-the weights that GRPO left behind.
+the newest weights that GRPO has saved. A part begins anew, or with `--resume` at its last
+checkpoint (`--settings trainer.save_freq=20` makes more of them); the curve is then of both runs.
 """
 
 import argparse
@@ -38,6 +39,8 @@ WANTED = {
 }
 PARTS = {"sft": 2, "grpo": 1, "ppo": 1, "eval": 2}
 """How many of the page's commands belong to a part, after the one that makes the data."""
+RUNS = Path("runs/gsm8k")
+"""Below `--out`, as in the page's commands."""
 
 
 def commands() -> dict[str, list[str]]:
@@ -49,9 +52,13 @@ def commands() -> dict[str, list[str]]:
 def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
     """One part of the page, in the results' folder; its commands, curve and time."""
     log = options.out / f"{part}.jsonl"
-    log.unlink(missing_ok=True)
-    earlier = options.out / "runs/gsm8k" / part
-    shutil.rmtree(earlier, ignore_errors=True)  # or the run would go on from an earlier one
+    if not options.resume:
+        log.unlink(missing_ok=True)
+        shutil.rmtree(options.out / RUNS / part, ignore_errors=True)  # or the run would resume
+    to_run = commands()[part]
+    if part == "eval":
+        saved = (options.out / RUNS / "grpo/latest_checkpointed_iteration.txt").read_text().strip()
+        to_run = [re.sub(r"global_step_\d+", f"global_step_{saved}", line) for line in to_run]
     settings = ["trainer.logger=[console,file]", f"trainer.device={options.device}"]
     settings += options.settings
     start, failure = time.perf_counter(), None
@@ -64,7 +71,7 @@ def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
     text = options.out / f"{part}.txt"
     try:
         with text.open("w") as output:
-            for command in commands()[part]:
+            for command in to_run:
                 if " -m verl.trainer." in command and part != "eval":
                     command = f"{command} {shlex.join(settings)}"
                 left = options.timeout_seconds - (time.perf_counter() - start)
@@ -83,34 +90,40 @@ def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
                 )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         failure = f"{type(error).__name__}: {text.read_text(errors='replace')[-2000:]}"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return {
         "part": part,
-        "commands": commands()[part],
+        "commands": to_run,
         "settings": options.settings,
         "failure": failure,
         "printed": text.read_text(errors="replace")[-2000:] if part == "eval" else "",
         "seconds": round(time.perf_counter() - start, 1),
-        "steps": [
-            {"step": line["step"]}
-            | {key: round(line["data"][m], 4) for key, m in WANTED.items() if m in line["data"]}
-            for line in lines
-        ],
+        "steps": curve_of(log) if log.exists() else [],
     }
 
 
+def curve_of(log: Path) -> list[dict[str, float]]:
+    """An entry per step; where a step was trained again after a cut, its newest numbers."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in map(json.loads, log.read_text().splitlines()):
+        entry = steps.setdefault(line["step"], {"step": line["step"]})
+        entry |= {key: round(line["data"][m], 4) for key, m in WANTED.items() if m in line["data"]}
+    return list(steps.values())
+
+
 def draw(numbers: Path, picture: Path) -> None:
-    """From what `all.py` has kept of the parts."""
+    """From what `all.py` has kept: of each part the run that came farthest."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5.5, 3.2), layout="constrained")
-    for run in json.loads(numbers.read_text())["runs"]:
-        if run.get("part") in ("grpo", "ppo"):
-            points = [(s["step"], 100 * s["accuracy"]) for s in run["steps"] if "accuracy" in s]
-            axes.plot(*zip(*points, strict=True), marker=".", label=run["part"].upper())
+    runs = [run for run in json.loads(numbers.read_text())["runs"] if "part" in run]
+    longest = {run["part"]: run for run in sorted(runs, key=lambda run: len(run["steps"]))}
+    for part in (part for part in ("grpo", "ppo") if part in longest):
+        steps = longest[part]["steps"]
+        points = [(s["step"], 100 * s["accuracy"]) for s in steps if "accuracy" in s]
+        axes.plot(*zip(*points, strict=True), marker=".", label=part.upper())
     axes.set(xlabel="step", ylabel="GSM8K test set, percent", ylim=(0, None))
     axes.legend(fontsize=8)
     figure.savefig(picture, dpi=90)
@@ -124,6 +137,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--timeout-seconds", type=float, default=1200)
+    parser.add_argument("--resume", action="store_true", help="go on from checkpoints of the parts")
     parser.add_argument("--settings", nargs="*", default=[], help="more options of training")
     parser.add_argument("--draw", type=Path, metavar="NUMBERS")
     options = parser.parse_args()

@@ -114,7 +114,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     wanted = {"accuracy": ACCURACY, "reward": REWARD, "seconds": "timing_s/step"}
     return {
-        "command": " ".join(["python", *command]),
+        "command": " ".join(["python", *command]).replace(f"{ROOT}/", ""),
         "failure": failure,
         "seconds": round(time.perf_counter() - start, 1),
         "steps": [

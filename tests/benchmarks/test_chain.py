@@ -92,6 +92,14 @@ def test_what_is_measured_anew_takes_the_place_of_what_was_there_before(tmp_path
     ]
 
 
+def test_of_a_call_only_what_is_named_runs(tmp_path, monkeypatch):
+    parts = [Part(call, claim, "no_such_part", call, 1) for call, claim in ("2x", "3x", "3y")]
+    monkeypatch.setattr(chain_command, "PLAN", parts)
+    chain_command.main(["--out", str(tmp_path), "--call", "3", "--only", "x"])
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    assert [run["arguments"] for run in read(tmp_path, "x")] == ["3"]
+
+
 def test_what_takes_longer_than_ten_minutes_is_left_for_those_who_ask():
     usual = [part for part in PLAN if part.letter in USUAL.split(",")]
     assert expected_seconds(usual) <= 590
@@ -253,7 +261,7 @@ def small_home(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_call_runs_on_a_cpu(tmp_path, capsys):
-    """Twenty processes, each of which imports torch."""
+    """Some twenty processes, each of which imports torch."""
     small_home(tmp_path / "work" / "home")
     common = ["--tiny", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--add"]
     for call in CALLS:

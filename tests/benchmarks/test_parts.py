@@ -211,10 +211,49 @@ def test_a_part_of_the_gsm8k_page_that_is_cut_short_keeps_its_curve(tmp_path, mo
     line = json.dumps({"step": 5, "data": {gsm8k.ACCURACY: 0.25}})
     command = f"echo '{line}' > $VERL_FILE_LOGGER_PATH; echo halfway; exec sleep 60"
     monkeypatch.setattr(gsm8k, "commands", lambda: {"grpo": [command]})
-    options = Namespace(out=tmp_path, home=tmp_path, device="cpu", settings=[], timeout_seconds=2)
-    found = gsm8k.run("grpo", options)
+    found = gsm8k.run("grpo", of_gsm8k(tmp_path, timeout_seconds=2))
     assert found["steps"] == [{"step": 5, "accuracy": 0.25}]
     assert found["failure"] == "TimeoutExpired: halfway\n"
+
+
+def of_gsm8k(folder, **changes):
+    options = {"device": "cpu", "settings": [], "timeout_seconds": 60, "resume": False} | changes
+    return Namespace(out=folder, home=folder, **options)
+
+
+def test_a_part_of_the_gsm8k_page_that_goes_on_has_one_curve(tmp_path, monkeypatch):
+    def run(lines, **changes):
+        text = "\n".join(json.dumps({"step": s, "data": data}) for s, data in lines)
+        command = f"echo '{text}' >> $VERL_FILE_LOGGER_PATH; touch {saved / 'step'}"
+        monkeypatch.setattr(gsm8k, "commands", lambda: {"grpo": [command]})
+        return gsm8k.run("grpo", of_gsm8k(tmp_path, **changes))["steps"]
+
+    saved = tmp_path / "runs/gsm8k/grpo"
+    saved.mkdir(parents=True)
+    reward, accuracy = gsm8k.WANTED["reward"], gsm8k.ACCURACY
+    first, cut = (20, {accuracy: 0.1, reward: 0.5}), (21, {reward: 0.6})
+    again, last = (20, {accuracy: 0.1}), (22, {reward: 0.8})
+    run([first, cut], resume=True)
+    assert run([again, (21, {reward: 0.7}), last], resume=True) == [
+        {"step": 20, "accuracy": 0.1, "reward": 0.5},
+        {"step": 21, "reward": 0.7},
+        {"step": 22, "reward": 0.8},
+    ]
+    assert (saved / "step").exists()
+    monkeypatch.setattr(gsm8k, "commands", lambda: {"grpo": ["true"]})
+    assert gsm8k.run("grpo", of_gsm8k(tmp_path))["steps"] == []
+    assert not saved.exists()
+
+
+def test_the_newest_weights_that_grpo_has_saved_are_evaluated(tmp_path, monkeypatch):
+    saved = tmp_path / "runs/gsm8k/grpo/latest_checkpointed_iteration.txt"
+    saved.parent.mkdir(parents=True)
+    saved.write_text("40\n")
+    command = "echo runs/gsm8k/grpo/global_step_100/actor"
+    monkeypatch.setattr(gsm8k, "commands", lambda: {"eval": [command]})
+    found = gsm8k.run("eval", of_gsm8k(tmp_path))
+    assert found["printed"] == "runs/gsm8k/grpo/global_step_40/actor\n"
+    assert found["commands"] == [command.replace("100", "40")]
 
 
 def test_the_page_of_gsm8k_has_the_commands_of_every_part():
