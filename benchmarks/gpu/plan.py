@@ -101,7 +101,8 @@ PLAN = [
         page="docs/agents.md, What is shown; docs/performance.md, Conversations",
     ),
     Part(
-        "1", "board", "benchmarks.board_overhead", "--device cuda --steps 12 --rounds 2", 90,
+        "1", "board", "benchmarks.board_overhead",
+        "--device cuda --steps 41 --shape 0.5B --large-steps 9", 115,
         page="docs/performance.md, The record of a run",
     ),
     Part(
@@ -194,7 +195,7 @@ TINY_PLAN = [
     ),
     Part(
         "1", "board", "benchmarks.board_overhead",
-        "--device cpu --prompts 4 --steps 3 --rounds 1", 60,
+        f"{TINY} --alternate --quickstart-prompts 4 --steps 5 --large-steps 5", 90,
     ),
     Part("1", "memory", "memory_estimate",
          f"{FEW} --cases tiny tiny-lora --prompt-tokens 6 --new-tokens 8", 60),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.browser import pictures
 from verl.board.serving import Board, board_server, page_address
-from verl.board.store import Sample, Step, StoreWriter
+from verl.board.store import Sample, Step, StoreWriter, plain_numbers
 from verl.utils.json_server import JsonServer
 
 STEPS, SAMPLES_OF_A_STEP = 50, 200
@@ -60,15 +60,13 @@ def recorded(folder: Path, name: str, shift: float) -> None:
         }
         seconds = {"gen": 2.0, "update_actor": 1.5, "other": 0.5}
         rows = list(samples(step))
-        while store._waiting.qsize():
-            pass
         events = [("tripwire", "tripwire/entropy_collapsed")] if step == STEPS else []
         store.add(
             Step(
                 number=step,
-                metrics=metrics,
+                metrics=plain_numbers(metrics),
                 seconds=seconds,
-                samples=lambda rows=rows: rows,
+                samples=rows,
                 events=events,
             )
         )

@@ -37,7 +37,8 @@ from verl.workers.reward_manager.workers import WorkerPool
 REPOSITORY = Path(__file__).parents[2]
 WALL_CLOCK = {"time.time", "datetime.now", "datetime.utcnow", "datetime.today"}
 DATES = {
-    "board/store.py",  # when a step ended
+    "board/recorder.py",  # when a step ended
+    "board/store.py",  # when a run began
     "server/service.py",  # `created` of a response
     "utils/checkpoint/checkpoint_manager.py",  # when a rented instance ends
     "utils/trace_backends.py",  # when a span began

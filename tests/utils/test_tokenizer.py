@@ -2,13 +2,13 @@ import json
 import logging
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.prompts import CHATML
-from verl.utils.tokenizer import decode_texts, set_pad_token_id
+from verl.utils.tokenizer import UNTIDY, backend_json, decode_texts, set_pad_token_id
 
 WORDS = {"<unk>": 0, "<eos>": 1, "<end_of_turn>": 2, "<pad>": 3, "one": 4, "two": 5}
 
@@ -86,6 +86,37 @@ def test_a_tokenizer_with_a_decoder_of_its_own_is_asked():
     tokenizer = Shouting(tokenizer_object=tiny_tokenizer().backend_tokenizer)
     ids = [tokenizer.encode("abc", add_special_tokens=False)]
     assert decode_texts(tokenizer, ids)[0].replace(" ", "") == "ABC"
+    assert backend_json(tokenizer) is None
+
+
+def byte_tokenizer(**options):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+
+
+def test_the_json_of_a_tokenizer_decodes_to_the_same_texts():
+    for tokenizer in (
+        tiny_tokenizer(),
+        byte_tokenizer(),
+        byte_tokenizer(clean_up_tokenization_spaces=True),  # does not clean: it is BPE
+    ):
+        backend = Tokenizer.from_str(backend_json(tokenizer))
+        for ids in (tokenizer.encode(UNTIDY + " ü"), [0, 1, 2, 200], []):
+            for skips in (True, False):
+                expected = tokenizer.decode(ids, skip_special_tokens=skips)
+                assert backend.decode(ids, skip_special_tokens=skips) == expected
+
+
+def test_a_tokenizer_that_cleans_up_spaces_has_no_such_json():
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer().backend_tokenizer, clean_up_tokenization_spaces=True
+    )
+    ids = tokenizer.encode(UNTIDY, add_special_tokens=False)
+    assert tokenizer.decode(ids) != tokenizer.backend_tokenizer.decode(ids)
+    assert backend_json(tokenizer) is None
 
 
 BOMBS = {

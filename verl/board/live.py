@@ -97,9 +97,10 @@ class RunBoard:
                 max_bytes=self._max_bytes,
                 first_step=step - 1,
             )
-            self._board = Board([self._recorder.writer.path])
-            self._server = board_server(self._board).start()
-            say(f"run page: {page_address(self._server)}")
+            if self._recorder.process.is_recording:
+                self._board = Board([self._recorder.path])
+                self._server = board_server(self._board).start()
+                say(f"run page: {page_address(self._server)}")
         return self._recorder
 
 

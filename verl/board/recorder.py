@@ -1,22 +1,28 @@
 """From a training step to its entry in the store.
 
-The trainer hands over the batch of the step as it is; rows are read and decoded on the writer's
-thread, with a tokenizer of its own.
+The trainer packs the tokens of a batch, column by column, and hands them to the process that writes
+(`verl.board.process`): rows, texts and the database are that process's work.
 """
 
-import copy
+import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from verl.board.store import Sample, Step, StoreWriter
+from verl.board.process import StoreProcess
+from verl.board.store import FILE_NAME, Sample, plain_numbers
+from verl.board.writer import COLUMN, split
 from verl.protocol import DataProto
 from verl.protocol.padded import SAMPLED_MASK, SESSION_UID
 from verl.protocol.trajectory import Group, InfraError
 from verl.utils.media import MEDIA
+from verl.utils.tokenizer import backend_json
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = {
     "rollout_log_probs": "log_prob",
@@ -62,15 +68,18 @@ class Recorder:
         max_bytes: int,
         first_step: int,
     ) -> None:
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self.path = folder / FILE_NAME
         self._validation: list[Sample] = []
-        self.writer = StoreWriter(
-            folder,
-            facts=facts,
-            decode=lambda token: self._tokenizer.decode([token]),
-            max_bytes=max_bytes,
-            first_step=first_step,
-        )
+        description = backend_json(tokenizer)
+        self._texts = TrainerTexts(tokenizer) if description is None else None
+        setup = {
+            "folder": str(folder.resolve()),
+            "facts": facts,
+            "first_step": first_step,
+            "max_bytes": max_bytes,
+            "tokenizer": description,
+        }
+        self.process = StoreProcess(self.path, setup)
 
     def add_validation(self, samples: Iterable[Sample]) -> None:
         """Keep validation samples for the entry of the step they belong to."""
@@ -87,25 +96,58 @@ class Recorder:
         warnings: Mapping[str, str] | None = None,
     ) -> None:
         validation, self._validation = self._validation, []
-        rows = (
-            partial(batch_samples, batch, self._tokenizer)
-            if isinstance(batch, DataProto)
-            else tuple
-        )
+        if not self.process.is_recording:
+            return
         events = [("tripwire", f"{name}: {text}") for name, text in (warnings or {}).items()]
-        self.writer.add(
-            Step(
-                number=number,
-                metrics=metrics,
-                seconds=seconds,
-                batch=batch_facts(batch) if isinstance(batch, DataProto) else {},
-                samples=lambda: [*rows(), *validation],
-                events=[*events, *fault_events(groups)],
-            )
-        )
+        events += fault_events(groups)
+        content: dict[str, Any] = {
+            "number": number,
+            "time": time.time(),
+            "metrics": plain_numbers(metrics),
+            "seconds": plain_numbers(seconds),
+            "batch": batch_facts(batch) if isinstance(batch, DataProto) else {},
+            "rows": None,
+            "validation": [],
+            "events": events,
+        }
+        arrays: dict[str, np.ndarray] = {}
+        if self.process.is_behind:
+            text = "the disk is slower than training: samples of this step are left out"
+            events.append(("left out", text))
+        else:
+            content["validation"] = list(map(validation_row, validation))
+            if isinstance(batch, DataProto):
+                content["rows"], arrays = batch_rows(batch), batch_arrays(batch)
+                if self._texts is not None:
+                    self._texts.add_to(content, arrays)
+        self.process.add(number, content, arrays)
 
     def close(self) -> None:
-        self.writer.close()
+        self.process.close()
+
+
+class TrainerTexts:
+    """Texts of a tokenizer whose way of decoding no other process knows: the trainer decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known_ids = np.empty(0, dtype=np.int32)
+        logger.warning(
+            "%s decodes in a way of its own: the record of the run (trainer.board) is decoded by "
+            "the trainer, which takes time of each step",
+            type(tokenizer).__name__,
+        )
+
+    def add_to(self, content: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        for name in ("prompt", "response"):
+            rows = split(arrays[f"{name}_ids"], arrays[f"{name}_lengths"])
+            content["rows"][name] = [
+                self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in rows
+            ]
+        ids = np.concatenate([arrays["prompt_ids"], arrays["response_ids"]])
+        new = np.setdiff1d(ids, self._known_ids)
+        content["vocabulary"] = [(token, self._tokenizer.decode([token])) for token in new.tolist()]
+        self._known_ids = np.union1d(self._known_ids, new)
 
 
 def fault_events(groups: Sequence[Group]) -> Iterator[tuple[str, str]]:
@@ -142,58 +184,74 @@ def batch_facts(batch: DataProto) -> dict[str, Any]:
     return facts
 
 
-def batch_samples(batch: DataProto, tokenizer: Any) -> Iterator[Sample]:
-    """The rows of a trained batch."""
-    tensors, objects = batch.batch, batch.non_tensor_batch
-    num_prompt = tensors["prompts"].shape[1]
-    present = tensors["attention_mask"].bool().numpy()
-    arrays = {
-        short: tensors[name].float().numpy()
-        for name, short in COLUMNS.items()
-        if name in tensors.keys()  # noqa: SIM118 (a TensorDict)
+def batch_rows(batch: DataProto) -> dict[str, Any]:
+    """What each sample of a trained batch has beside its tokens, one list per field."""
+    objects, extras = batch.non_tensor_batch, batch.meta_info.get("reward_extra_keys", [])
+    graded = objects.get("reward_model", [None] * len(batch))
+    return {
+        "uid": list(map(str, objects["uid"])),
+        "truth": list(map(truth_of, graded)),
+        "source": list(map(str, objects.get("data_source", [""] * len(batch)))),
+        "score": batch.batch["token_level_scores"].sum(-1).tolist(),
+        "turns": list(map(int, objects.get("__num_turns__", [1] * len(batch)))),
+        "extras": {name: [shown(v) for v in objects[name]] for name in extras if name in objects},
     }
+
+
+def batch_arrays(batch: DataProto) -> dict[str, np.ndarray]:
+    """The tokens of all samples, one behind the other, and how many are of which."""
+    tensors = batch.batch
+    num_prompt = tensors["prompts"].shape[1]
+    present = tensors["attention_mask"].bool()
+    in_prompt, in_response = present[:, :num_prompt], present[:, num_prompt:]
+    places = places_of(in_response)
     sampled = SAMPLED_MASK if SAMPLED_MASK in tensors.keys() else "response_mask"  # noqa: SIM118
-    arrays["mask"] = tensors[sampled].float().numpy()
-    prompts, responses = tensors["prompts"].numpy(), tensors["responses"].numpy()
-    scores = tensors["token_level_scores"].sum(-1).tolist()
-    extras = batch.meta_info.get("reward_extra_keys", [])
-    texts: dict[bytes, str] = {}  # samples of a prompt share it
-    for row in range(len(batch)):
-        in_prompt, in_response = present[row, :num_prompt], present[row, num_prompt:]
-        prompt = prompts[row][in_prompt]
-        prompt_ids, key = prompt.tolist(), prompt.tobytes()
-        if key not in texts:
-            texts[key] = tokenizer.decode(prompt_ids, skip_special_tokens=True)
-        response_ids = responses[row][in_response].tolist()
-        yield Sample(
-            uid=str(objects["uid"][row]),
-            prompt=texts[key],
-            response=tokenizer.decode(response_ids, skip_special_tokens=True),
-            truth=truth_of(objects, row),
-            source=text_of(objects, "data_source", row),
-            score=scores[row],
-            turns=int(objects["__num_turns__"][row]) if "__num_turns__" in objects else 1,
-            extras={name: shown(objects[name][row]) for name in extras if name in objects},
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            columns={name: column[row][in_response] for name, column in arrays.items()},
-        )
+    names = {sampled: "mask"}
+    names |= {name: short for name, short in COLUMNS.items() if name in tensors.keys()}  # noqa: SIM118
+    return {
+        "prompt_lengths": in_prompt.sum(-1).numpy(),
+        "response_lengths": in_response.sum(-1).numpy(),
+        "prompt_ids": packed(tensors["prompts"], places_of(in_prompt)).int().numpy(),
+        "response_ids": packed(tensors["responses"], places).int().numpy(),
+        **{
+            f"{COLUMN}{short}": packed(tensors[name], places).float().numpy()
+            for name, short in names.items()
+        },
+    }
 
 
-def truth_of(objects: Mapping[str, np.ndarray], row: int) -> str:
-    graded = objects["reward_model"][row] if "reward_model" in objects else None
+def places_of(mask: Tensor) -> Tensor:
+    return mask.reshape(-1).nonzero().squeeze(-1)
+
+
+def packed(values: Tensor, places: Tensor) -> Tensor:
+    return values.reshape(-1).index_select(0, places)
+
+
+def validation_row(sample: Sample) -> dict[str, Any]:
+    """A sample without tokens, as JSON has it."""
+    return {
+        "phase": sample.phase,
+        "uid": str(sample.uid),
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "truth": str(sample.truth),
+        "source": str(sample.source),
+        "score": None if sample.score is None else float(sample.score),
+        "turns": int(sample.turns),
+        "extras": {str(name): shown(value) for name, value in sample.extras.items()},
+    }
+
+
+def truth_of(graded: Any) -> str:
     truth = graded.get("ground_truth", "") if isinstance(graded, Mapping) else ""
     return str(truth)[:MAX_EXTRA_CHARACTERS]
 
 
-def text_of(objects: Mapping[str, np.ndarray], name: str, row: int) -> str:
-    return str(objects[name][row]) if name in objects else ""
-
-
 def shown(value: Any) -> Any:
-    """What a grader reported, bounded."""
+    """What a grader reported, bounded, as JSON has it."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, bool | int | float) or value is None:
         return value
-    if isinstance(value, np.generic):
-        return value.item()
     return str(value)[:MAX_EXTRA_CHARACTERS]

@@ -1,39 +1,29 @@
 """`board.sqlite` beside the checkpoints of a run: steps, samples, tokens, events.
 
-    trainer                          writer thread                     readers
-      add_step, add_samples  ---->     one transaction per step  ---->   see committed steps only
-      never waits                      retention by size                 (write-ahead log)
+    trainer                      writer process                    readers
+      hands a step over  ---->     one transaction per step  ---->   see committed steps only
+      never waits                  retention by size                 (write-ahead log)
 
-A step that is committed is there after kill -9. If the thread falls behind by `MAX_WAITING` steps,
-the samples of a step are left out, its metrics are not, and an event says so. When the file grows
-beyond its limit, samples of the oldest steps go first; metrics stay. What the disk refuses ends the
-recording with a message, not the run.
+A step that is committed is there after kill -9. When the file grows beyond its limit, samples of
+the oldest steps go first; metrics stay. How steps come here is `verl.board.process`.
 
 Token columns are little-endian arrays: ids int32, everything else float32, one entry per token.
 """
 
 import json
-import logging
-import queue
+import math
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-logger = logging.getLogger(__name__)
-
 FILE_NAME = "board.sqlite"
 VERSION = 2
-MAX_WAITING = 4
-CLOSE_SECONDS = 30.0
 BUSY_SECONDS = 10.0
-LOOK_SECONDS = 60.0
 KEPT_SHARE = 0.8
 """Part of the limit to which retention brings the file down."""
 
@@ -71,25 +61,27 @@ class Sample:
     score: float | None = None
     turns: int = 1
     extras: Mapping[str, Any] = field(default_factory=dict)
-    prompt_ids: Sequence[int] = ()
-    response_ids: Sequence[int] = ()
+    prompt_ids: Sequence[int] | np.ndarray = ()
+    response_ids: Sequence[int] | np.ndarray = ()
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """(T,) of each response token: `mask`, `log_prob`, `advantage`, `entropy`, `version`, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step reported; `samples` makes its rows, on the writer's thread."""
+    """What a step reported, and its samples."""
 
     number: int
-    metrics: Mapping[str, float]
-    seconds: Mapping[str, float]
+    metrics: Mapping[str, float | str]
+    """As `plain_numbers` makes them; `seconds`, too."""
+
+    seconds: Mapping[str, float | str]
     """Where its time went; the entries add up to its wall time."""
 
     batch: Mapping[str, Any] = field(default_factory=dict)
     """What its rows have in common, or beside their tokens: see `recorder.batch_facts`."""
 
-    samples: Callable[[], Iterable[Sample]] = tuple
+    samples: Sequence[Sample] = ()
     events: Sequence[tuple[str, str]] = ()
     """(kind, text) each."""
 
@@ -97,7 +89,7 @@ class Step:
 
 
 class StoreWriter:
-    """Writes from one thread; `decode` gives the text of one token id."""
+    """The only one who writes; `decode` gives the text of one token id."""
 
     def __init__(
         self,
@@ -113,38 +105,16 @@ class StoreWriter:
         self.path = folder / FILE_NAME
         self._decode = decode
         self._max_bytes = max_bytes
-        self._known_ids: set[int] = set()
-        self._waiting: queue.Queue[tuple[Step, bool] | None] = queue.Queue()
-        self._places = threading.BoundedSemaphore(MAX_WAITING)
-        self._failure: str | None = None
+        self._known_ids = np.empty(0, dtype=np.int64)
+        self._connection = connect(self.path)
         self._prepare(facts, first_step)
-        self._thread = threading.Thread(target=self._write_all, name="board store", daemon=True)
-        self._thread.start()
-
-    def add(self, step: Step) -> None:
-        """Hand over a step; returns at once."""
-        has_place = self._places.acquire(blocking=False)
-        if not has_place:
-            text = "the disk is slower than training: samples of this step are left out"
-            events = [*step.events, ("left out", text)]
-            step = replace(step, samples=tuple, events=events)
-        self._waiting.put((step, has_place))
 
     def close(self) -> None:
-        """Write what waits, within `CLOSE_SECONDS`."""
-        self._waiting.put(None)
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            logger.warning(
-                "%s is still being written after %g s; its last steps may be missing",
-                self.path,
-                CLOSE_SECONDS,
-            )
-
-    # ---- the thread ------------------------------------------------------------------------------
+        self._connection.close()
 
     def _prepare(self, facts: Mapping[str, Any], first_step: int) -> None:
-        with closing(self._connect()) as connection, connection:
+        connection = self._connection
+        with connection:
             connection.executescript(SCHEMA)
             for table in ("steps", "samples", "events"):
                 connection.execute(f"DELETE FROM {table} WHERE step > ?", (first_step,))
@@ -154,52 +124,19 @@ class StoreWriter:
                 "INSERT OR REPLACE INTO facts VALUES (?, ?)",
                 [(name, json.dumps(value)) for name, value in entries.items()],
             )
-            rows = connection.execute("SELECT id FROM vocabulary")
-            self._known_ids = {row[0] for row in rows}
+            rows = connection.execute("SELECT id FROM vocabulary ORDER BY id").fetchall()
+            self._known_ids = np.array([row[0] for row in rows], dtype=np.int64)
             ((last,),) = connection.execute("SELECT MAX(id) FROM samples")
             self._num_samples = int(last or 0)
 
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS)
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        return connection
-
-    def _write_all(self) -> None:
-        with closing(self._connect()) as connection:
-            while (waiting := self._next()) is not None:
-                step, has_place = waiting
-                try:
-                    if self._failure is None:
-                        self._write(connection, step)
-                except (sqlite3.Error, OSError) as error:
-                    self._failure = f"{type(error).__name__}: {error}"
-                    logger.warning(
-                        "recording for the run page ends at step %d, training goes on: %s (%s)",
-                        step.number,
-                        self._failure,
-                        self.path,
-                    )
-                finally:
-                    if has_place:
-                        self._places.release()
-
-    def _next(self) -> tuple[Step, bool] | None:
-        while True:
-            try:
-                return self._waiting.get(timeout=LOOK_SECONDS)
-            except queue.Empty:
-                continue
-
-    def _write(self, connection: sqlite3.Connection, step: Step) -> None:
-        samples = list(step.samples())
+    def add(self, step: Step) -> None:
+        """Write a step; it is committed on return."""
+        connection, samples = self._connection, step.samples
         with connection:
-            metrics = json.dumps(plain_numbers(step.metrics))
-            seconds = json.dumps(plain_numbers(step.seconds))
+            described = map(json.dumps, (step.metrics, step.seconds, step.batch))
             connection.execute(
                 "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
-                (step.number, step.time, metrics, seconds, json.dumps(step.batch)),
+                (step.number, step.time, *described),
             )
             connection.executemany(
                 "INSERT INTO events (step, time, kind, text) VALUES (?, ?, ?, ?)",
@@ -219,16 +156,17 @@ class StoreWriter:
                     for name, values in sample.columns.items()
                 ],
             )
-            ids = {token for one in samples for token in (*one.prompt_ids, *one.response_ids)}
-            new = sorted(ids - self._known_ids)
+            ids = [np.asarray(row, int) for s in samples for row in (s.prompt_ids, s.response_ids)]
+            new = np.setdiff1d(np.concatenate([np.empty(0, int), *ids]), self._known_ids)
             connection.executemany(
                 "INSERT OR IGNORE INTO vocabulary VALUES (?, ?)",
-                [(token, self._decode(token)) for token in new],
+                [(token, self._decode(token)) for token in new.tolist()],
             )
-            self._known_ids.update(new)
-        self._keep_within_limit(connection)
+        self._known_ids = np.union1d(self._known_ids, new)
+        self._keep_within_limit()
 
-    def _keep_within_limit(self, connection: sqlite3.Connection) -> None:
+    def _keep_within_limit(self) -> None:
+        connection = self._connection
         size = _pragma(connection, "page_size")
         used = (_pragma(connection, "page_count") - _pragma(connection, "freelist_count")) * size
         if used <= self._max_bytes:
@@ -253,6 +191,14 @@ class StoreWriter:
                 (steps[-1], time.time(), text),
             )
         connection.execute("PRAGMA incremental_vacuum").fetchall()
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=BUSY_SECONDS)
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection
 
 
 def sample_row(sample: Sample) -> tuple[Any, ...]:
@@ -285,7 +231,7 @@ def plain_numbers(values: Mapping[str, Any]) -> dict[str, float | str]:
     for name, value in values.items():
         if isinstance(value, bool | int | float | np.number):
             number = float(value)
-            found[name] = number if np.isfinite(number) else str(number)
+            found[name] = number if math.isfinite(number) else str(number)
     return found
 
 

@@ -7,7 +7,7 @@ import logging
 import shutil
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import transformers
 from transformers import (
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 __path__: list[str] = []
 """`continuous_token` is imported as if it were below (`verl.utils.old_paths`)."""
+
+UNTIDY = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"
+"""Text from which a clean-up takes spaces."""
 
 _GEMMA2_TURN_END = "<end_of_turn>"
 _PROCESSOR_FILES = (
@@ -140,13 +143,33 @@ def decode_texts(tokenizer: PreTrainedTokenizerBase, sequences: list[list[int]])
     Where the tokenizers library does all of the work it decodes on all cores and without Python's
     lock, so that an engine on another thread goes on.
     """
+    if _decodes_as_others(tokenizer) and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=True)
+    return tokenizer.batch_decode(sequences, skip_special_tokens=True)
+
+
+def backend_json(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """What `tokenizers.Tokenizer.from_str` makes a tokenizer of that decodes to the same texts.
+
+    None where there is no such thing: Python code of its own decodes, or cleans up spaces. Whether
+    those are cleaned depends on more than the option of that name, so it is tried.
+    """
+    if not _decodes_as_others(tokenizer):
+        return None
+    backend = tokenizer.backend_tokenizer
+    if tokenizer.clean_up_tokenization_spaces:
+        ids = tokenizer.encode(UNTIDY, add_special_tokens=False)
+        if tokenizer.decode(ids) != backend.decode(ids, skip_special_tokens=False):
+            return None
+    return backend.to_str()
+
+
+def _decodes_as_others(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizerFast]:
+    """Whether it is based on the tokenizers library and no class of its own overrides decoding."""
     kind = type(tokenizer)
-    if (
+    return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and kind._decode is PreTrainedTokenizerFast._decode
         and kind.decode is PreTrainedTokenizerBase.decode
         and kind.batch_decode is PreTrainedTokenizerBase.batch_decode
-        and not tokenizer.clean_up_tokenization_spaces
-    ):
-        return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=True)
-    return tokenizer.batch_decode(sequences, skip_special_tokens=True)
+    )
