@@ -81,7 +81,7 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.experimental.teacher_loop": names(
         "verl.trainer.distillation.teaching",
         "Teaching",
-        EndpointTeacher="verl.trainer.distillation.endpoint:EndpointTeacher",
+        EndpointTeacher="verl.trainer.distillation.teaching:EndpointTeacher",
         TeacherWorker="verl.workers.roles.teacher:TeacherWorker",
     ),
     "verl.interactions.utils": {},
