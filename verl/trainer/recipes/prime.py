@@ -49,7 +49,6 @@ from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.tripwires import require_finite
 from verl.trainer.ppo.utils import Role
 from verl.trainer.task_runner import TaskRunner
-from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.metric import Metric
@@ -310,13 +309,7 @@ class ImplicitRewardWorker(RankWorker, CheckpointedWorker):
             )
         )
         self.reward = ImplicitRewardModel(self.config, self.engine)
-        self.checkpoints = checkpoint_manager(
-            self.engine.module,
-            self.engine,
-            checkpoint_config=CheckpointConfig(),
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        self.keep_checkpoints(self.engine, CheckpointConfig())
         if model.ref_type == "freeze":
             self.reference = Reference(
                 EngineRegistry.new(spec(optimizer=None, path=model.ref_path or model.path))
