@@ -8,8 +8,7 @@ import pytest
 from verl.config.ppo import PPOConfig
 from verl.config.schema import family
 from verl.migrate import openrlhf, trl
-from verl.migrate.__main__ import main, migrate, mistakes
-from verl.migrate.page import page
+from verl.migrate.__main__ import main, migrate, mistakes, page
 from verl.migrate.reading import Unreadable, flags, read
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

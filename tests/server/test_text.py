@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.engines import byte_tokenizer
+from verl.server.chat import BlockCallReader
 from verl.server.samples import Detokenizer, StopCutter
-from verl.server.tool_calls import BlockCallReader
 from verl.tools.parsers import FunctionCall, HermesToolParser
 
 TOKENIZER = byte_tokenizer()

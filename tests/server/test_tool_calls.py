@@ -6,7 +6,7 @@ import pytest
 
 from tests.server.clients import chat
 from tests.server.engines import byte_tokenizer
-from verl.server.tool_calls import BlockCallReader
+from verl.server.chat import BlockCallReader
 from verl.tools.parsers import MAX_CALLS, FunctionCall, HermesToolParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'

@@ -17,10 +17,9 @@ from tests.tiny_tokenizer import save_tiny_model
 from tests.toy import ACTOR, toy_run, weights
 from verl.config.distillation import TeacherConfig
 from verl.config.faults import ConfigError
-from verl.trainer.distillation.endpoint import read_answer
 from verl.trainer.distillation.replicas import Replicas
 from verl.trainer.distillation.serve import TeacherService, Waiting, teacher_server
-from verl.trainer.distillation.teaching import TooFewAnswers
+from verl.trainer.distillation.teaching import TooFewAnswers, read_answer
 from verl.utils.dataset.tables import DataError
 from verl.utils.environment import temp_env_var
 from verl.utils.http_json import RequestFailed, post_json

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.gpu.memory_estimate import CASES, estimate
 from benchmarks.gpu.workload import Workload
 from verl.models import head
-from verl.trainer.plan import activations, memory
+from verl.trainer.plan import memory
 from verl.workers.rollout.native.sequence import EngineLimits
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/gpu/memory.json"
@@ -25,6 +25,6 @@ def test_the_estimate_is_within_a_tenth_of_what_an_h200_held(case):
 def test_the_plan_knows_the_chunks_of_the_output_layer_and_what_sessions_keep():
     for vocabulary in (96, 32000, 151936, 262144):
         rows = head.row_chunks(1 << 24, vocabulary, num_workspaces=7)[0].stop
-        assert activations.chunk_rows(vocabulary) == rows
-    assert activations.DEVICE_BYTES // activations.KEPT_BYTES == head.KEPT_SHARE
+        assert memory.chunk_rows(vocabulary) == rows
+    assert memory.DEVICE_BYTES // memory.KEPT_BYTES == head.KEPT_SHARE
     assert EngineLimits.max_session_bytes == memory.SESSION_BYTES

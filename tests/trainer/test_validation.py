@@ -7,7 +7,7 @@ import torch
 from tests.toy import ROLLOUT, toy_run, weights
 from verl.protocol import DataProto
 from verl.protocol.trajectory import Abstain, Group, InfraError, Score, Trajectory
-from verl.trainer.ppo.recipe_members import sample_table
+from verl.trainer.ppo.own_loop import sample_table
 from verl.trainer.ppo.validation import results_of, texts_of, validate
 from verl.workers.reward_manager.grader import Grader
 

@@ -21,8 +21,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from verl.server import answers
-from verl.server.chat import converse
-from verl.server.completions import complete
+from verl.server.chat import complete, converse
 from verl.server.errors import ApiError, ErrorAnswer, internal_error, unavailable
 from verl.server.events import CONTENT_TYPE as EVENTS
 from verl.server.guard import Guard

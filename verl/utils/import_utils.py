@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -36,13 +37,13 @@ def lazy_attribute(package: str, table: Mapping[str, str], name: str) -> Any:
     """What a package's `__getattr__` returns: the object that `table` gives as "module:attribute".
 
     Keeps an import path alive without making the package import what stands behind it. An entry
-    without ":attribute" is the module itself.
+    without ":attribute" is the module itself; "module:object.member" reaches into an object.
     """
     if name not in table:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     module, _, attribute = table[name].partition(":")
     loaded = import_module(module)
-    return getattr(loaded, attribute) if attribute else loaded
+    return attrgetter(attribute)(loaded) if attribute else loaded
 
 
 # ---- code the user points at ---------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 An entry is a module: either the one that it stands for, or its names with their homes
 ("module:attribute"). The modules are made when they are imported, their names are looked up when
-they are used, so an entry costs nothing and needs no optional package until then.
+they are used, so an entry costs nothing and needs no optional package until then. `python -m` runs
+an entry with `main`.
 """
 
 import sys
@@ -11,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from verl.utils.import_utils import lazy_attribute
@@ -34,6 +35,7 @@ _LOOP_NAMES = names(
     AgentLoopWorker=f"{_LOOPS}.llm_server:AgentLoopWorker",
 )
 _HELPERS = "verl.utils.recipe_helpers"
+_PPO = "verl.trainer.main_ppo"
 _PROCESS = "verl.workers.rollout.replica:EngineProcessRollout"
 _PROFILER = "verl.utils.profiler"
 _VISION = "verl.utils.dataset.vision_utils"
@@ -55,6 +57,14 @@ _SEPARATION = {
 OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.base_config": "verl.config.base",
     "verl.checkpoint_engine": names(_HELPERS, "CheckpointEngineManager"),
+    "verl.experimental": {},
+    "verl.experimental.fully_async_policy": {},
+    "verl.experimental.fully_async_policy.fully_async_main": {"main": f"{_PPO}:FULLY_ASYNC.main"},
+    "verl.experimental.one_step_off_policy": {},
+    "verl.experimental.one_step_off_policy.async_main_ppo": {"main": f"{_PPO}:ONE_STEP_OFF.main"},
+    "verl.experimental.one_step_off_policy.main_ppo": {"main": f"{_PPO}:ONE_STEP_OFF.main"},
+    "verl.experimental.transfer_queue": {},
+    "verl.experimental.transfer_queue.main_ppo": {"main": f"{_PPO}:TRANSFER_QUEUE.main"},
     "verl.experimental.dataset": {},
     "verl.experimental.separation": _SEPARATION,
     "verl.experimental.separation.engine_workers": _SEPARATION,
@@ -81,16 +91,23 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.experimental.teacher_loop": names(
         "verl.trainer.distillation.teaching",
         "Teaching",
-        EndpointTeacher="verl.trainer.distillation.endpoint:EndpointTeacher",
+        EndpointTeacher="verl.trainer.distillation.teaching:EndpointTeacher",
         TeacherWorker="verl.workers.roles.teacher:TeacherWorker",
     ),
     "verl.interactions.utils": {},
     "verl.interactions.utils.interaction_registry": "verl.interactions.registry",
+    "verl.experimental.reward_loop": names(
+        "verl.trainer.ppo.reward",
+        "RewardLoopManager",
+        "RewardLoopWorker",
+        RewardModelManager="verl.workers.reward_model.server:RewardModelManager",
+    ),
+    "verl.experimental.reward_loop.reward_manager": f"{_MANAGERS}.configured",
     "verl.experimental.reward_loop.reward_manager.base": names(
         f"{_MANAGERS}.adapters", "RewardManagerBase"
     ),
     "verl.experimental.reward_loop.reward_manager.limited": names(
-        "verl.experimental.reward_loop.reward_manager",
+        f"{_MANAGERS}.configured",
         "RateLimitedRewardManager",
         AsyncTokenBucket=f"{_MANAGERS}.managers:AsyncTokenBucket",
     ),
@@ -142,6 +159,22 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
         "simple_timer",
         reduce_timing=f"{_HELPERS}:reduce_timing",
         topk_reduce_ratio_min_max=f"{_HELPERS}:topk_reduce_ratio_min_max",
+    ),
+    "verl.single_controller.ray.base": names(
+        "verl.single_controller.ray",
+        "RayClassWithInitArgs",
+        "RayResourcePool",
+        "RayWorkerGroup",
+        "ResourcePoolManager",
+        "SubRayResourcePool",
+        "create_colocated_worker_cls",
+        "create_colocated_worker_cls_fused",
+        "create_colocated_worker_raw_cls",
+        "extract_pg_from_exist",
+        "merge_resource_pool",
+        "sort_placement_group_by_node_ip",
+        "split_resource_pool",
+        get_random_string=f"{_HELPERS}:get_random_string",
     ),
     "verl.utils.resource_pool_manager": names("verl.single_controller.ray", "ResourcePoolManager"),
     "verl.utils.reward_score.prime_code.testing_util": names(
@@ -201,7 +234,10 @@ class OldPaths(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname in OLD_PATHS else None
+        if fullname not in OLD_PATHS:
+            return None
+        is_package = any(name.startswith(f"{fullname}.") for name in OLD_PATHS)
+        return ModuleSpec(fullname, self, origin=__file__, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
         entry = OLD_PATHS[module.__name__]
@@ -211,6 +247,11 @@ class OldPaths(MetaPathFinder, Loader):
         else:
             module.__dict__["__all__"] = list(entry)
             module.__dict__["__getattr__"] = partial(lazy_attribute, module.__name__, entry)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What `python -m` runs; `__main__` is also the name in processes that it spawns."""
+        call = f'if __name__ == "__main__":\n    import {fullname} as command\n    command.main()'
+        return compile(call, fullname, "exec")
 
 
 def of_module(home: str, name: str) -> Any:

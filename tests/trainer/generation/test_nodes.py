@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.trainer.generation.cases import config_of, generated, responses_of, rows, written
-from verl.trainer.generation.nodes import shares_of
+from verl.trainer.generation.engines import shares_of
 
 ON_TWO_NODES = """
 import sys

@@ -9,14 +9,14 @@ import torch
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.protocol import DataProto
 from verl.protocol.padded import SESSION_UID
-from verl.trainer.recipes.online_dpo import (
+from verl.trainer.recipes.spin import (
     PREFERENCE,
+    against_answers,
     in_pairs,
     pair_counts,
     preferences,
     prompts_of_sessions,
 )
-from verl.trainer.recipes.spin import against_answers
 
 PROMPTS = np.array(["a", "a", "a", "b", "b", "c", "d", "d", "d"], dtype=object)
 REWARDS = np.array([0.5, 1.0, 0.0, 2.0, 2.0, 3.0, 1.0, 0.0, 1.0])

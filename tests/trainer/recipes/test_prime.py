@@ -21,13 +21,14 @@ from verl.config.validate import validate
 from verl.protocol import DataProto
 from verl.single_controller import ClassWithInitArgs, ResourcePool
 from verl.single_controller.local import LocalWorkerGroup
-from verl.trainer.recipes.prime import outcomes, refuse_split_sessions
-from verl.trainer.recipes.prime_worker import (
+from verl.trainer.recipes.prime import (
     ACCURACY,
     LOG_PROBS,
     REF_LOG_PROBS,
     TEMPERATURE,
     ImplicitRewardWorker,
+    outcomes,
+    refuse_split_sessions,
 )
 
 B, P, T = 6, 3, 5

@@ -12,11 +12,34 @@ Per parameter, with b bytes in the compute dtype and W ranks that share the weig
 
 Which of the two `fsdp_config.sharding=auto` takes is known where the device is; FSDP is shown.
 
-What passes take is in `activations`. On an accelerator libraries keep workspaces for their matrix
+What passes take is below. On an accelerator libraries keep workspaces for their matrix
 products (two of 32 MiB), and the built-in engine makes all slots of its cache at once: one for each
 of `rollout.max_num_seqs`, and `SESSION_BYTES` for conversations that wait for their next turn.
 
 Framework overhead and fragmentation come on top; a tenth of the device is a fair allowance.
+
+How much memory a forward or backward pass takes on one device: an estimate in closed form.
+
+Per token of a micro-batch, with b bytes in the compute dtype, h hidden, i inner units and q, k the
+width of queries and keys:
+
+    one layer             a = b * (5*h + 2*q + 2*k + 3*i)
+    kept for backward     L * a, or L * b*h when activations are computed again
+
+The output layer runs on response tokens, whose hidden states are copied, with V logits each in
+chunks of `chunk_rows` (`verl.models.head`). While a chunk is computed the one before it still
+exists. A training pass keeps the logits for the backward pass as far as a sixteenth of the device
+goes, and sums the gradient of the layer in fp32; only then do the layers take their turn, so the
+larger of both counts. On a CPU plain torch makes copies in fp32 instead: 4*V bytes for each of
+`CPU_CHUNK` tokens to score, 8*V to train.
+
+How long an update of the rollout's weights takes: bytes over the slowest link on their way.
+
+    shared      the engine generates with the trained weights            0
+    gathered    every rank gets all weights in a ring of all-gathers     bytes / slowest link
+    sent        each sending rank serves its share of the engines        bytes * rounds / network
+
+The bandwidths are assumptions, named with the result; measured updates are in docs/weight_sync.md.
 """
 
 import math
@@ -27,26 +50,62 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.ref import McoreRefConfig
 from verl.config.roles import (
     critic_lora_rank,
+    data_parallel_size,
     engine_has_whole_weights,
     engine_of,
     is_own_reference,
     needs_critic,
     needs_reference,
+    ranks_beside,
+    ranks_per_sequence,
     replicas,
     role_ranks,
     rollout_traits,
     shares_weights,
     uses_lora,
-)
-from verl.trainer.plan.activations import (
-    FULL_DTYPES,
-    compute_bytes,
-    pass_bytes,
-    prefill_bytes,
+    world_size,
 )
 from verl.trainer.plan.megatron import megatron_layout
 from verl.trainer.plan.shape import ModelShape, shape_at
-from verl.trainer.plan.sync import SyncPlan, sync_plan
+
+IN_NODE = 150e9
+"""Bytes per second of a collective between devices of a node: a third of NVLink's 450 GB/s."""
+
+BETWEEN_NODES = 25e9
+"""Bytes per second between two nodes: half of a 400 Gb/s link."""
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """What one update moves, and how."""
+
+    how: str
+    num_bytes: float
+    seconds: float
+
+
+def sync_plan(config: Any, shape: ModelShape) -> SyncPlan:
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    is_hybrid = config.actor_rollout_ref.hybrid_engine
+    if is_hybrid and rollout.name == "native" and engine_has_whole_weights(config):
+        return SyncPlan("the engine generates with the trained weights", 0.0, 0.0)
+    num_bytes = shape.params * (4.0 if trainer.device == "cpu" else 2.0)
+    is_wide = trainer.nnodes > 1
+    link = BETWEEN_NODES if is_wide else IN_NODE
+    if is_hybrid:
+        how = "gathered tensor by tensor on every rank"
+        how += (
+            ", handed to the engine's process"
+            if not rollout_traits(rollout.name).is_builtin
+            else ""
+        )
+        return SyncPlan(how, num_bytes, num_bytes / link)
+    senders = world_size(config)
+    rounds = -(-replicas(config) // senders)
+    link = BETWEEN_NODES if is_wide or ranks_beside(config) else IN_NODE
+    how = f"gathered, then sent by {senders} ranks to {replicas(config)} engines"
+    return SyncPlan(how, num_bytes, num_bytes / link * (1 + rounds))
+
 
 LIBRARY_BYTES = 2 * 32 << 20
 SESSION_BYTES = 1 << 30
@@ -236,3 +295,99 @@ def rollout_bytes(config: Any, shape: ModelShape) -> dict[str, float]:
     per_token = size * shape.layers * shape.kv_width / tensor
     parts["KV cache"] = tokens * per_token + (SESSION_BYTES if has_kernels else 0)
     return parts
+
+
+FULL_DTYPES = ("float32", "fp32")
+CPU_CHUNK = 1024
+WORKSPACE_ELEMENTS = 7 << 26
+ROW_MULTIPLE = 256
+DEVICE_BYTES = 80 << 30
+"""Memory of a device, which the plan cannot see; it decides how many logits are kept."""
+
+KEPT_BYTES = DEVICE_BYTES // 16
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """The peak of a pass over the largest micro-batch, beside weights and gradients."""
+
+    scoring: float
+    training: float
+    value_training: float
+    """Of a critic, which has one output instead of logits."""
+
+
+def pass_bytes(config: Any, shape: ModelShape) -> PassBytes:
+    compute = compute_bytes(config, engine_of(config, "actor_rollout_ref"))
+    trained = tokens_per_micro_batch(config, config.actor_rollout_ref.actor, "ppo_")
+    scored = tokens_per_micro_batch(config, config.actor_rollout_ref.rollout, "log_prob_")
+    layer = layer_bytes(shape, compute)
+    recomputes = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    kept = trained * shape.layers * (compute * shape.hidden if recomputes else layer)
+    again = trained * layer if recomputes else 0.0
+    if config.trainer.device == "cpu":
+        scoring = scored * layer + 4 * shape.vocab * min(scored, CPU_CHUNK)
+        head = 8 * shape.vocab * min(trained, CPU_CHUNK)
+        return PassBytes(scoring, kept + again + head, kept + again)
+    share = config.data.max_response_length
+    share /= config.data.max_prompt_length + config.data.max_response_length
+    chunks = chunk_bytes(shape, compute, scored * share)
+    states = compute * shape.hidden * scored * (1 + share)
+    scoring = max(scored * layer, chunks + states)
+    logits = compute * shape.vocab * trained * share
+    if logits > KEPT_BYTES:
+        logits = KEPT_BYTES + chunk_bytes(shape, compute, trained * share)
+    head = logits + compute * shape.hidden * trained * (1 + 2 * share)
+    if not uses_lora(config):
+        head += 4 * shape.embedding_params
+        again += compute * shape.embedding_params if shape.is_tied else 0  # waits for the other's
+    return PassBytes(scoring, kept + max(head, again), kept + again)
+
+
+def prefill_bytes(config: Any, shape: ModelShape) -> float:
+    """The largest prefill of the built-in engine, and the logits of a step of all rows."""
+    rollout = config.actor_rollout_ref.rollout
+    tokens = min(rollout.max_num_batched_tokens, 32768)
+    return tokens * layer_bytes(shape, 2) + 2 * shape.vocab * rollout.max_num_seqs
+
+
+def layer_bytes(shape: ModelShape, compute: int) -> float:
+    """Of one token in one layer."""
+    return compute * (5 * shape.hidden + shape.attention_width + 3 * active_inner(shape))
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Response tokens whose logits are computed at once where kernels run."""
+    rows = WORKSPACE_ELEMENTS // vocabulary
+    return max(16, rows - rows % ROW_MULTIPLE if rows > ROW_MULTIPLE else rows)
+
+
+def chunk_bytes(shape: ModelShape, compute: int, num_rows: float) -> float:
+    return compute * shape.vocab * min(num_rows, 2 * chunk_rows(shape.vocab))
+
+
+def tokens_per_micro_batch(config: Any, section: Any, prefix: str) -> float:
+    """Tokens of the largest micro-batch on one device."""
+    is_training = prefix == "ppo_"
+    engine = engine_of(config, "actor_rollout_ref")
+    if section["use_dynamic_bsz" if is_training else f"{prefix}use_dynamic_bsz"]:
+        return section[f"{prefix}max_token_len_per_gpu"]
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rows = section[f"{prefix}micro_batch_size_per_gpu"]
+    n = config.actor_rollout_ref.rollout.n
+    per_rank = config.data.train_batch_size * n // data_parallel_size(config)
+    return min(rows, max(1, per_rank)) * longest / ranks_per_sequence(engine)
+
+
+def active_inner(shape: ModelShape) -> int:
+    """Inner units that one token passes through in a layer."""
+    if not shape.experts:
+        return shape.inner
+    return shape.experts_per_token * shape.expert_inner + shape.shared_inner
+
+
+def compute_bytes(config: Any, engine: Any) -> int:
+    """Bytes of a number in a pass: `auto` is bf16 on an accelerator; on a CPU all is fp32."""
+    if config.trainer.device == "cpu":
+        return 4
+    return 4 if engine.dtype in FULL_DTYPES else 2

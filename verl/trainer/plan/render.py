@@ -21,8 +21,7 @@ from verl.config.load import Loaded, load_config
 from verl.config.schema import walk_leaves
 from verl.config.validate import advice
 from verl.trainer.plan.layout import BatchTable, Placement, batch_table, placement
-from verl.trainer.plan.memory import MemoryPlan, memory_plan
-from verl.trainer.plan.sync import BETWEEN_NODES, IN_NODE
+from verl.trainer.plan.memory import BETWEEN_NODES, IN_NODE, MemoryPlan, memory_plan
 
 WIDTH = 100
 GIB = 1024**3

@@ -48,8 +48,8 @@ from verl.trainer.ppo.data import (
     validation_loader,
 )
 from verl.trainer.ppo.metric_utils import batch_metrics
+from verl.trainer.ppo.own_loop import RecipeMembers
 from verl.trainer.ppo.placing import Placer
-from verl.trainer.ppo.recipe_members import RecipeMembers
 from verl.trainer.ppo.reward import grades_by_source, load_reward_manager
 from verl.trainer.ppo.scoring import (
     add_model_scores,

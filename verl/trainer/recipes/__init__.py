@@ -12,7 +12,7 @@ from verl.utils.registry import Registry
 
 RECIPES = Registry[type[TaskRunner]](
     "recipe",
-    online_dpo="verl.trainer.recipes.online_dpo:OnlineDPORunner",
+    online_dpo="verl.trainer.recipes.spin:OnlineDPORunner",
     prime="verl.trainer.recipes.prime:PrimeRunner",
     spin="verl.trainer.recipes.spin:SpinRunner",
     pf_ppo="verl.trainer.recipes.pf_ppo:PFPPORunner",

@@ -5,14 +5,11 @@ the parts and says how they combine, and a mean keeps a weight with each part (t
 whichever the mean is over), so that the result does not depend on how the batch was split.
 
 A plain list carries no such rule, so `reduce_metrics` reads it from the name.
-
-`section` and `spread` write the table of `verl.utils.metric.declared`.
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -171,42 +168,3 @@ def _exact_sum(values: list[float]) -> float:
 def _extreme(choose: Any, values: list[float]) -> float:
     # max() and min() ignore a NaN or return it depending on its place.
     return math.nan if any(map(math.isnan, values)) else choose(values)
-
-
-# ---- declarations --------------------------------------------------------------------------------
-
-MEAN, SUM, MAX, MIN = (
-    AggregationType.MEAN,
-    AggregationType.SUM,
-    AggregationType.MAX,
-    AggregationType.MIN,
-)
-
-
-@dataclass(frozen=True)
-class DeclaredMetric:
-    """One row of the table; `name` may have `<parts>` that stand for any text."""
-
-    name: str
-    unit: str
-    combine: AggregationType
-    meaning: str
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    metrics: tuple[DeclaredMetric, ...]
-
-
-def section(title: str, *rows: tuple[str, str, AggregationType, str]) -> Section:
-    """Rows are (name, unit, how parts combine, one sentence)."""
-    return Section(title, tuple(DeclaredMetric(*row) for row in rows))
-
-
-def spread(name: str, unit: str, what: str) -> list[tuple[str, str, AggregationType, str]]:
-    return [
-        (f"{name}/mean", unit, MEAN, f"Mean {what}."),
-        (f"{name}/max", unit, MAX, f"Largest {what}."),
-        (f"{name}/min", unit, MIN, f"Smallest {what}."),
-    ]

@@ -28,7 +28,6 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import copy_to_local
@@ -221,14 +220,8 @@ class ActorRolloutRefWorker(
             self.generator.start(self.engine, sequence_group=self.sequence_group)
         else:
             self.generator.train_exactly(self.engine)
-        self.checkpoints = checkpoint_manager(
-            self.engine.module,
-            self.engine,
-            processing_class=WithProcessorFiles(self.tokenizer, copy_to_local(config.model.path)),
-            checkpoint_config=actor.checkpoint,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        tokenizer = WithProcessorFiles(self.tokenizer, copy_to_local(config.model.path))
+        self.keep_checkpoints(self.engine, actor.checkpoint, tokenizer)
 
     def _build_reference(self) -> Reference:
         """The policy itself where its adapters can be taken off, else a frozen model beside it."""

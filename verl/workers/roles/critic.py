@@ -9,7 +9,6 @@ from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.data_plane.batch import tqbridge
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.flops_counter import FlopsCounter
@@ -73,13 +72,7 @@ class CriticWorker(RankWorker, CheckpointedWorker):
         )
         self.flops = FlopsCounter(self.engine.module.config)
         self.critic = DataParallelPPOCritic(config, self.engine)
-        self.checkpoints = checkpoint_manager(
-            self.engine.module,
-            self.engine,
-            checkpoint_config=config.checkpoint,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        self.keep_checkpoints(self.engine, config.checkpoint)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def inference_settings(self, model: str) -> MicroBatching:

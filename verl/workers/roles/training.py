@@ -33,7 +33,6 @@ from verl.config.engine import FSDPEngineConfig, McoreEngineConfig, TrainingWork
 from verl.data_plane.batch import StoredBatch
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.checkpoint.fsdp_checkpoint_manager import checkpoint_manager
 from verl.utils.device import get_device_name
 from verl.utils.distributed import DEFAULT_TIMEOUT_SECONDS
 from verl.utils.metric import Metric
@@ -138,13 +137,7 @@ class TrainingWorker(RankWorker, CheckpointedWorker):
                 sequence_group=self._sequence_group,
             )
         )
-        self.checkpoints = checkpoint_manager(
-            self.engine.module,
-            self.engine,
-            checkpoint_config=config.checkpoint_config,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        self.keep_checkpoints(self.engine, config.checkpoint_config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: LossFn) -> None:

@@ -18,6 +18,7 @@ from verl.config.actor import ActorConfig, McoreActorConfig
 from verl.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.ref import McoreRefConfig, RefConfig
+from verl.config.trainer import CheckpointConfig
 from verl.models.lora import has_lora
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
@@ -27,12 +28,15 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager,
     Write,
     as_it_is,
+    checkpoint_manager,
     refuse_what_concerns_steps,
 )
+from verl.utils.checkpoint.hf_model import ProcessingClass
 from verl.utils.checkpoint.layout import as_os_error
 from verl.utils.checkpoint.piece_files import rank_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter
+from verl.workers.engine import BaseEngine
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.residency import HostMemory, wait_for_copies
 
@@ -77,7 +81,7 @@ class RankWorker(Worker):
 
 
 class CheckpointedWorker(Worker):
-    """A worker whose `init_model` sets `checkpoints`."""
+    """A worker whose `init_model` calls `keep_checkpoints`."""
 
     checkpoints: FSDPCheckpointManager
 
@@ -85,6 +89,21 @@ class CheckpointedWorker(Worker):
         super().__init__(cuda_visible_devices)
         self._writer = Background("checkpoint-writer")
         self._host = HostMemory()
+
+    def keep_checkpoints(
+        self,
+        engine: BaseEngine,
+        config: CheckpointConfig,
+        processing_class: ProcessingClass | None = None,
+    ) -> None:
+        self.checkpoints = checkpoint_manager(
+            engine.module,
+            engine,
+            processing_class=processing_class,
+            checkpoint_config=config,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(

@@ -24,6 +24,7 @@ from verl.config.rollout import RolloutConfig
 from verl.utils.device import get_visible_devices_keyword
 from verl.utils.registry import Registry
 from verl.workers.rollout.base import Rollout
+from verl.workers.rollout.engine_options import sglang_options, vllm_environment, vllm_options
 from verl.workers.rollout.hf_rollout import HFRollout
 from verl.workers.rollout.native.cache import beside_weights, cache_budget
 from verl.workers.rollout.native.engine import NativeEngine
@@ -31,8 +32,6 @@ from verl.workers.rollout.native.sequence import EngineLimits, end_tokens
 from verl.workers.rollout.process.client import EngineSpec
 from verl.workers.rollout.process.native import BUILD as BUILD_NATIVE
 from verl.workers.rollout.process.native import native_options
-from verl.workers.rollout.sglang_rollout.options import sglang_options
-from verl.workers.rollout.vllm_rollout.options import vllm_environment, vllm_options
 
 STEPS_PER_VISIT, STEPS_PER_VISIT_ON_CPU = 8, 4
 """Tokens per sequence between two looks of the host; a device beside it waits meanwhile."""

@@ -24,7 +24,7 @@ FAMILIES = ("llama", "qwen2", "qwen3_moe")
 def save_as_megatron(engine, folder, layers_apart=False):
     """What `dist_checkpointing.save` writes, without the process that writes it in the background:
     its tensors and names, in torch's own format."""
-    from verl.workers.engine.megatron.import_dist import parts
+    from verl.workers.engine.megatron.state import parts
 
     with on_this_device():
         found = [part for chunk in engine.chunks for part in parts(chunk, "", layers_apart)]

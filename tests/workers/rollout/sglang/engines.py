@@ -13,8 +13,8 @@ from verl.config.rollout import RolloutConfig
 from verl.config.serving import ServerConfig
 from verl.utils.environment import sglang_python
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.engine_options import sglang_options
 from verl.workers.rollout.process.client import EngineProcess, EngineSpec
-from verl.workers.rollout.sglang_rollout.options import sglang_options
 
 BUILD = "verl.workers.rollout.sglang_rollout.hosted:build"
 PROTOCOL_SERVER = str(Path(__file__).with_name("protocol_server.py"))

@@ -7,8 +7,8 @@ import torch
 
 from tests.workers.rollout.sglang.engines import ask
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.sglang_rollout.adapter import weight_folder
 from verl.workers.rollout.sglang_rollout.arguments import generate_body
+from verl.workers.rollout.sglang_rollout.hosted import weight_folder
 from verl.workers.rollout.sglang_rollout.streams import RunningSample
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.workers.rollout.sglang.engines import ADAPTER, BUILD, rollout_config, save_model
 from verl.config.model import MtpConfig
+from verl.workers.rollout.engine_options import sglang_options
 from verl.workers.rollout.factory import engine_spec
 from verl.workers.rollout.sglang_rollout.arguments import (
     command_line,
@@ -15,7 +16,6 @@ from verl.workers.rollout.sglang_rollout.arguments import (
     server_arguments,
     unknown_arguments,
 )
-from verl.workers.rollout.sglang_rollout.options import sglang_options
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from tests.workers.rollout.vllm.helpers import (
     weights_of,
 )
 from verl.utils.environment import vllm_python
+from verl.workers.rollout.engine_options import vllm_environment, vllm_options
 from verl.workers.rollout.process.client import EngineProcess, EngineSpec
-from verl.workers.rollout.vllm_rollout.options import vllm_environment, vllm_options
 
 pytestmark = needs_vllm
 EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64}

@@ -15,8 +15,8 @@ from verl.config.packages import engine_package_faults, engine_version_faults
 from verl.config.ppo import PPOConfig
 from verl.config.roles import ROLLOUTS
 from verl.config.rollout import RolloutConfig
+from verl.workers.rollout.engine_options import vllm_environment, vllm_options
 from verl.workers.rollout.vllm_rollout.arguments import refuse_unknown
-from verl.workers.rollout.vllm_rollout.options import vllm_environment, vllm_options
 
 
 @pytest.fixture(scope="module")

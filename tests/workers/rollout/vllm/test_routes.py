@@ -28,7 +28,7 @@ from tests.workers.rollout.vllm.helpers import (
 )
 from verl.utils.environment import vllm_python
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.vllm_rollout.options import vllm_options
+from verl.workers.rollout.engine_options import vllm_options
 
 pytestmark = [*needs_vllm, pytest.mark.slow]
 EXPERTS = {"qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 64}, "mixtral": {}}

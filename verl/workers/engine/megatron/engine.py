@@ -38,14 +38,18 @@ from verl.workers.engine.megatron.forward import (
     columns_of,
     from_last_stage,
     hidden_states,
+    run_pipeline,
 )
 from verl.workers.engine.megatron.groups import join_layout
-from verl.workers.engine.megatron.import_dist import load_dist_checkpoint
 from verl.workers.engine.megatron.layout import Layout, check_layout, num_experts
 from verl.workers.engine.megatron.model import ModelChunk, build_chunks
 from verl.workers.engine.megatron.optimizer import ParallelOptimizer
-from verl.workers.engine.megatron.pipeline import run_pipeline
-from verl.workers.engine.megatron.state import StateOfLayout, load_shares, shares
+from verl.workers.engine.megatron.state import (
+    StateOfLayout,
+    load_dist_checkpoint,
+    load_shares,
+    shares,
+)
 from verl.workers.engine.megatron.weights import (
     EXPERT_BIAS,
     export_weights,

@@ -1,7 +1,7 @@
-"""vLLM in a process of its own: its options on our side, the engine and its weights on its side.
+"""vLLM in a process of its own: the engine, and how weights come into it.
 
-`options` runs in the trainer's environment. Everything else runs in vLLM's, where only Python,
-torch and vLLM (with what it needs, transformers and safetensors among it) are certain to be.
+Everything here runs in vLLM's environment, where only Python, torch and vLLM (with what it needs,
+transformers and safetensors among it) are certain to be. The trainer's side is `engine_options`.
 """
 
 from typing import Any

@@ -1,4 +1,5 @@
-"""Reward managers that are made from the configuration and asked for one response at a time."""
+"""The built-in managers in the style of `RewardManagerBase`: made from the configuration and asked
+for one response at a time, under the names that `verl.experimental.reward_loop` has."""
 
 from verl.workers.reward_manager import managers, prime
 from verl.workers.reward_manager.adapters import (

@@ -1,1 +1,0 @@
-"""Import paths that older code uses; the code itself is elsewhere."""

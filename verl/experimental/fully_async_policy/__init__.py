@@ -1,1 +1,0 @@
-"""Fully asynchronous training: prompts stream through generation while steps are trained."""

@@ -1,1 +1,0 @@
-"""Training with batches in the store of TransferQueue."""
