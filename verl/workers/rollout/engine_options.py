@@ -3,12 +3,12 @@
 From `RolloutConfig` and a model's folder; nothing here imports an engine.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from verl.config.rollout import RolloutConfig
 from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.user_files import read_json_object
 
 CPU_VARIABLES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
 """AMX that is advertised but cannot run dies with SIGILL."""
@@ -50,7 +50,7 @@ def end_tokens(folder: Path, trust_remote_code: bool) -> list[int]:
     ids = set[int]()
     for file in ("config.json", "generation_config.json"):
         if (folder / file).is_file():
-            stated = json.loads((folder / file).read_text())
+            stated = read_json_object(folder / file)
             stated |= stated.get("text_config", {})  # where the language model is one of several
             ids.update(as_ids(stated.get("eos_token_id")))
     tokenizer = hf_tokenizer(folder, trust_remote_code=trust_remote_code)

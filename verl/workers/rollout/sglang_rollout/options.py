@@ -4,12 +4,12 @@ This is the trainer's side: nothing here imports SGLang, and what comes out is J
 engine may run under another Python. What SGLang itself thinks of a value, it says there.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from verl.config.rollout import RolloutConfig
 from verl.config.serving import ServerConfig
+from verl.utils.user_files import read_json_object
 from verl.workers.rollout.engine_options import (
     CPU_VARIABLES,
     end_tokens,
@@ -48,7 +48,7 @@ def sglang_options(
     updates bring the tensors of that LoRA adapter alone.
     """
     refuse_what_sglang_cannot(rollout)
-    model = json.loads((Path(model_path) / "config.json").read_text())
+    model = read_json_object(Path(model_path) / "config.json")
     model |= model.get("text_config", {})  # where the language model is one part of several
     max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     arguments = {
