@@ -18,6 +18,7 @@ from tests.trainer.test_engine_processes import without_engine_metrics
 from tests.trainer.test_ranks import EVERYTHING, assert_same_run
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.common import Termination
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.on_ray import wait_for_start
 from verl.trainer.ppo.asynchronous import AsyncTrainer
@@ -213,7 +214,7 @@ def test_a_runner_without_a_place_is_reported_and_given_up(caplog):
 
     runner = ray.remote(num_cpus=1000)(TaskRunner).remote()
     with pytest.raises(ValueError, match=r"no place for the run's runner within 3 s: .*'CPU'"):
-        wait_for_start(ray, runner, notice_seconds=1, seconds=3)
+        wait_for_start(ray, runner, 1, 3, Termination())
     assert "the runner waits for a place" in caplog.text
     ray.kill(runner)
 
