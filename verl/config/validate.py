@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.config.actor import McoreActorConfig
-from verl.config.async_plan import async_faults
+from verl.config.async_plan import async_faults, plan_of
 from verl.config.base import BaseConfig
 from verl.config.distillation import component_faults, distillation_faults
 from verl.config.effects import absent_faults
@@ -411,6 +411,14 @@ def sentences(config: Any) -> Iterator[str]:
         yield (
             "the KL to the reference counts twice: in the reward (algorithm.use_kl_in_reward) and "
             "in the loss (actor_rollout_ref.actor.use_kl_loss)"
+        )
+    plan = plan_of(config)
+    if actor.use_kl_loss and plan is not None and not plan.is_on_policy:
+        yield (
+            f"{ACTOR}.use_kl_loss is True, and tokens are up to {plan.max_staleness} steps old: "
+            "this KL has no importance weight, so over tokens of older policies it is off by as "
+            "much as the policies differ. In the reward (algorithm.use_kl_in_reward=True instead) "
+            "it is weighted as the policy loss is"
         )
     if rollout.val_kwargs.n > 1 and not rollout.val_kwargs.do_sample:
         yield (
