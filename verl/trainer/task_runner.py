@@ -177,7 +177,7 @@ class TaskRunner:
             continue_from_own_commit(config, trainer)  # nothing of the attempt saves any more
 
     def request_stop(self) -> None:
-        """Finish the step that runs, save, and end; a trainer that is not built yet ends so too."""
+        """Finish the step that runs, save, and end; a trainer that is not built yet makes none."""
         self.is_stop_requested = True
         if self.trainer is not None:
             self.trainer.request_stop()
