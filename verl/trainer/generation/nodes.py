@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from verl.config.faults import ConfigError, Fault
@@ -51,7 +52,9 @@ class NodeEngines:
         dtype: str,
         trust_remote_code: bool,
     ) -> None:
-        self._engines = start(
+        self._engines: list[EngineProcess] = []
+        self._start = partial(
+            start,
             rollout,
             model_path,
             count=count,
@@ -60,8 +63,9 @@ class NodeEngines:
             trust_remote_code=trust_remote_code,
         )
 
-    async def is_ready(self) -> bool:
-        return True
+    async def start(self) -> None:
+        """Not as the actor is made: Ray would keep the error and give its text alone."""
+        self._engines = await asyncio.to_thread(self._start)
 
     async def generate(self, number: int, request: GenerationRequest) -> list[TokenOutput]:
         return await self._engines[number].generate(request)
@@ -207,9 +211,11 @@ def start_on_nodes(
                 ray.kill(actor)
 
     try:
-        ray.get([actor.is_ready.remote() for actor in actors], timeout=START_SECONDS)
-    except BaseException:
+        ray.get([actor.start.remote() for actor in actors], timeout=START_SECONDS)
+    except BaseException as error:
         close()
+        if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
+            raise error.cause from None  # as engines of this machine would raise it
         raise
     engines: list[Rollout] = [
         EngineOnNode(actor, number)
