@@ -24,7 +24,7 @@ async def within(awaitable: Awaitable[T], seconds: float | None) -> T:
         if not work.cancelled():
             work.exception()  # seen, also where nobody takes it
     try:
-        return work.result()
+        return await work  # which is done
     except asyncio.CancelledError:
         if is_late:
             raise TimeoutError from None
