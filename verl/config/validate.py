@@ -265,10 +265,11 @@ def parallel_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
 
 def sharding_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
     """What ranks that share the training of a model cannot do with parts of it."""
-    trained = [("actor_rollout_ref", ACTOR, config.actor_rollout_ref.actor)]
+    trained = [("actor_rollout_ref", ACTOR)]
     if roles.has_critic:
-        trained.append(("critic", "critic", config.critic))
-    for role, path, section in trained:
+        trained.append(("critic", "critic"))
+    for role, path in trained:
+        section = config.critic if role == "critic" else config.actor_rollout_ref.actor
         ranks, engine = role_ranks(config, role), engine_of(config, role)
         if ranks == 1:
             continue

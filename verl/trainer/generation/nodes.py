@@ -212,10 +212,12 @@ def start_on_nodes(
 
     try:
         ray.get([actor.start.remote() for actor in actors], timeout=START_SECONDS)
-    except BaseException as error:
+    except ray.exceptions.RayTaskError as error:
         close()
-        if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
-            raise error.cause from None  # as engines of this machine would raise it
+        failure: Any = error
+        raise (failure.cause or error) from None  # as engines of this machine would raise it
+    except BaseException:
+        close()
         raise
     engines: list[Rollout] = [
         EngineOnNode(actor, number)
