@@ -7,7 +7,6 @@ time, without that of the operations they call.
 """
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl.board.reader import NoStore, StoreReader, one_run
+from verl.utils.user_files import read_json_object
 
 MEMORY = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb")
 CATEGORIES = ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset", "user_annotation")
@@ -117,7 +117,7 @@ def own_times(lane: list[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any]
 
 
 def operation_table(path: Path, num_rows: int) -> Table:
-    trace = json.loads(path.read_text())
+    trace = read_json_object(path)
     found = operations(trace["traceEvents"])
     whole = sum(operation.own for operation in found) or 1.0
     table = Table(

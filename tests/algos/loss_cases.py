@@ -54,10 +54,16 @@ CASES: dict[str, tuple[str, dict[str, float], RolloutCorrectionConfig | None]] =
     ),
     "bypass reinforce, sequence": ("vanilla", {}, RolloutCorrectionConfig.bypass_pg_is(1.5)),
 }
+OF_WHOLE_STEPS = {
+    f"{case}, normalized": (mode, values, replace(correction, rollout_is_batch_normalize=True))
+    for case, (mode, values, correction) in CASES.items()
+    if case.startswith("bypass reinforce") and correction is not None
+}
+"""Their mean weight must be known, so they are refused where a step is several passes."""
 
 
 def actor(case: str = "vanilla", **options: Any) -> ActorConfig:
-    mode, loss_options, correction = CASES[case]
+    mode, loss_options, correction = {**CASES, **OF_WHOLE_STEPS}[case]
     policy_loss = PolicyLossConfig(loss_mode=mode, **loss_options)
     if correction is not None:
         choose_bypass_loss(correction, policy_loss)

@@ -1,5 +1,6 @@
 """A session is one sample: how it is cut into rows changes nothing that is learnt."""
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -319,6 +320,8 @@ WHOLE_SEQUENCE_CASES = [
     "bypass geo_mean, rejected",
     "bypass reinforce, token",
     "bypass reinforce, sequence",
+    "bypass reinforce, token, normalized",
+    "bypass reinforce, sequence, normalized",
 ]
 
 
@@ -336,6 +339,36 @@ def test_no_cut_changes_the_gradient_of_losses_on_whole_sequences(case: str, dty
         found = gradient(sessions, cut, "seq-mean-token-sum", chooser=chooser, **options)
         assert all(part.abs().max() > 0 for part in expected)
         assert worst(found, expected) < TOLERANCE[dtype], seed
+
+
+def test_weights_of_sessions_are_divided_by_their_mean_over_the_step():
+    """Ratios 1.2 * 1 and 0.4 of two sessions, the first in two rows: weights as they, mean 0.8."""
+    mask = torch.tensor([[1, 0], [1, 0], [1, 0]])
+    new = torch.tensor([[1.2, 9.0], [1.0, 9.0], [0.4, 9.0]]).log()
+    config = actor("bypass reinforce, sequence, normalized")
+    made = prepare_sessions(
+        log_prob=new,
+        old_log_prob=torch.zeros(3, 2),
+        advantages=torch.ones(3, 2),
+        response_mask=mask,
+        session_index=torch.tensor([4, 4, 7]),
+        config=config,
+    )
+    assert made["session_weights"][:, 0].tolist() == pytest.approx([1.5, 1.5, 0.5])
+    config.global_batch_info = {"batch_num_tokens": 3, "global_batch_size": 2, "dp_size": 1}
+    losses = []
+    for row in range(3):  # each a pass of its own, which does not know the others' weights
+        one = slice(row, row + 1)
+        loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
+        columns = (torch.zeros(1, 2), new[one], torch.ones(1, 2), mask[one])
+        loss, metrics = loss_fn(
+            *columns, "token-mean", config, session_weights=made["session_weights"][one]
+        )
+        assert "rollout_corr/rollout_is_batch_norm_factor" not in metrics, "not that of the step"
+        losses.append(float(loss))
+    logs = [math.log(1.2), 0.0, math.log(0.4)]
+    expected = [-weight * log / 3 for weight, log in zip((1.5, 1.5, 0.5), logs, strict=True)]
+    assert losses == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("case", WHOLE_SEQUENCE_CASES)

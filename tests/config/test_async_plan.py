@@ -10,7 +10,7 @@ from verl.config.convert import to_dictconfig
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
 from verl.config.presets import PRESETS
-from verl.config.validate import relation_faults
+from verl.config.validate import advice, relation_faults
 
 R = "actor_rollout_ref.rollout"
 APART = ("actor_rollout_ref.hybrid_engine=False", f"{R}.nnodes=1", f"{R}.free_cache_engine=False")
@@ -199,3 +199,24 @@ def test_a_plan_refuses_what_means_nothing(wrong):
 @pytest.mark.parametrize("name", PRESETS)
 def test_files_of_asynchronous_runs_are_loaded(name):
     assert composed(name=name).loaded.faults == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "num_steps"),
+    [
+        ("one_step_off_ppo_trainer", (), 1),
+        ("fully_async_ppo_trainer", FULL, 4),
+        ("ppo_trainer", (), None),
+        ("ppo_trainer", ("trainer.v1.trainer_mode=colocate_async", CLIP), 1),
+    ],
+)
+def test_the_kl_in_the_loss_of_older_tokens_gets_a_word_of_advice(name, arguments, num_steps):
+    with_kl = composed(*arguments, "actor_rollout_ref.actor.use_kl_loss=True", name=name)
+    said = [text for text in advice(with_kl.loaded.config) if "no importance weight" in text]
+    plan = plan_of(with_kl.loaded.config)
+    assert plan is None or plan.max_staleness == num_steps
+    assert len(said) == (num_steps is not None and num_steps > 0)
+    assert all(f"up to {num_steps} steps old" in text for text in said)
+    assert all("algorithm.use_kl_in_reward=True" in text for text in said)
+    without = composed(*arguments, name=name).loaded.config
+    assert not any("no importance weight" in text for text in advice(without))

@@ -426,7 +426,7 @@ def test_files_without_tools_are_named_before_the_run(tmp_path):
     turns = f"{R}.multi_turn"
     files = {
         "tool_config_path": ("tools: []", "which lists nothing below `tools:`"),
-        "interaction_config_path": ("interaction: [", "which is no YAML"),
+        "interaction_config_path": ("interaction: [", "is no YAML"),
         "function_tool_path": ("def f(): pass", "which has no tools; decorate functions with"),
     }
     values = {f"{turns}.enable": True}
@@ -435,7 +435,7 @@ def test_files_without_tools_are_named_before_the_run(tmp_path):
         values[f"{turns}.{key}"] = str(tmp_path / key)
     texts = [fault.text for fault in faults_of(values)]
     for key, (_, message) in files.items():
-        (text,) = [one for one in texts if one.startswith(f"{turns}.{key} is")]
+        (text,) = [one for one in texts if one.startswith(f"{turns}.{key}")]
         assert message in text
     absent = {f"{turns}.tool_config_path": str(tmp_path / "absent.yaml")}
     texts = [text for text in machine_texts(absent) if "tool_config_path" in text]
@@ -561,15 +561,50 @@ def test_a_model_must_be_chosen():
     assert any("actor_rollout_ref.model.path is required" in text for text in machine({}))
 
 
-def test_a_misspelt_value_of_the_models_configuration_is_named(tmp_path):
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 32, "hidden_size": 8}')
-    model = {"actor_rollout_ref.model.path": str(tmp_path)}
-    key = "actor_rollout_ref.model.override_config"
-    (text,) = mistakes({**model, f"{key}.max_position_embedings": 64})
-    assert text.endswith("did you mean max_position_embeddings?")
-    assert mistakes({**model, f"{key}.max_position_embeddings": 64}) == []
-    (text,) = mistakes({**model, f"{key}.atn_implementation": "eager"})
-    assert text.endswith("did you mean attn_implementation?")
+BROKEN = {
+    "cut": (b'{"model_type": ', "is no JSON"),
+    "list": (b"[1]", r"holds [1]; it must hold a JSON object"),
+    "bytes": (b'\xff{"a": 1}', "is no text in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("how", [*BROKEN, "folder"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_broken_file_of_a_model_is_named_once(tmp_path, name, how):
+    content, text = BROKEN.get(how, (b"", "cannot be read: Is a directory"))
+    if how == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_bytes(content)
+    key = "actor_rollout_ref.model"
+    override = {f"{key}.override_config.hidden_size": 8}
+    for values in ({}, override):
+        (found,) = mistakes({f"{key}.path": str(tmp_path), **values})
+        assert found.startswith(f"{key}.path: {tmp_path / name} {text}")
+
+
+@pytest.mark.parametrize(
+    "key", ["multi_turn.tool_config_path", "multi_turn.interaction_config_path"]
+)
+def test_a_broken_list_of_tools_or_users_is_named(tmp_path, key):
+    file = tmp_path / "list.yaml"
+    for content, text in ((b"tools: [", "is no YAML"), (b"\xff", "is no text in UTF-8")):
+        file.write_bytes(content)
+        (found,) = mistakes({f"{R}.{key}": str(file)})
+        assert found.startswith(f"{R}.{key}: {file} {text}")
+    (found,) = mistakes({f"{R}.{key}": str(tmp_path)})
+    assert found.endswith("cannot be read: Is a directory")
+
+
+def test_a_file_that_lists_no_agent_loops_is_named(tmp_path):
+    file, key = tmp_path / "loops.yaml", f"{R}.agent.agent_loop_config_path"
+    file.write_text("- name: mine\n  _target_: a.B\n")
+    assert mistakes({key: str(file)}) == []
+    file.write_text("name: mine\n")
+    assert mistakes({key: str(file)}) == [f'{key} is "{file}", which does not list agent loops']
+    file.write_text("[")
+    (found,) = mistakes({key: str(file)})
+    assert found.startswith(f"{key}: {file} is no YAML")
 
 
 def test_an_override_of_megatron_is_refused_without_it(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.clusters import assert_given_back
 from tests.toy import ROLLOUT, toy_overrides, toy_run
 from tests.trainer.recipes.test_prime import prime_run, prime_settings
 from tests.trainer.test_async_placing import separate
@@ -18,6 +19,7 @@ from tests.trainer.test_engine_processes import without_engine_metrics
 from tests.trainer.test_ranks import EVERYTHING, assert_same_run
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.common import Termination
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.on_ray import wait_for_start
 from verl.trainer.ppo.asynchronous import AsyncTrainer
@@ -199,13 +201,8 @@ def test_a_recipe_with_its_own_loop_worker_and_runner_runs(toy, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_is_over_has_given_back_what_it_reserved(toy, tmp_path):
-    import ray
-
     ray_run(toy, tmp_path, "trainer.total_training_steps=1")
-    total, deadline = ray.cluster_resources()["CPU"], time.monotonic() + 30
-    while ray.available_resources().get("CPU") != total and time.monotonic() < deadline:
-        time.sleep(0.2)  # actors take a moment to end
-    assert ray.available_resources().get("CPU") == total
+    assert_given_back()
 
 
 def test_a_runner_without_a_place_is_reported_and_given_up(caplog):
@@ -213,8 +210,20 @@ def test_a_runner_without_a_place_is_reported_and_given_up(caplog):
 
     runner = ray.remote(num_cpus=1000)(TaskRunner).remote()
     with pytest.raises(ValueError, match=r"no place for the run's runner within 3 s: .*'CPU'"):
-        wait_for_start(ray, runner, notice_seconds=1, seconds=3)
+        wait_for_start(ray, runner, 1, 3, Termination())
     assert "the runner waits for a place" in caplog.text
+    ray.kill(runner)
+
+
+def test_a_run_on_ray_that_is_asked_to_stop_before_it_has_begun_ends_at_once():
+    import ray
+
+    runner = ray.remote(num_cpus=1000)(TaskRunner).remote()  # there is no place for it
+    with Termination() as termination:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ending:
+            wait_for_start(ray, runner, 60, 60, termination)
+    assert ending.value.code == 128 + signal.SIGTERM
     ray.kill(runner)
 
 

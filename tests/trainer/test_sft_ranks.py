@@ -11,16 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.clusters import assert_given_back
 from tests.trainer.sft_cases import (
     as_arguments,
     engine_options,
     engine_trainer,
+    nested,
     options,
     trainer,
     weights,
     write_model,
 )
 from tests.utils.two_ranks import run_on_two_ranks
+from verl.config.load import load_config
+from verl.config.sft import SFTEngineConfig
+from verl.trainer.sft_trainer_ray import train_on_ray
+from verl.utils.environment import BadData
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +217,53 @@ def test_a_bad_row_ends_a_run_on_ray_with_its_name(model_folder, tmp_path):
     assert done.returncode == 65, done.stderr
     message = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert "conversations.parquet:1 has 7 tokens" in message
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(300)
+def test_a_run_on_ray_gives_back_what_it_had_and_keeps_a_cluster_that_was_there(
+    model_folder, tmp_path
+):
+    values = {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu", "data.max_length": 6}
+    loaded = load_config(nested(engine_options(model_folder, tmp_path, **values)), SFTEngineConfig)
+    with pytest.raises(BadData, match=r"parquet:1 has 7 tokens"):
+        train_on_ray(loaded)
+    assert_given_back()
+
+
+ON_ITS_OWN = """
+import json
+import sys
+
+import ray
+
+from verl.config.load import load_config
+from verl.config.sft import SFTEngineConfig
+from verl.trainer.sft_trainer_ray import train_on_ray
+from verl.utils.environment import BadData
+
+try:
+    train_on_ray(load_config(json.loads(sys.argv[1]), SFTEngineConfig))
+except BadData as error:
+    print(f"{error} is_initialized: {ray.is_initialized()}")
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cluster_that_fine_tuning_started_on_ray_ends_with_it(model_folder, tmp_path):
+    values = nested(engine_options(model_folder, tmp_path, **{"data.max_length": 6}))
+    done = subprocess.run(
+        [sys.executable, "-c", ON_ITS_OWN, json.dumps(values, default=str)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert "has 7 tokens" in done.stdout, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("is_initialized: False")
 
 
 @pytest.mark.ray

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.config.composing import CONFIG_DIR
-from tests.toy import REWARD, toy_overrides, toy_run
+from tests.toy import REWARD, KeepsTrainer, toy_overrides, toy_run
 from verl.agent_loop.base import DictConfigWrap
 from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.config.faults import ConfigError
@@ -37,6 +37,20 @@ def test_a_folder_without_a_tokenizer_is_named_with_its_keys(toy, tmp_path):
 def test_values_that_no_model_has_are_refused_before_a_rank_loads_one(toy, tmp_path):
     with pytest.raises(ConfigError, match=r"override_config\.zzz: LlamaConfig has no such value"):
         toy_run(toy, tmp_path, "actor_rollout_ref.model.override_config.zzz=1")
+
+
+class AskedToStopEarly(KeepsTrainer):
+    """As on Ray, where the driver asks while the trainer is built."""
+
+    def build(self, config):
+        self.request_stop()
+        return super().build(config)
+
+
+def test_a_stop_that_comes_while_the_trainer_is_built_is_not_forgotten(toy, tmp_path):
+    metrics, trainer = toy_run(toy, tmp_path, "trainer.save_freq=1", runner_class=AskedToStopEarly)
+    assert trainer.is_stop_requested
+    assert metrics == [], "no step has begun"
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from verl.agent_loop.gate import Row, gated_row
 from verl.agent_loop.journal import TrajectoryJournal, current_journal
 from verl.agent_loop.server_manager import AsyncLLMServerManager, SampledTurns, sampled_turns
@@ -30,6 +28,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.media import Media
 from verl.utils.registry import Registry
 from verl.utils.rollout_trace import rollout_trace_attr
+from verl.utils.user_files import BrokenFile, read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -372,7 +371,9 @@ def listed_loops(path: str | None) -> dict[str, LoopClass]:
     """The loops of a YAML file: a list of `{name, _target_, ...}`, `_target_` being a class."""
     if path is None:
         return {}
-    entries = yaml.safe_load(Path(path).expanduser().read_text())
+    entries = read_yaml(Path(path).expanduser())
+    if not isinstance(entries, list):
+        raise BrokenFile(f"{path} holds {entries!r:.80}; it must list agent loops")
     loops: dict[str, LoopClass] = {}
     for entry in entries:
         if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():

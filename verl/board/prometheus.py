@@ -24,6 +24,7 @@ from verl.utils.exposition import Family, exposition, metric_name
 from verl.utils.fs import own_folder
 from verl.utils.json_server import JsonServer, Metrics
 from verl.utils.metric.declared import SECTIONS
+from verl.utils.user_files import read_yaml
 from verl.workers.rollout.fleet import Fleet
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def add_job(path: Path, job: Mapping[str, Any], port: int) -> None:
         if path.stat().st_uid != os.geteuid():
             logger.warning("prometheus.file %s belongs to another user and stays as it is", path)
             return
-        config = yaml.safe_load(path.read_text()) or {}
+        config = read_yaml(path) or {}
     if not isinstance(config, dict):
         raise ValueError(f"prometheus.file {path} is no configuration of Prometheus")
     path.write_text(yaml.safe_dump(with_job(config, job), sort_keys=False))

@@ -23,6 +23,9 @@ CHANGING = When(
     "the learning rate never changes: it is constant, without a warm-up",
 )
 
+LOOK_AT_SHAPES = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP")
+"""Optimizers whose step on a matrix is not a step on each of its elements."""
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig(BaseConfig):

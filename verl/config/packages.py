@@ -23,6 +23,7 @@ from verl.config.roles import ROLLOUTS, critic_lora_rank, rollout_traits, uses_l
 from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTEngineConfig
 from verl.utils.environment import scrubbed_environment
+from verl.utils.user_files import BrokenFile, read_json_object
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE_ARGUMENTS = {
@@ -121,9 +122,9 @@ def torchvision_faults(config: PPOConfig) -> Iterator[Fault]:
     if rollout.name != "vllm" or not file.is_file():
         return
     try:
-        family = json.loads(file.read_text())["model_type"]
-    except (ValueError, TypeError, KeyError):
-        return  # named where the model is read
+        family = read_json_object(file).get("model_type")
+    except BrokenFile:  # named by `model_faults`
+        return
     if family not in NEED_TORCHVISION:
         return
     try:

@@ -14,13 +14,14 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.config.actor import McoreActorConfig
-from verl.config.async_plan import async_faults
+from verl.config.async_plan import async_faults, plan_of
 from verl.config.base import BaseConfig
 from verl.config.distillation import component_faults, distillation_faults
 from verl.config.effects import absent_faults
 from verl.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.config.faults import ConfigError, Fault, nearest_divisors, nearest_multiples, shown
 from verl.config.load import global_sizes, load_config
+from verl.config.optimizer import LOOK_AT_SHAPES
 from verl.config.packages import unchecked_engine_arguments
 from verl.config.ppo import PPOConfig
 from verl.config.roles import (
@@ -167,7 +168,9 @@ def train_batch_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
 def mini_batch_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
     """Mini-batches cut the batch evenly and fall evenly on the data-parallel ranks."""
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    trained = [("actor_rollout_ref", ACTOR, config.actor_rollout_ref.actor)]
+    trained: list[tuple[str, str, Any]] = [
+        ("actor_rollout_ref", ACTOR, config.actor_rollout_ref.actor)
+    ]
     if roles.has_critic:
         trained.append(("critic", "critic", config.critic))  # pyright: ignore[reportArgumentType]
     for role, path, section in trained:
@@ -260,6 +263,44 @@ def parallel_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
             yield Fault(text, (f"{path}.{name}", f"{where}.use_remove_padding"))
 
 
+def sharding_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
+    """What ranks that share the training of a model cannot do with parts of it."""
+    trained = [("actor_rollout_ref", ACTOR)]
+    if roles.has_critic:
+        trained.append(("critic", "critic"))
+    for role, path in trained:
+        section = config.critic if role == "critic" else config.actor_rollout_ref.actor
+        ranks, engine = role_ranks(config, role), engine_of(config, role)
+        if ranks == 1:
+            continue
+        optimizer, key = section.optim.optimizer, f"{path}.optim.optimizer"
+        if optimizer in LOOK_AT_SHAPES:
+            text = (
+                f"{key} is {optimizer}, which looks at whole matrices, but the {ranks} ranks of "
+                "the role shard the optimizer's state and hold parts of them; use AdamW or "
+                "another element-wise optimizer"
+            )
+            yield Fault(text, (key,))
+        if not isinstance(engine, FSDPEngineConfig) or engine.sharding != "full":
+            continue
+        where = "critic.model.fsdp_config" if role == "critic" else f"{path}.fsdp_config"
+        if engine.fsdp_size > 0 and ranks % engine.fsdp_size:
+            text = (
+                f"{where}.fsdp_size is {engine.fsdp_size}, but {ranks} ranks cannot hold whole "
+                f"copies of the weights then; it must divide {ranks}, or be -1 for one copy"
+            )
+            yield Fault(text, (f"{where}.fsdp_size",))
+        model = config.critic.model if role == "critic" else config.actor_rollout_ref.model
+        if model.enable_activation_offload:
+            key = f"{'critic' if role == 'critic' else 'actor_rollout_ref'}.model"
+            text = (
+                f"{key}.enable_activation_offload is True, but where weights are gathered for a "
+                "layer they would be moved with its activations; use "
+                f"{key}.enable_gradient_checkpointing=True instead"
+            )
+            yield Fault(text, (f"{key}.enable_activation_offload",))
+
+
 def placement_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
     trainer = config.trainer
     if trainer.controller == "local" and trainer.nnodes > 1:
@@ -350,6 +391,7 @@ PPO_RULES: list[Callable[[PPOConfig, Roles], Iterator[Fault]]] = [
     mini_batch_faults,
     micro_batch_faults,
     parallel_faults,
+    sharding_faults,
     placement_faults,
 ]
 
@@ -370,6 +412,14 @@ def sentences(config: Any) -> Iterator[str]:
         yield (
             "the KL to the reference counts twice: in the reward (algorithm.use_kl_in_reward) and "
             "in the loss (actor_rollout_ref.actor.use_kl_loss)"
+        )
+    plan = plan_of(config)
+    if actor.use_kl_loss and plan is not None and not plan.is_on_policy:
+        yield (
+            f"{ACTOR}.use_kl_loss is True, and tokens are up to {plan.max_staleness} steps old: "
+            "this KL has no importance weight, so over tokens of older policies it is off by as "
+            "much as the policies differ. In the reward (algorithm.use_kl_in_reward=True instead) "
+            "it is weighted as the policy loss is"
         )
     if rollout.val_kwargs.n > 1 and not rollout.val_kwargs.do_sample:
         yield (

@@ -4,14 +4,10 @@ A dry run lists what is missing without refusing, since one may plan here for an
 Nothing heavy is imported to find out.
 """
 
-import json
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from verl.config.distillation import DistillationConfig, teachers_of
 from verl.config.faults import Fault, nearest_path, shown
@@ -41,6 +37,7 @@ from verl.config.roles import (
 )
 from verl.config.sft import SFTConfig, SFTEngineConfig
 from verl.utils.environment import use_modelscope
+from verl.utils.user_files import BrokenFile, read_json_object, read_yaml
 
 ROLLOUT = "actor_rollout_ref.rollout"
 DEVICE_FILES = {
@@ -48,6 +45,11 @@ DEVICE_FILES = {
     "npu": ("/dev/davinci_manager", "/dev/davinci0"),
 }
 """Of which at least one exists where there is such a device."""
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "adapter_config.json", "preprocessor_config.json"),
+    *("tokenizer_config.json", "special_tokens_map.json"),
+)
+"""Of a model's folder: those that must hold a JSON object if they are there."""
 LATER_NAMES = (*ROPE_OVERRIDES, "rope_theta", "attn_implementation")
 """Values that a model may have without stating them."""
 
@@ -90,8 +92,14 @@ def model_faults(key: str, name: str) -> Iterator[Fault]:
         )
         yield Fault(text, (key,), is_about_machine=True)
         return
-    if looks_local(name) and not Path(name).expanduser().exists():
+    folder = Path(name).expanduser()
+    if looks_local(name) and not folder.exists():
         yield absent(key, name)
+    for file in (folder / name for name in MODEL_FILES if (folder / name).exists()):
+        try:
+            read_json_object(file)
+        except BrokenFile as error:
+            yield Fault(f"{key}: {error}", (key,))
 
 
 def absent(key: str, name: str) -> Fault:
@@ -131,17 +139,20 @@ def tool_faults(config: PPOConfig) -> Iterator[Fault]:
         (f"{path}.interaction_config_path", turns.interaction_config_path, "interaction"),
     )
     for key, name, entries in lists:
-        if name is None or not Path(name).expanduser().is_file():
+        if name is None or not Path(name).expanduser().exists():
             continue
         try:
-            content = yaml.safe_load(Path(name).expanduser().read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            yield Fault(f"{key} is {shown(name)}, which is no YAML: {error}", (key,))
+            content = read_yaml(Path(name).expanduser())
+        except BrokenFile as error:
+            yield Fault(f"{key}: {error}", (key,))
             continue
         listed = content.get(entries) if isinstance(content, dict) else None
         if not isinstance(listed, list) or not listed:
             text = f"{key} is {shown(name)}, which lists nothing below `{entries}:`"
             yield Fault(text, (key,))
+    loops, key = config.actor_rollout_ref.rollout.agent, f"{ROLLOUT}.agent.agent_loop_config_path"
+    if (name := loops.agent_loop_config_path) is not None and Path(name).expanduser().exists():
+        yield from loop_file_faults(key, Path(name).expanduser())
     name = turns.function_tool_path
     file = Path(name).expanduser() if isinstance(name, str) and is_local(name) else None
     if file and file.is_file() and "function_tool" not in file.read_text(errors="replace"):
@@ -151,6 +162,16 @@ def tool_faults(config: PPOConfig) -> Iterator[Fault]:
             "@function_tool (from verl.tools.function_tool import function_tool)"
         )
         yield Fault(text, (key,))
+
+
+def loop_file_faults(key: str, file: Path) -> Iterator[Fault]:
+    try:
+        loops = read_yaml(file)
+    except BrokenFile as error:
+        yield Fault(f"{key}: {error}", (key,))
+        return
+    if not isinstance(loops, list):
+        yield Fault(f"{key} is {shown(str(file))}, which does not list agent loops", (key,))
 
 
 def named_models(config: Any) -> Iterator[tuple[str, str]]:
@@ -240,23 +261,19 @@ def device_faults(config: Any) -> Iterator[Fault]:
 
 
 def override_faults(config: Any) -> Iterator[Fault]:
-    """A misspelt key of a model's configuration; one that resembles none is left to the loader."""
+    """Overrides that a model's `config.json` refuses; names that no model has are refused by
+    `verl.trainer.plan.model`, which knows them all."""
     for section, path in model_sections(config):
-        file = Path(section.path).expanduser() / "config.json"
-        if not section.override_config or not file.is_file():
+        try:
+            of_model = read_json_object(Path(section.path).expanduser() / "config.json")
+        except BrokenFile:  # not there, or named by `model_faults`
             continue
-        of_model = json.loads(file.read_text())
-        names = {*of_model, *LATER_NAMES}
+        is_policy = path == "actor_rollout_ref.model"
         for name, value in section.override_config.items():
             key = f"{path}.override_config.{name}"
-            close = get_close_matches(name, names, n=1, cutoff=0.8)
-            is_policy = path == "actor_rollout_ref.model"
-            if is_policy and name in mcore_override_config():
-                if not isinstance(section, McoreModelConfig):
-                    text = f"{key} is an option of strategy=megatron; leave it out"
-                    yield Fault(text, (key,))
-            elif name not in names and close:
-                text = f"{key}: the model has no such value; did you mean {close[0]}?"
+            is_megatrons = is_policy and name in mcore_override_config()
+            if is_megatrons and not isinstance(section, McoreModelConfig):
+                text = f"{key} is an option of strategy=megatron; leave it out"
                 yield Fault(text, (key,))
             if name in ROPE_OVERRIDES and isinstance(value, dict):
                 rope = next((of_model[one] for one in ROPE_OVERRIDES if of_model.get(one)), {})

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.correction import CHOICES, correction_of
+from verl.config.effects import value_at
 from verl.config.faults import Fault, nearest_divisors, shown
 from verl.config.roles import (
     AGENT_LOOPS,
@@ -23,8 +24,10 @@ from verl.config.roles import (
     may_register_names,
     needs_critic,
     pool_devices,
+    role_ranks,
     rollout_ranks,
     rollout_traits,
+    uses_lora,
     world_size,
 )
 from verl.config.validate_recipes import (
@@ -153,6 +156,36 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
         yield Fault(text, ("algorithm.filter_groups.metric",))
 
 
+def other_weights_faults(config: Any) -> Iterator[Fault]:
+    """Exact generation needs the weights that are trained, whole, or a copy of them."""
+    section, key = config.actor_rollout_ref, f"{ROLLOUT}.exact"
+    engine, adapters = engine_of(config, "actor_rollout_ref"), uses_lora(config)
+    is_full = role_ranks(config, "actor_rollout_ref") > 1 and engine.get("sharding") == "full"
+    others = {
+        f"{ROLLOUT}.tensor_model_parallel_size": section.rollout.tensor_model_parallel_size > 1,
+        "actor_rollout_ref.actor.fsdp_config.sharding": is_full,
+        "actor_rollout_ref.actor.strategy": section.actor.strategy == "megatron",
+        "actor_rollout_ref.model.lora.merge": adapters and section.model.lora.merge,
+        f"{ROLLOUT}.name": adapters and section.rollout.name == "native_process",
+    }
+    for other in (other for other, is_on in others.items() if is_on and section.rollout.exact):
+        text = (
+            f"{key} is True, and {other} is {value_at(config, other)}; then the rollout engine has "
+            "other weights than those that are trained: shards of them, or with adapters merged "
+            f"into them. Change that, or set {key}=False"
+        )
+        yield Fault(text, (key, other))
+    sharing = engine.get("ulysses_sequence_parallel_size", 1)
+    if section.rollout.exact and sharing > 1:
+        other = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+        text = (
+            f"{key} is True, and {other} is {sharing}; an exact model computes every product in "
+            f"one shape, and ranks that share a sequence have parts of it: set {other}=1 or "
+            f"{key}=False"
+        )
+        yield Fault(text, (key, other))
+
+
 def number_format_faults(config: Any) -> Iterator[Fault]:
     rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
     if rollout.quantization is None and rollout.kv_cache_dtype == "auto":
@@ -201,6 +234,12 @@ def replay_faults(config: Any) -> Iterator[Fault]:
         )
         yield Fault(text, (key, other))
     engine = engine_of(config, "actor_rollout_ref")
+    if mode != "disabled" and section.actor.strategy == "megatron":
+        text = (
+            f"{key} is {mode}, but routers of strategy=megatron choose by themselves: set it to "
+            "disabled, or use strategy=fsdp"
+        )
+        yield Fault(text, (key,))
     ranks = engine.get("ulysses_sequence_parallel_size", 1)
     if mode == "R2" and ranks > 1:
         text = (
@@ -279,6 +318,7 @@ def correction_faults(config: Any) -> Iterator[Fault]:
             "the trainer's arithmetic: set rollout.name=native or rollout.exact=False"
         )
         yield Fault(text, (key, "actor_rollout_ref.rollout.name"))
+    yield from other_weights_faults(config)
     yield from number_format_faults(config)
     criteria = [name.strip() for name in (correction.rollout_rs or "").split(",") if name.strip()]
     for name in criteria:

@@ -47,6 +47,7 @@ from verl.data_plane.plane import (
 )
 from verl.protocol import codec
 from verl.protocol.serialization import deserialize_single_tensor, serialize_single_tensor
+from verl.utils.timeouts import within
 
 CALL_SECONDS = 60.0
 """How long the metadata actor may take to answer what it can answer at once."""
@@ -336,8 +337,8 @@ class RayPlane(DataPlane):
     async def _call_async(self, method: str, extra_seconds: float, *args: Any) -> Any:
         reference: Awaitable[Any] = getattr(self._book, method).remote(*args)
         try:
-            return await asyncio.wait_for(reference, CALL_SECONDS + extra_seconds)
-        except asyncio.TimeoutError as error:
+            return await within(reference, CALL_SECONDS + extra_seconds)
+        except TimeoutError as error:
             raise self._translated(GetTimeoutError(str(error)), method) from error
         except RayError as error:
             raise self._translated(error, method) from error

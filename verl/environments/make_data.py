@@ -68,6 +68,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 0 < options.num <= MAX_ROWS:
         parser.error(f"--num is {options.num}; it must be between 1 and {MAX_ROWS}")
+    try:
+        json.loads(options.kwargs)
+    except ValueError as error:
+        parser.error(f"--kwargs is {options.kwargs!r}, which is no JSON: {error}")
     if options.out.suffix not in (".parquet", ".jsonl"):
         parser.error(f"--out is {options.out}; write a .parquet or .jsonl file")
     return options
@@ -77,9 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
     # Rows are read in other folders too. A link stays one: it is what makes an interpreter its own.
     python = str(Path(options.python).expanduser().absolute()) if options.python else None
-    spec = EnvironmentSpec.of(
-        {"name": options.env, "kwargs": json.loads(options.kwargs), "python": python}
-    )
+    spec = EnvironmentSpec.of({"name": options.env, "kwargs": options.kwargs, "python": python})
     seeds = range(options.first_seed, options.first_seed + options.num)
     rows = asyncio.run(make_rows(spec, seeds, system=options.system))
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -82,8 +82,14 @@ class EnvironmentSpec:
         if unknown:
             raise ValueError(f"env has {unknown}; known are name, kwargs and python")
         kwargs = stated.get("kwargs") or {}
-        if isinstance(kwargs, str):  # tables keep ragged arguments as JSON
-            kwargs = json.loads(kwargs)
+        try:  # tables keep ragged arguments as JSON
+            kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+        except ValueError as error:
+            raise ValueError(
+                f"env {stated['name']!r}: kwargs are {kwargs!r:.200}, which is no JSON: {error}"
+            ) from error
+        if not isinstance(kwargs, Mapping):
+            raise ValueError(f"env {stated['name']!r}: kwargs are {kwargs!r:.200}, no mapping")
         given = {name: value for name, value in kwargs.items() if value is not None}
         return cls(name=stated["name"], kwargs=given, python=stated.get("python"))
 

@@ -20,14 +20,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl.interactions.base import BaseInteraction
 from verl.protocol.trajectory import InfraFault
 from verl.tools.running import DeadlineExceeded, Threads, ToolLoop
 from verl.utils.breaker import Outage
 from verl.utils.environment import BadData
 from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.user_files import read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +52,7 @@ def initialize_interactions_from_config(interaction_config_file: str) -> dict[st
         raise FileNotFoundError(f"there is no interaction file {interaction_config_file!r}")
     if file.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{file} has more than {MAX_FILE_BYTES} bytes; that is no list of users")
-    try:
-        content = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is no YAML: {error}") from error
+    content = read_yaml(file)
     entries = content.get("interaction") if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f"{file} must hold `interaction:` with a list of {{name, class_name}}")

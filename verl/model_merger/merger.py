@@ -59,6 +59,7 @@ from verl.utils.checkpoint.pieces import whole
 from verl.utils.checkpoint.safetensors_file import TensorSource
 from verl.utils.checkpoint.tensor_store import NamedArray, as_source
 from verl.utils.checkpoint.torch_file import TorchShard, TorchTensor, read_torch_file
+from verl.utils.user_files import read_json_object
 from verl.workers.engine import megatron
 
 AUTO_CLASSES = {
@@ -73,7 +74,7 @@ BASE_LAYER = ".base_layer"
 
 
 def base_of(adapter: Path) -> str:
-    base = json.loads((adapter / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    base = read_json_object(adapter / CONFIG_FILE).get("base_model_name_or_path")
     if not base:
         raise ValueError(
             f"{adapter / CONFIG_FILE} does not name the model that the adapter belongs to; write "
@@ -127,7 +128,7 @@ def lazy_tensor(tensor: Tensor) -> LazyTensor:
 def saved_world_size(folder: Path, files: list[Path]) -> int:
     path = folder / "fsdp_config.json"
     if path.is_file():
-        return int(json.loads(path.read_text())["world_size"])
+        return int(read_json_object(path)["world_size"])
     sizes = {re.findall(r"[0-9]+", file.name)[0] for file in files}
     if len(sizes) != 1:
         raise ValueError(
@@ -301,7 +302,7 @@ def copy_description(source: Path, target: Path) -> None:
         if file.is_file() and not file.is_symlink() and file not in weights:
             shutil.copyfile(file, target / file.name)
     path = target / "config.json"
-    content = json.loads(path.read_text())
+    content = read_json_object(path)
     for key in ("dtype", "torch_dtype"):
         if key in content:
             content[key] = "bfloat16"

@@ -46,6 +46,7 @@ from verl.models.routing import Routing
 from verl.models.vision import vision_parts
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import require
+from verl.utils.user_files import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -375,6 +376,7 @@ def stored_config(folder: str | Path, options: LoraOptions) -> Any:
             f"lora_adapter_path is {folder}, which has no {' and no '.join(missing)}; it must be a "
             "local folder that peft has saved with safetensors"
         )
+    read_json_object(folder / CONFIG_FILE)  # names it where it is broken
     kind = require("peft", "peft").LoraConfig
     stored = kind.from_pretrained(str(folder))
     refuse_variants(stored, kind(), folder)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.models.attention import (
     AttentionLayout,
@@ -121,12 +121,19 @@ def refuse_unshardable(model: PreTrainedModel, group: dist.ProcessGroup) -> None
             f"an exact model computes every product in one shape and cannot be sharded: set "
             f"{OPTION}=1 or turn exact mode off"
         )
+    if (fault := rope_fault(config)) is not None:
+        raise ValueError(fault)
+
+
+def rope_fault(config: PreTrainedConfig) -> str | None:
+    """What is wrong with rotary embeddings where ranks see parts of a sequence."""
     kinds = ROPE_BY_LONGEST & _rope_types(config.to_dict().get("rope_parameters") or {})
-    if kinds:
-        raise ValueError(
-            f"{type(model).__name__} has {min(kinds)!r} rotary embeddings, which depend on the "
-            f"longest sequence of a pass; ranks that see parts of it would disagree: set {OPTION}=1"
-        )
+    if not kinds:
+        return None
+    return (
+        f"the model ({config.model_type}) has {min(kinds)!r} rotary embeddings, which depend on "
+        f"the longest sequence of a pass; ranks that see parts of it would disagree: set {OPTION}=1"
+    )
 
 
 def _rope_types(parameters: dict[str, Any]) -> set[str]:

@@ -35,6 +35,7 @@ from verl.utils.sandbox.sandbox import (
     sealed_file,
     supervisor_environment,
 )
+from verl.utils.timeouts import within
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 END_SECONDS = 7.0
@@ -233,8 +234,8 @@ async def watch(
 
 async def ended_within(process: asyncio.subprocess.Process, seconds: float) -> bool:
     try:
-        await asyncio.wait_for(asyncio.subprocess.Process.wait(process), seconds)
-    except asyncio.TimeoutError:  # another class than the built-in one before Python 3.11
+        await within(asyncio.subprocess.Process.wait(process), seconds)
+    except TimeoutError:
         return False
     return True
 

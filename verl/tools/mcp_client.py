@@ -35,6 +35,7 @@ from verl.protocol.trajectory import InfraFault
 from verl.tools.mcp_base_tool import CallResult
 from verl.tools.mcp_spec import ServerSpec
 from verl.utils.processes import supervised
+from verl.utils.timeouts import within
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +154,8 @@ class MCPServer:
     async def _probe(self, connection: "Connection", seconds: float) -> None:
         """After a time-out: is it the call that is slow, or the server that hangs?"""
         try:
-            await asyncio.wait_for(connection.ping(), seconds)
-        except (asyncio.TimeoutError, *BROKEN, Error) as error:
+            await within(connection.ping(), seconds)
+        except (TimeoutError, *BROKEN, Error) as error:
             logger.warning("MCP server %r does not answer (%r); connecting anew", self.name, error)
             self._retire(connection)
 
@@ -229,10 +230,8 @@ class Connection:
     async def open(self) -> list[dict[str, Any]]:
         """The tools of the server, once the session is there."""
         try:
-            return await asyncio.wait_for(
-                asyncio.shield(self._ready), self._spec.start_timeout_seconds
-            )
-        except asyncio.TimeoutError:
+            return await within(asyncio.shield(self._ready), self._spec.start_timeout_seconds)
+        except TimeoutError:
             self.retire()
             seconds = self._spec.start_timeout_seconds
             raise ConnectionLost(
@@ -417,10 +416,8 @@ class Connection:
         url = urlsplit(self._spec.url)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
-            _, writer = await asyncio.wait_for(
-                asyncio.open_connection(url.hostname, port), PROBE_SECONDS
-            )
-        except (OSError, asyncio.TimeoutError):
+            _, writer = await within(asyncio.open_connection(url.hostname, port), PROBE_SECONDS)
+        except (OSError, TimeoutError):
             return False
         writer.close()
         return True

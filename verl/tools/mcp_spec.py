@@ -5,12 +5,13 @@ transport is SSE, as in older files; else it is streamable HTTP unless the path 
 `transport` says otherwise.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from verl.utils.user_files import read_json
 
 MAX_FILE_BYTES = 10_000_000
 START_TIMEOUT_SECONDS = 60.0
@@ -51,10 +52,7 @@ def read_servers(path: str) -> dict[str, ServerSpec]:
         )
     if file.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; that is no list of servers")
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    content = read_json(file)
     servers = content.get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(servers, dict) or not servers:
         raise ValueError(f'{path} must hold {{"mcpServers": {{name: {{url}} or {{command, args}}}}')

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import ValidationError
 
 from verl.config.rollout import MultiTurnConfig
@@ -29,6 +28,7 @@ from verl.tools.leases import ToolSet
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
+from verl.utils.user_files import read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +174,7 @@ def read_entries(path: str) -> list[ToolEntry]:
         raise FileNotFoundError(f"there is no tool file {path!r} (looked at {file.absolute()})")
     if file.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; that is no list of tools")
-    try:
-        content = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+    content = read_yaml(file)
     if not isinstance(content, dict) or not isinstance(content.get("tools"), list):
         raise ValueError(
             f"{path} must hold `tools:` with a list of {{class_name, config, tool_schema}}"

@@ -21,6 +21,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.validate import advice, validate
 from verl.trainer.plan.layout import controller, row_faults
 from verl.trainer.plan.megatron import layout_faults
+from verl.trainer.plan.model import model_faults
 from verl.trainer.plan.render import make_plan, print_plan
 from verl.utils.environment import choose_openmp
 from verl.utils.import_utils import lazy_attribute
@@ -103,7 +104,7 @@ def run(
     faults = validate(
         config, loaded.user_set, known_faults=loaded.faults, names_are_open=names_are_open
     )
-    faults += [*row_faults(config), *layout_faults(config)]
+    faults += [*row_faults(config), *layout_faults(config), *model_faults(config)]
     missing = [fault for fault in faults if fault.is_about_machine]
     mistakes = [fault for fault in faults if not fault.is_about_machine]
     if config.trainer.dry_run:

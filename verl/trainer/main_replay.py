@@ -9,7 +9,6 @@ Exit codes: 0 the same, 1 something differs, 2 a mistake in the arguments or the
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.task_runner import TaskRunner
 from verl.utils.checkpoint.layout import CheckpointError, list_steps
 from verl.utils.py_functional import printable
+from verl.utils.user_files import read_json_object
 
 SAME, DIFFERENT, MISTAKE = 0, 1, 2
 QUIET = {
@@ -110,7 +110,7 @@ def replay_config(request: Request) -> PPOConfig:
     newest = max([*saved, *journalled_steps(request.folder / JOURNAL)], default=0)
     if request.step > newest + 1:
         raise ValueError(f"{request.folder} has no step {request.step}; the newest is {newest}")
-    values: dict[str, Any] = json.loads(path.read_text())
+    values: dict[str, Any] = read_json_object(path)
     values["trainer"] |= {**QUIET, "default_local_dir": str(request.folder)}
     values["data"]["val_files"] = []
     values["actor_rollout_ref"]["rollout"] |= {"prometheus": {}, "trace": {}}

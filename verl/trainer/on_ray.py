@@ -86,23 +86,26 @@ def _run(ray: Any, config: PPOConfig, task_runner_class: Any) -> None:
     options = {"max_concurrency": 2, "runtime_env": runner_environment(ray, config, run_id)}
     runner = actor_class.options(**options).remote()
     try:
-        wait_for_start(ray, runner, START_NOTICE_SECONDS, START_SECONDS)
-        if task_runner_class is None:
-            reference = runner.run.remote(config)
-        else:
-            reference = runner.run.remote(to_dictconfig(config))
-        asked = runner if issubclass(plain, TaskRunner) else None
-        wait_for(ray, reference, asked, does_save=config.trainer.save_freq > 0)
+        with Termination(does_save=config.trainer.save_freq > 0) as termination:
+            wait_for_start(ray, runner, START_NOTICE_SECONDS, START_SECONDS, termination)
+            is_usual = task_runner_class is None
+            reference = runner.run.remote(config if is_usual else to_dictconfig(config))
+            asked = runner if issubclass(plain, TaskRunner) else None
+            wait_for(ray, reference, asked, termination)
     finally:
         ray.kill(runner)
         release_pools(ray, run_id)
 
 
-def wait_for_start(ray: Any, runner: Any, notice_seconds: float, seconds: float) -> None:
-    """Wait until the cluster has placed the runner."""
+def wait_for_start(
+    ray: Any, runner: Any, notice_seconds: float, seconds: float, termination: Termination
+) -> None:
+    """Wait until the cluster has placed the runner; a run that has not begun ends at once."""
     begin = time.monotonic()
     ready, has_told = runner.__ray_ready__.remote(), False
     while not ray.wait([ready], timeout=LOOK_SECONDS)[0]:
+        if termination.is_requested:
+            raise SystemExit(128 + 15)
         waited = time.monotonic() - begin
         needs = f"it needs a CPU, and of {ray.cluster_resources()} there are free "
         if waited > seconds:
@@ -123,16 +126,15 @@ def release_pools(ray: Any, run_id: str) -> None:
             ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
 
 
-def wait_for(ray: Any, reference: Any, runner: Any, *, does_save: bool = True) -> Any:
+def wait_for(ray: Any, reference: Any, runner: Any, termination: Termination) -> Any:
     """The runner's answer. Ray tells when it dies, so the wait ends with it."""
-    with Termination(does_save=does_save) as termination:
-        has_told = False
-        while not ray.wait([reference], timeout=LOOK_SECONDS)[0]:
-            if termination.is_requested and not has_told:
-                if runner is None:
-                    raise SystemExit(128 + 15)
-                ray.get(runner.request_stop.remote(), timeout=STOP_SECONDS)
-                has_told = True
+    has_told = False
+    while not ray.wait([reference], timeout=LOOK_SECONDS)[0]:
+        if termination.is_requested and not has_told:
+            if runner is None:
+                raise SystemExit(128 + 15)
+            ray.get(runner.request_stop.remote(), timeout=STOP_SECONDS)
+            has_told = True
     try:
         return ray.get(reference, timeout=STOP_SECONDS)
     except ray.exceptions.RayTaskError as error:

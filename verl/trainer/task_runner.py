@@ -41,6 +41,7 @@ from verl.utils.environment import BadData, ending_of, forced_device, refusing
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.utils.user_files import BrokenFile
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_model.server import RewardModelServer
 from verl.workers.roles import (
@@ -68,6 +69,7 @@ class TaskRunner:
         self.mapping: dict[Role, str] = {}
         self.reward_server: RewardModelServer | None = None
         self.trainer: PPOTrainer | None = None
+        self.is_stop_requested = False
         self.closing = ExitStack()
         """Ends what an attempt has started."""
 
@@ -159,6 +161,8 @@ class TaskRunner:
                     trainer = self.build(copy.deepcopy(config))  # workers write into theirs
                 self.trainer = trainer
                 self.closing.callback(trainer.stop_workers)
+                if self.is_stop_requested:
+                    trainer.request_stop()
                 trainer.is_restart = restarts_left < config.trainer.max_restarts
                 try:
                     self._train(trainer)
@@ -173,7 +177,8 @@ class TaskRunner:
             continue_from_own_commit(config, trainer)  # nothing of the attempt saves any more
 
     def request_stop(self) -> None:
-        """Finish the step that runs, save, and end."""
+        """Finish the step that runs, save, and end; a trainer that is not built yet makes none."""
+        self.is_stop_requested = True
         if self.trainer is not None:
             self.trainer.request_stop()
 
@@ -255,6 +260,8 @@ def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:
     trusts = config.data.trust_remote_code or model.trust_remote_code
     try:
         tokenizer = hf_tokenizer(path, trust_remote_code=trusts)
+    except BrokenFile:
+        raise
     except (OSError, ValueError) as error:
         raise NoTokenizer(
             f"no tokenizer at {path!r} (data.tokenizer, actor_rollout_ref.model.tokenizer_path or "

@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file, has_file
 
 from verl.utils.import_utils import is_available
 from verl.utils.template_probe import check_chat_template
+from verl.utils.user_files import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def hf_tokenizer(
     Gemma 2's chat models end their turn with a token that is not their end-of-sequence token;
     `correct_gemma2` makes it so, or generation would not stop there.
     """
+    refuse_broken_files(name_or_path)
     if correct_gemma2 and _is_gemma2_chat(name_or_path):
         logger.warning("%s: the end-of-sequence token is set to %s", name_or_path, _GEMMA2_TURN_END)
         kwargs["eos_token"] = _GEMMA2_TURN_END
@@ -62,6 +64,14 @@ def hf_tokenizer(
     if correct_pad_token:
         set_pad_token_id(tokenizer)
     return tokenizer
+
+
+def refuse_broken_files(name_or_path: str | PathLike[str]) -> None:
+    """Of a local folder: transformers does not name the file that it cannot read."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
+        file = Path(name_or_path).expanduser() / name
+        if file.exists():
+            read_json_object(file)
 
 
 def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -42,17 +42,18 @@ def written(file: Path, table_rows: list[dict[str, Any]]) -> str:
 
 def config_of(model: str, path: str, output: Path, **data: Any) -> GenerationConfig:
     rollout = {"prompt_length": 8, "response_length": 6, "top_k": -1, "top_p": 1.0}
+    sections = ("rollout", "trainer")
     values = {
         "data": {
             "path": path,
             "output_path": str(output),
             "n_samples": 2,
             "batch_size": 3,
-            **{name: value for name, value in data.items() if name != "rollout"},
+            **{name: value for name, value in data.items() if name not in sections},
         },
         "model": {"path": model},
         "rollout": {**rollout, **data.get("rollout", {})},
-        "trainer": {"n_gpus_per_node": 1, "device": "cpu"},
+        "trainer": {"n_gpus_per_node": 1, "device": "cpu", **data.get("trainer", {})},
     }
     return load_config(values, GenerationConfig).checked()
 

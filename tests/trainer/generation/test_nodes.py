@@ -2,11 +2,22 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.trainer.generation.cases import config_of, generated, responses_of, rows, written
-from verl.trainer.generation.engines import shares_of
+from tests.clusters import assert_given_back
+from tests.trainer.generation.cases import (
+    config_of,
+    generated,
+    responses_of,
+    rows,
+    saved_model,
+    written,
+)
+from verl.config.faults import ConfigError
+from verl.trainer.generation.engines import shares_of, start_engines, start_on_nodes
+from verl.workers.rollout.process.client import EngineStartError
 
 ON_TWO_NODES = """
 import sys
@@ -38,6 +49,81 @@ def test_engines_are_spread_over_machines_and_never_more_than_batches():
     assert shares_of(num_batches=100, per_node=4, num_nodes=2) == [4, 4]
     assert shares_of(num_batches=3, per_node=4, num_nodes=2) == [2, 1]
     assert shares_of(num_batches=1, per_node=4, num_nodes=2) == [1]
+
+
+class FakeEngine:
+    def close(self) -> None:
+        """It has nothing."""
+
+
+def two_fakes(rollout, model_path, *, count, **options):
+    return [FakeEngine() for _ in range(count)]
+
+
+def broken(rollout, model_path, **options):
+    raise EngineStartError("there is no such engine here")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(240)
+def test_engines_on_ray_give_back_what_they_had_however_they_end(model, tmp_path):
+    source = written(tmp_path / "prompts.parquet", rows(2))
+    config = config_of(model, source, tmp_path / "out.parquet", trainer={"controller": "ray"})
+    engines, close = start_on_nodes(config, str(model), two_fakes, num_batches=1, dtype="auto")
+    assert len(engines) == 1
+    close()
+    assert_given_back()
+    with pytest.raises(EngineStartError, match=r"^there is no such engine here$"):
+        start_on_nodes(config, str(model), broken, num_batches=1, dtype="auto")
+    assert_given_back()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(300)
+def test_an_engine_that_does_not_start_on_ray_ends_the_command_with_its_message(tmp_path):
+    model = saved_model(tmp_path)
+    source = written(tmp_path / "prompts.parquet", rows(2))
+    config = config_of(model, source, tmp_path / "out.parquet", trainer={"controller": "ray"})
+    (Path(model) / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ConfigError, match=r"^the model at .* cannot be loaded: "):
+        start_engines(config, str(model), num_batches=1, dtype="auto")
+    assert_given_back()
+
+
+ON_ITS_OWN = """
+import sys
+
+import ray
+
+from tests.trainer.generation.cases import config_of
+from tests.trainer.generation.test_nodes import broken
+from verl.trainer.generation.engines import start_on_nodes
+
+model, source = sys.argv[1:]
+config = config_of(model, source, "out.parquet", trainer={"controller": "ray"})
+try:
+    start_on_nodes(config, model, broken, num_batches=1, dtype="auto")
+except RuntimeError as error:
+    print(f"{error}; is_initialized: {ray.is_initialized()}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_a_cluster_that_generation_started_on_ray_ends_with_it(model, tmp_path):
+    source = written(tmp_path / "prompts.parquet", rows(2))
+    ended = subprocess.run(
+        [sys.executable, "-c", ON_ITS_OWN, str(model), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    said = "there is no such engine here; is_initialized: False"
+    assert said in ended.stdout, ended.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ would make the gradient depend on the micro-batches. (Where the correction is ap
 update, the rejected tokens leave the mask and the denominators follow it.)
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -89,12 +91,15 @@ def compute_policy_loss_bypass_mode(
             "bypass mode computes its importance weights itself; leave rollout_is_weights at None"
         )
     is_reinforce = correction.loss_type == "reinforce"
-    if is_reinforce and correction.rollout_is_batch_normalize:
+    is_normalized = is_reinforce and correction.rollout_is_batch_normalize
+    is_prepared = session_weights is not None  # by their mean over all rows of the step
+    if is_normalized and not is_prepared:
         _refuse_part_of_a_batch(response_mask, config)
-    weights, kept, metrics = corrected(log_prob, old_log_prob, response_mask, correction)
+    correct = partial(corrected, correction=correction, normalizes=not is_prepared)
+    weights, kept, metrics = correct(log_prob, old_log_prob, response_mask)
     if not response_mask.any():  # all passes report the same names
         one = torch.zeros(1, 1)
-        metrics = dict.fromkeys(corrected(one, one, one + 1, correction)[2], 0.0)
+        metrics = dict.fromkeys(correct(one, one, one + 1)[2], 0.0)
     kept = kept.to(log_prob.dtype)
     applied = kept * weights if is_reinforce and weights is not None else kept
     returned = bypassed_loss(config)(
@@ -116,16 +121,19 @@ def corrected(
     rollout_log_prob: Tensor,
     response_mask: Tensor,
     correction: RolloutCorrectionConfig,
+    *,
+    normalizes: bool = True,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """`correct_rollout` by the configuration; weights are normalised where they are applied."""
-    is_reinforce = correction.loss_type == "reinforce"
+    """`correct_rollout` by the configuration; weights are normalised where they are applied, if
+    these rows are all of the batch (`normalizes`)."""
+    is_applied = normalizes and correction.loss_type == "reinforce"
     return correct_rollout(
         log_prob,
         rollout_log_prob,
         response_mask,
         rollout_is=correction.rollout_is,
         rollout_is_threshold=correction.rollout_is_threshold,
-        rollout_is_batch_normalize=is_reinforce and correction.rollout_is_batch_normalize,
+        rollout_is_batch_normalize=is_applied and correction.rollout_is_batch_normalize,
         rollout_rs=correction.rollout_rs,
         rollout_rs_threshold=correction.rollout_rs_threshold,
     )

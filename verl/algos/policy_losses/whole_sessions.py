@@ -88,18 +88,20 @@ def prepare_sessions(
 
 
 def _correction_weights(new: Tensor, old: Tensor, mask: Tensor, config: ActorConfig) -> Tensor:
+    """Weights and rejection together. `rollout_is_batch_normalize` divides by the mean weight of a
+    session, or of a token, over the step: all its rows are here."""
     correction = config.policy_loss.rollout_correction
     assert correction is not None
+    is_reinforce = correction.loss_type == "reinforce"
     weights, kept, _ = correct_rollout(
         new,
         old,
         mask,
         rollout_is=correction.rollout_is,
         rollout_is_threshold=correction.rollout_is_threshold,
-        rollout_is_batch_normalize=False,
+        rollout_is_batch_normalize=is_reinforce and correction.rollout_is_batch_normalize,
         rollout_rs=correction.rollout_rs,
         rollout_rs_threshold=correction.rollout_rs_threshold,
     )
     kept = kept.to(new.dtype)
-    is_weighted = weights is not None and correction.loss_type == "reinforce"
-    return kept * weights if is_weighted and weights is not None else kept
+    return kept * weights if is_reinforce and weights is not None else kept

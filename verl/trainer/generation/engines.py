@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verl.config.faults import ConfigError, Fault
@@ -222,7 +223,9 @@ class NodeEngines:
         dtype: str,
         trust_remote_code: bool,
     ) -> None:
-        self._engines = start(
+        self._engines: list[EngineProcess] = []
+        self._start = partial(
+            start,
             rollout,
             model_path,
             count=count,
@@ -231,8 +234,9 @@ class NodeEngines:
             trust_remote_code=trust_remote_code,
         )
 
-    async def is_ready(self) -> bool:
-        return True
+    async def start(self) -> None:
+        """Not as the actor is made: Ray would keep the error and give its text alone."""
+        self._engines = await asyncio.to_thread(self._start)
 
     async def generate(self, number: int, request: GenerationRequest) -> list[TokenOutput]:
         return await self._engines[number].generate(request)
@@ -378,7 +382,11 @@ def start_on_nodes(
                 ray.kill(actor)
 
     try:
-        ray.get([actor.is_ready.remote() for actor in actors], timeout=START_SECONDS)
+        ray.get([actor.start.remote() for actor in actors], timeout=START_SECONDS)
+    except ray.exceptions.RayTaskError as error:
+        close()
+        failure: Any = error
+        raise (failure.cause or error) from None  # as engines of this machine would raise it
     except BaseException:
         close()
         raise

@@ -17,11 +17,12 @@ A tower embeds patches and has D layers of width v with m inner units, all with 
 A merger makes one token of w = v * merge^2 numbers (Qwen): w*w + w + w*h + h, and a norm.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from verl.utils.user_files import BrokenFile, read_json_object
 
 # model_type -> what differs from Llama.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -228,14 +229,13 @@ def shape_at(path: str) -> tuple[ModelShape | None, str]:
         return None, f"config.json not found at {folder}"
     try:
         return read_model_shape(folder), ""
-    except (KeyError, json.JSONDecodeError) as error:
+    except (KeyError, BrokenFile) as error:
         return None, f"config.json at {folder} does not describe a model we can count ({error!r})"
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
-    """Read `config.json` in a model's folder; FileNotFoundError when there is none."""
-    text = (Path(folder).expanduser() / "config.json").read_text()
-    return model_shape(json.loads(text))
+    """Read `config.json` in a model's folder."""
+    return model_shape(read_json_object(Path(folder).expanduser() / "config.json"))
 
 
 def model_shape(described: Mapping[str, Any]) -> ModelShape:

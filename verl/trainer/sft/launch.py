@@ -29,6 +29,7 @@ from verl.config.roles import sequence_ranks
 from verl.config.roles import world_size as configured_world_size
 from verl.config.sft import EACH_EPOCH, SFTConfig, SFTEngineConfig
 from verl.config.validate import validate
+from verl.trainer.plan.model import model_faults
 from verl.utils.checkpoint.layout import holding
 from verl.utils.environment import EndsTheRun, choose_openmp, rank, world_size
 from verl.utils.import_utils import is_available, lazy_attribute
@@ -62,7 +63,7 @@ def run(loaded: Loaded, train: Train) -> None:
     say(loaded.notices)
     config: AnySFTConfig = loaded.config
     faults = validate(config, loaded.user_set, known_faults=loaded.faults)
-    faults += unsupported(config)
+    faults += [*unsupported(config), *model_faults(config)]
     if config.trainer.dry_run:
         faults = [fault for fault in faults if not fault.is_about_machine]
     if faults:

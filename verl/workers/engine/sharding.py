@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from verl.config.engine import FSDPEngineConfig
-from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.optimizer import LOOK_AT_SHAPES, FSDPOptimizerConfig
 from verl.models.experts import ExpertGroup, expert_modules
 from verl.models.vision import vision_parts
 from verl.utils.distributed import all_reduce_, broadcast_dict_tensor, collective_device
@@ -36,9 +36,6 @@ from verl.utils.torch_dtypes import PrecisionType
 
 BUCKET_ELEMENTS = 1 << 24
 """Gradients in one collective: 64 MiB in fp32."""
-
-LOOK_AT_SHAPES = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP")
-"""Optimizers whose step on a matrix is not a step on each of its elements."""
 
 
 class RankGroups:
@@ -129,7 +126,8 @@ def refuse_options(config: FSDPEngineConfig, *, activation_offload: bool) -> Non
     if activation_offload:
         raise ValueError(
             "model.enable_activation_offload is on, but where weights are gathered for a layer "
-            "they would be moved with its activations; set model.enable_gradient_checkpointing=True"
+            "they would be moved with its activations; use "
+            "model.enable_gradient_checkpointing=True instead"
         )
     if config.wrap_policy.min_num_params:
         raise ValueError(

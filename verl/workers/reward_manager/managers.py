@@ -33,6 +33,7 @@ from verl.protocol import DataProto
 from verl.protocol.trajectory import Grade, InfraError, Score, Trajectory
 from verl.utils.py_functional import printable
 from verl.utils.reward_score import default_compute_score
+from verl.utils.timeouts import within
 from verl.utils.tokenizer import decode_texts
 from verl.workers.reward_manager.abstract import (
     AbstractRewardManager,
@@ -338,7 +339,7 @@ class RateLimitedRewardManager(NaiveRewardManager):
                 await limits.tokens.acquire(self._tokens_per_request)
             call = super().grade(trajectory)
             work = contained(call) if self._is_awaited else on_thread(call)
-            return await asyncio.wait_for(work, self.timeout_seconds)
+            return await within(work, self.timeout_seconds)
 
     @classmethod
     def options_of(cls, config: Any) -> dict[str, Any]:

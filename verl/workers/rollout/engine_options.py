@@ -4,7 +4,6 @@ This is the trainer's side: nothing here imports an engine, and what comes out i
 engine may run under another Python. What the engine itself thinks of a value, it says there.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from verl.config.roles import ROLLOUTS
 from verl.config.rollout import RolloutConfig
 from verl.config.serving import ServerConfig
 from verl.utils.tokenizer import has_processor, hf_tokenizer
+from verl.utils.user_files import read_json_object
 
 SERVER = ("-m", "sglang.launch_server")
 
@@ -42,7 +42,7 @@ def sglang_options(
     updates bring the tensors of that LoRA adapter alone.
     """
     refuse_what_sglang_cannot(rollout)
-    model = json.loads((Path(model_path) / "config.json").read_text())
+    model = read_json_object(Path(model_path) / "config.json")
     model |= model.get("text_config", {})  # where the language model is one part of several
     max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     arguments = {
@@ -306,7 +306,7 @@ def end_tokens(folder: Path, trust_remote_code: bool) -> list[int]:
     ids = set[int]()
     for file in ("config.json", "generation_config.json"):
         if (folder / file).is_file():
-            stated = json.loads((folder / file).read_text())
+            stated = read_json_object(folder / file)
             stated |= stated.get("text_config", {})  # where the language model is one of several
             ids.update(as_ids(stated.get("eos_token_id")))
     tokenizer = hf_tokenizer(folder, trust_remote_code=trust_remote_code)
