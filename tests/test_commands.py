@@ -136,6 +136,12 @@ def test_the_doctor_checks_a_configuration_for_this_machine(tmp_path):
     assert "/nowhere.parquet" in output.getvalue()
 
 
+def test_the_doctor_keeps_a_long_name_apart_from_what_it_found():
+    output = io.StringIO()
+    doctor.show(doctor.Finding("data.trian_files", "error", "unknown"), Console(file=output))
+    assert output.getvalue() == "error  data.trian_files unknown\n"
+
+
 def test_the_doctor_names_what_is_missing_and_the_way_out(monkeypatch):
     monkeypatch.setattr(
         doctor.metadata, "requires", lambda name: ["torch>=99", "nonesuch", "x; extra == 'a'"]

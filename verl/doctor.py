@@ -265,7 +265,7 @@ def show(finding: Finding, console: Console) -> None:
     """One line for what was found, one below it for the remedy."""
     mark = Text(f"{finding.state:7}", style=STYLES[finding.state])
     name, found = printable(finding.name), printable(finding.found)
-    text = found if found.startswith(name) else f"{name:14}{found}"
+    text = found if found.startswith(name) else f"{name:13} {found}"
     console.print(mark + Text(text), soft_wrap=True)
     if finding.remedy:
         console.print(Text(f"{'':7}-> {printable(finding.remedy)}"), soft_wrap=True)

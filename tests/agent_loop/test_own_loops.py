@@ -20,11 +20,15 @@ from tests.agent_loop.scripted import (
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput
+from verl.agent_loop.base import LoopSample
 from verl.agent_loop.conversation import Conversation
+from verl.agent_loop.single_turn import SingleTurnAgentLoop
+from verl.agent_loop.tool_agent import ToolAgentLoop
 from verl.protocol import DataProto
 from verl.tools.base_tool import BaseTool
 from verl.tools.parsers import FunctionCall, ToolParser
 from verl.tools.schemas import ToolResponse
+from verl.utils.dataset.tables import DataError
 from verl.workers.rollout.native.engine import NativeEngine
 from verl.workers.rollout.native.sequence import EngineLimits
 
@@ -67,6 +71,32 @@ class ReActLoop(AgentLoopBase):
             response_logprobs=log_probs,
             num_turns=4,
         )
+
+
+class TalkingLoop(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        return "four"
+
+
+def test_a_loop_that_returns_no_output_is_named_with_the_rule():
+    config, engine = turns_config(), ScriptedRollout(END)
+    sample = LoopSample(row={}, params={}, end=lambda *_: None)
+    rule = r"TalkingLoop\.run returned str: four; it must return an AgentLoopOutput"
+
+    async def run():
+        await sample.run_in(make_loop(config, engine, cls=TalkingLoop))
+
+    with pytest.raises(TypeError, match=rule):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("cls", [SingleTurnAgentLoop, ToolAgentLoop])
+def test_a_row_without_raw_prompt_is_told_what_a_dataset_must_give(cls):
+    async def run():
+        await make_loop(turns_config(), ScriptedRollout(END), cls=cls).run({}, prompt="2+2=")
+
+    with pytest.raises(DataError, match=r"no raw_prompt.*columns are \['prompt'\].*subclass it"):
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", ["dataset_config", "data_config"])

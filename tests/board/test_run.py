@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import urllib.error
 import urllib.request
 from itertools import pairwise
@@ -133,6 +134,30 @@ def test_an_export_is_one_file_with_its_data(run, tmp_path, capsys):
     assert [len(samples) for samples in data["samples"]] == [38, 38]
     assert data["differences"] == {"0-1": None}
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_an_export_makes_its_folder_or_says_why_it_cannot(run, tmp_path, capsys):
+    folder, _, _ = run
+    wanted = tmp_path / "pages" / "runs.html"
+    assert command.main([str(folder), "--samples=1", "--export", str(wanted)]) == 0
+    assert wanted.is_file()
+    beyond = wanted / "runs.html"
+    assert command.main([str(folder), "--samples=1", "--export", str(beyond)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --export {beyond} cannot be written")
+    assert "name another file" in said
+
+
+def test_a_port_that_is_taken_or_is_none_is_refused_with_the_way_out(run, capsys):
+    folder, _, _ = run
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command.main([str(folder), f"--port={port}"]) == 2
+    assert command.main([str(folder), "--port=70000"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"--port {port} cannot be used" in first
+    assert "0 takes a free one" in first
+    assert "--port 70000 cannot be used" in second
 
 
 def test_equal_runs_are_equal_and_a_missing_one_is_named(run, tmp_path, capsys):

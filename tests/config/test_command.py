@@ -116,6 +116,21 @@ def test_values_are_not_touched():
     assert Override.parse("a.b=c=d") == Override("", "a.b", "c=d")
 
 
+@pytest.mark.parametrize("path", ["/home/jörg/日本/train.parquet", "day=1/a b.parquet", "a&b.json"])
+def test_paths_that_hydra_has_no_words_for_need_no_quotes(path):
+    composed = from_command_line(f"data.train_files={path}", "data.val_files=null")
+    assert (composed.config.data.train_files, composed.config.data.val_files) == (path, None)
+
+
+def test_an_interrupt_ends_the_command_without_a_traceback(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_ppo, "run", interrupt)
+    assert run_main(monkeypatch, "trainer.device=cpu") == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
 def test_old_keys_become_todays():
     result = rewritten("rollout.n=8", "reward_model.reward_fn.path=r.py")
     assert result.arguments == [

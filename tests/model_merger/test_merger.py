@@ -215,6 +215,27 @@ def test_a_mistake_is_an_exit_code_and_a_sentence(actor, capsys, change, problem
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("step", ["", "global_step_10"])
+def test_the_folder_of_a_run_is_answered_with_that_of_its_newest_step(step, tmp_path, capsys):
+    for name in ("global_step_2", "global_step_10"):
+        (tmp_path / name / "actor").mkdir(parents=True)
+    folder, newest = tmp_path / step, tmp_path / "global_step_10" / "actor"
+    assert main(["merge", "--backend", "fsdp", "--local_dir", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"local_dir is {folder}, " in said
+    assert said.endswith(f"such as {newest}\n")
+
+
+def test_a_target_that_holds_weights_is_left_as_it_is(actor, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text("mine")
+    (target / "model.safetensors").write_text("mine")
+    with pytest.raises(ValueError, match="holds weights already; name a new folder"):
+        merge(actor, target)
+    assert {file.read_text() for file in target.iterdir()} == {"mine"}
+
+
 def test_checkpoints_of_megatron_are_the_same_files(actor, tmp_path, capsys):
     target = tmp_path / "merged"
     options = ["--backend", "megatron", "--local_dir", str(actor)]

@@ -13,6 +13,7 @@ from verl.config.validate import validate
 from verl.trainer.plan.layout import batch_table, placement, row_count, row_faults
 from verl.trainer.plan.memory import memory_plan
 from verl.trainer.plan.render import make_plan, print_plan
+from verl.trainer.plan.shape import length_notices
 
 A = "actor_rollout_ref.actor"
 R = "actor_rollout_ref.rollout"
@@ -294,6 +295,56 @@ def test_a_file_without_rows_is_refused_in_the_plan(tmp_path):
     assert faults(empty) == [f"data.train_files ({empty}) has no rows"]
     assert f"data.train_files ({broken}) cannot be read" in faults(broken)[0]
     assert faults(tmp_path / "gone.parquet") == []
+
+
+def test_files_that_hold_no_prompts_are_refused_in_the_plan(tmp_path):
+    def faults(**data):
+        config = load_config({"data": {"val_files": [], **data}}, PPOConfig).config
+        return [fault.text for fault in row_faults(config)]
+
+    questions, table = tmp_path / "questions.parquet", tmp_path / "rows.csv"
+    parquet.write_table(pa.table({"question": ["1+1"] * 3}), questions)
+    table.write_text("prompt\n1+1\n")
+    kinds = "neither .parquet, .json, .jsonl nor .ndjson"
+    for option in ("train_files", "val_files"):
+        (fault,) = faults(**{option: str(table)})
+        assert fault.startswith(f"data.{option} ({table}) is {kinds}")
+    (fault,) = faults(train_files=str(questions))
+    assert "has no column 'prompt' (data.prompt_key); its columns are ['question']" in fault
+    few = {"train_files": str(questions), "prompt_key": "question", "train_batch_size": 4}
+    assert faults(**few, custom_cls={"path": "mine.py", "name": "Mine"}) == []
+    assert faults(**{**few, "train_batch_size": 3}) == []
+    (fault,) = faults(**few)
+    assert fault.endswith(
+        "has 3 rows and data.train_batch_size is 4; lower data.train_batch_size or add rows"
+    )
+
+
+def test_sequences_beyond_the_models_positions_are_worth_a_look(tmp_path):
+    described = {**QWEN_7B, "max_position_embeddings": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+
+    def notices(length, **scaling):
+        model = {"path": str(tmp_path), "override_config": scaling}
+        values = {"actor_rollout_ref": {"model": model}, "data": {"max_response_length": length}}
+        return length_notices(load_config(values, PPOConfig).config)
+
+    assert notices(488) == []
+    (notice,) = notices(489)
+    assert "may have 1,001 tokens, and the model has max_position_embeddings 1,000" in notice
+    assert notices(489, max_position_embeddings=2000) == []
+    assert notices(489, rope_scaling={"type": "yarn", "factor": 2.0}) == []
+    plan = make_plan(
+        load_config(
+            {
+                "data": {"max_response_length": 489},
+                "actor_rollout_ref": {"model": {"path": str(tmp_path)}},
+            },
+            PPOConfig,
+        ),
+        [],
+    )
+    assert notice in plan.advice
 
 
 def phases_of(values, folder, shape=QWEN_7B):

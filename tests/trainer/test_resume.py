@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.toy import ACTOR, REWARD, make_toy, toy_run, weights
+from verl.config.trainer import TrainerConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo import checkpointing
-from verl.trainer.ppo.checkpointing import RunState
+from verl.trainer.ppo.checkpointing import RunState, run_locks
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.tripwires import TooManyBadSteps
 from verl.utils.checkpoint.layout import CheckpointMismatchError
@@ -116,12 +117,20 @@ def test_steps_are_saved_at_intervals_and_at_the_end_and_the_oldest_go(toy, tmp_
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "5"
 
 
-def test_a_finished_run_has_nothing_left_to_do(toy, tmp_path):
+def test_a_finished_run_has_nothing_left_to_do_and_says_so(toy, tmp_path, caplog):
     _, trained = toy_run(toy, tmp_path, "trainer.save_freq=2")
+    assert "nothing is left to train" not in caplog.text
     metrics, again = toy_run(toy, tmp_path, "trainer.save_freq=2")
+    assert "nothing is left to train: step 2 is saved and the run has 2" in caplog.text
     assert metrics == []
     assert again.global_steps == 2
     assert same_weights(trained, again)
+
+
+def test_a_folder_is_locked_by_a_run_that_saves_nothing_and_has_a_page():
+    folder = "trainer.default_local_dir"
+    assert folder not in run_locks(TrainerConfig(save_freq=-1))
+    assert folder in run_locks(TrainerConfig(save_freq=-1, board=True))
 
 
 def test_resuming_can_be_turned_off_or_told_where_to_start(toy, tmp_path):

@@ -23,9 +23,11 @@ from verl.utils.dataset.continuation import Continuation, continuation_of
 from verl.utils.dataset.media import UnreadableImage, load_media, media_encoder_of
 from verl.utils.dataset.prompts import Prompt, encode_prompt, has_media, render
 from verl.utils.dataset.rl_dataset import get_dataset_class
+from verl.utils.dataset.tables import DataError
 from verl.utils.environment import refusing
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.media import Media
+from verl.utils.py_functional import printable
 from verl.utils.registry import Registry
 from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.user_files import BrokenFile, read_yaml
@@ -94,6 +96,18 @@ LoopResult = AgentLoopOutput | Sequence[AgentLoopOutput] | None
 """What `run` returns: a row, the rows of a session in order, or None: nothing to train on."""
 
 
+def require_outputs(result: Any, loop: "AgentLoopBase") -> None:
+    rows = [result] if isinstance(result, AgentLoopOutput) else result or []
+    if isinstance(rows, Sequence) and all(isinstance(row, AgentLoopOutput) for row in rows):
+        return
+    kind = type(loop)
+    raise TypeError(
+        f"{kind.__module__}.{kind.__qualname__}.run returned {type(result).__name__}: "
+        f"{printable(result, max_characters=80)}; it must return an AgentLoopOutput, a list of "
+        "them, or None"
+    )
+
+
 @dataclass(frozen=True)
 class DictConfigWrap:
     """A section of the configuration, handed to loops whole."""
@@ -141,12 +155,24 @@ class LoopSample:
             else:
                 with rollout_trace_attr(name="agent_loop", **self.trace):
                     output = await loop.run(self.params, **self.row)
+            require_outputs(output, loop)
             await loop.find_media(output)
         except InfraFault as fault:
             output = fault
         if self.journal is not None:
             self.journal.end(output)
         self.end(output, turns)
+
+
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """What a built-in loop starts from; a dataset of a user's own may have left it out."""
+    if "raw_prompt" not in row:
+        raise DataError(
+            "a row has no raw_prompt, the messages that an agent loop starts from; its columns are "
+            f"{sorted(row)}. A dataset of your own (data.custom_cls) gives rows as RLHFDataset "
+            "does: subclass it, or add raw_prompt (docs/data.md)"
+        )
+    return row["raw_prompt"]
 
 
 class AgentLoopBase(ABC):

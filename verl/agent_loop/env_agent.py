@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, prompt_of
 from verl.agent_loop.conversation import Conversation
 from verl.agent_loop.journal import journalled
 from verl.agent_loop.server_manager import AsyncLLMServerManager
@@ -66,7 +66,7 @@ class EnvAgentLoop(AgentLoopBase):
         self, episode: "Episode", sampling_params: dict[str, Any], row: Mapping[str, Any]
     ) -> AgentLoopOutput:
         first, tools = await episode.begin(row)
-        prompt = self._prompt(row["raw_prompt"], first)
+        prompt = self._prompt(prompt_of(row), first)
         prompt_ids, media = await self.encode_with_media(prompt, tools or None)
         parser = None
         if tools:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from verl.agent_loop.base import LoopResult, LoopSample, PreparedLoops
+from verl.agent_loop.base import LoopResult, LoopSample, PreparedLoops, prompt_of
 from verl.agent_loop.buffer import Buffer
 from verl.agent_loop.gate import Gate
 from verl.agent_loop.journal import Journal, Phase
@@ -274,7 +274,7 @@ class Rollouter(GroupSource):
         chosen = self._loops.prepare(self._loops.default)
         if len(rows) < MIN_ROWS_AHEAD or chosen.cls is not SingleTurnAgentLoop:
             return
-        prompts = [row["raw_prompt"] for row in rows if not row.get("agent_name")]
+        prompts = [prompt_of(row) for row in rows if not row.get("agent_name")]
         prompts = [prompt for prompt in prompts if not has_media(prompt)]
         loop = self._loops.make(chosen, self.servers)
 

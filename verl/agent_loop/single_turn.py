@@ -5,7 +5,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, LoopSample
+from verl.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    LoopSample,
+    prompt_of,
+)
 from verl.agent_loop.server_manager import SampledTurns
 from verl.utils.media import Media
 from verl.utils.rollout_trace import rollout_trace_op
@@ -33,7 +39,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
             await super().run_group(make_loop, samples)
             return
         loop = make_loop()
-        prompt_ids, media = await loop.encode_with_media(samples[0].row["raw_prompt"])
+        prompt_ids, media = await loop.encode_with_media(prompt_of(samples[0].row))
         start = time.perf_counter()
         session = uuid.uuid4().hex
         session_ids = [f"{session}-{number}" for number in range(len(samples))]
@@ -50,7 +56,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        prompt_ids, media = await self.encode_with_media(kwargs["raw_prompt"])
+        prompt_ids, media = await self.encode_with_media(prompt_of(kwargs))
         start = time.perf_counter()
         output = await self.server_manager.generate(
             uuid.uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params, media=media

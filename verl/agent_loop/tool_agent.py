@@ -21,7 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, prompt_of
 from verl.agent_loop.conversation import Conversation
 from verl.agent_loop.journal import journalled
 from verl.interactions.base import BaseInteraction
@@ -229,7 +229,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         extra_info: Mapping[str, Any] = kwargs.get("extra_info") or {}
         agent = AgentData(
-            messages=as_messages(kwargs["raw_prompt"]),
+            messages=as_messages(prompt_of(kwargs)),
             request_id=uuid.uuid4().hex,
             tools_kwargs=kwargs.get("tools_kwargs") or extra_info.get("tools_kwargs") or {},
             interaction_kwargs=kwargs.get("interaction_kwargs")

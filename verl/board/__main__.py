@@ -19,14 +19,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         board = Board(options.runs)
     except NoStore as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return refused(str(error))
     if options.export is not None:
-        options.export.write_text(board.exported(options.samples), encoding="utf-8")
-        size = options.export.stat().st_size / 1e6
-        sys.stdout.write(f"wrote {options.export} ({size:.1f} MB)\n")
-        return 0
-    server = board_server(board, port=options.port)
+        return export(board, options.export, options.samples)
+    try:
+        server = board_server(board, port=options.port)
+    except (OSError, OverflowError) as error:
+        return refused(f"--port {options.port} cannot be used: {error}; 0 takes a free one")
     sys.stdout.write(f"run page: {page_address(server)}   (Ctrl-C ends it)\n")
     sys.stdout.flush()
     try:
@@ -34,6 +33,22 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stdout.write("\n")
     return 0
+
+
+def export(board: Board, file: Path, num_samples: int) -> int:
+    text = board.exported(num_samples)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return refused(f"--export {file} cannot be written: {error.strerror}; name another file")
+    sys.stdout.write(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)\n")
+    return 0
+
+
+def refused(message: str) -> int:
+    sys.stderr.write(f"error: {message}\n")
+    return 2
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ own flags and config groups pass through. A mistake ends in exit code 2 with a m
 a traceback; torch is not imported on the way.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -49,6 +51,10 @@ LEAVES_NOTHING_BEHIND = (
     "hydra/hydra_logging=none",
 )
 MISTAKE = 2
+INTERRUPTED = 130
+"""As shells report a command that SIGINT has ended."""
+
+OF_HYDRAS_GRAMMAR = re.compile(r"""[\[\]{}()"'\\]|^[\w./:+-]*$""", re.ASCII)
 HELP = """\
 usage: {command} key=value [key=value ...]
 
@@ -85,6 +91,17 @@ class Override:
         key = head.lstrip("+~")
         return cls(head[: len(head) - len(key)], key, value if is_assigned else None)
 
+    def quoted(self) -> "Override":
+        """With quotes around a value that Hydra's grammar has no words for, such as `data/über.csv`
+        or `day=1/train.parquet`; a value with brackets, quotes or backslashes is left to Hydra."""
+        if self.value is None or OF_HYDRAS_GRAMMAR.search(self.value):
+            return self
+        try:
+            OverridesParser.create().parse_override(f"{self.key}={self.value}")
+        except HydraException:
+            return replace(self, value=f'"{self.value}"')
+        return self
+
     def written(self, prefix: str, key: str) -> str:
         return f"{prefix}{key}" if self.value is None else f"{prefix}{key}={self.value}"
 
@@ -118,6 +135,8 @@ def run(
         task()
     except ConfigError as error:
         refuse(str(error))
+    except KeyboardInterrupt:
+        refuse("interrupted", INTERRUPTED)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         if HydraConfig.initialized():  # the task was running: not a mistake of the command line
             raise
@@ -143,7 +162,7 @@ def rewrite(arguments: list[str], default_config: str, config_dir: Path) -> Rewr
     result = Rewritten()
     for argument in arguments:
         if argument in overrides:
-            rewrite_override(Override.parse(argument), root, is_ours, config_dir, result)
+            rewrite_override(Override.parse(argument).quoted(), root, is_ours, config_dir, result)
         else:
             result.arguments.append(argument)
     result.faults += conflicts(result, overrides)

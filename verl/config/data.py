@@ -40,6 +40,10 @@ class SamplerConfig(BaseConfig):
     """Name of the class, an `AbstractSampler`."""
 
 
+READABLE = (".parquet", ".json", ".jsonl", ".ndjson")
+"""Suffixes of files that rows are read from."""
+
+
 @dataclass(kw_only=True)
 class DataConfig(BaseConfig):
     """Prompts for training and validation."""
@@ -47,8 +51,8 @@ class DataConfig(BaseConfig):
     train_files: str | list[str] = "~/data/rlhf/gsm8k/train.parquet"
     """File or files with training prompts."""
 
-    val_files: str | list[str] = "~/data/rlhf/gsm8k/test.parquet"
-    """File or files with validation prompts."""
+    val_files: str | list[str] | None = "~/data/rlhf/gsm8k/test.parquet"
+    """File or files with validation prompts; null validates nothing."""
 
     train_batch_size: int = option(1024, minimum=0)
     """Prompts per training step; times `rollout.n` gives sequences."""

@@ -90,8 +90,8 @@ class SFTDataConfig(SFTDataBaseConfig):
     micro_batch_size: int | None = option(None, minimum=1)
     """Deprecated: the same as `micro_batch_size_per_gpu`, but counted over all devices."""
 
-    val_files: str | list[str] = "~/data/gsm8k/test.parquet"
-    """File or files with validation rows."""
+    val_files: str | list[str] | None = "~/data/gsm8k/test.parquet"
+    """File or files with validation rows; null validates nothing."""
 
     prompt_key: str | list[str] = "question"
     """Column with the prompt: a plain or already templated string."""

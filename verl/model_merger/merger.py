@@ -174,6 +174,13 @@ class FSDPModelMerger:
         self.config = config
         self.folder = Path(config.local_dir)
         if not (config.description / "config.json").is_file():
+            roles = [*self.folder.glob("actor"), *self.folder.glob("global_step_*/actor")]
+            if roles:  # longer numbers are later steps
+                meant = max(roles, key=lambda role: (len(str(role)), str(role)))
+                raise ValueError(
+                    f"local_dir is {self.folder}, the folder of a run or a step; give the folder "
+                    f"of a role, such as {meant}"
+                )
             raise ValueError(
                 f"{config.description} has no config.json; copy config and tokenizer of the model "
                 "there, or give their folder as hf_model_config_path"
@@ -183,6 +190,11 @@ class FSDPModelMerger:
         """Write `target_dir`, and upload it if the configuration says so."""
         assert self.config.target_dir is not None
         target = Path(self.config.target_dir)
+        if list(target.glob("*.safetensors")):
+            raise ValueError(
+                f"target_dir is {target}, which holds weights already; name a new folder, or "
+                "remove that one"
+            )
         weights = self.merged_weights()
         target.mkdir(parents=True, exist_ok=True)
         if has_adapter_names(weights):

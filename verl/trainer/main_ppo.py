@@ -23,6 +23,7 @@ from verl.trainer.plan.layout import controller, row_faults
 from verl.trainer.plan.megatron import layout_faults
 from verl.trainer.plan.model import model_faults
 from verl.trainer.plan.render import make_plan, print_plan
+from verl.trainer.plan.shape import length_notices
 from verl.utils.environment import choose_openmp
 from verl.utils.import_utils import lazy_attribute
 
@@ -115,7 +116,7 @@ def run(
         raise ConfigError(faults)
     else:
         idle = idle_notices(config, loaded.user_set)
-        command.say([*advice(config), *idle, *choose_openmp()])
+        command.say([*advice(config), *length_notices(config), *idle, *choose_openmp()])
         train(loaded, task_runner_class)
 
 

@@ -25,6 +25,7 @@ from verl.trainer.generation.engines import GenerationFailed
 from verl.trainer.generation.output import Parts
 from verl.trainer.generation.run import MAX_ATTEMPTS, Stopped, generate
 from verl.utils.dataset.tables import DataError
+from verl.utils.environment import Misuse
 from verl.workers.rollout.base import EngineLostError
 from verl.workers.rollout.native.engine import NativeEngine
 
@@ -227,6 +228,18 @@ def test_an_output_of_other_settings_or_of_somebody_else_is_not_replaced_unasked
     with pytest.raises(DataError, match="was not written by this command"):
         generate(config_of(model, source, foreign), Starts())
     assert foreign.read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_generated(
+    model, source, tmp_path
+):
+    (tmp_path / "file").touch()
+    output, starts = tmp_path / "file" / "out.parquet", Starts()
+    with pytest.raises(
+        Misuse, match=r"data\.output_path is .*out\.parquet, which cannot be written"
+    ):
+        generate(config_of(model, source, output), starts)
+    assert starts.num_batches == []
 
 
 def test_a_changed_input_or_model_is_another_run(model, source, tmp_path):

@@ -416,3 +416,12 @@ def test_a_subclass_may_read_its_rows_with_another_library(tmp_path):
     made = Mine("unused.parquet", tiny_tokenizer(), config)
     assert [entry["raw_prompt"][0]["content"] for entry in made] == ["0", "1", "2", "3"]
     assert [len(part) for part in made.split(3)] == [2, 1, 1]
+
+
+def test_messages_that_no_template_can_write_are_named_with_their_place(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    messages = [{"role": "user", "content": "1+1="}]
+    file = json_lines(tmp_path / "mixed.jsonl", [row(), row(messages)])
+    with pytest.raises(ValueError, match=r"mixed\.jsonl:2: the prompt is a list of messages"):
+        RLHFDataset(file, tokenizer, DataConfig(max_prompt_length=8))

@@ -59,7 +59,7 @@ def test_what_the_grader_cannot_judge_has_no_score(source):
 @pytest.mark.parametrize("source", ["riddles", "Aime", "gsm8k/other", ""])
 def test_an_unknown_data_source_lists_those_that_are_known(source):
     with pytest.raises(
-        NotImplementedError, match=rf"data_source='{source}'.*gsm8k.*taco, and aime\*.*path"
+        NotImplementedError, match=rf"data_source='{source}'.*path.*gsm8k.*taco, aime\*"
     ):
         default_compute_score(source, "x", "y")
 
@@ -77,3 +77,8 @@ def test_other_source_of_the_graders_is_another_identity(tmp_path, monkeypatch):
     with open(tmp_path / "graders" / "math_grader" / "numbers.py", "a") as file:
         file.write("# changed")
     assert graders_identity() != before
+
+
+def test_an_unknown_data_source_is_told_the_way_out_before_a_report_cuts_the_message():
+    fault = reward_score.grading_fault("mine", "5")
+    assert "data_source='mine'; set custom_reward_function.path" in fault[:150]

@@ -32,6 +32,7 @@ from verl.config.generation import GenerationConfig
 from verl.utils.checkpoint.layout import make_folders, sync_folder, write_durably
 from verl.utils.checkpoint.manifest import compare, config_identity, dataset_identity, fingerprint
 from verl.utils.dataset.tables import DataError
+from verl.utils.environment import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,13 @@ class Parts:
 
     def __init__(self, output: Path, identity: Identity, *, overwrite: bool) -> None:
         self.folder = output.with_name(f"{output.name}.parts")
-        make_folders(self.folder)
+        try:
+            make_folders(self.folder)
+        except OSError as error:
+            raise Refused(
+                f"data.output_path is {output}, which cannot be written: {error.strerror} "
+                f"({error.filename}); choose another data.output_path"
+            ) from error
         self._lock = FileLock(self.folder / ".lock")
         try:
             self._lock.acquire(timeout=0)

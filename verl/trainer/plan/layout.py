@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
+from verl.config.data import READABLE
 from verl.config.engine import FSDPEngineConfig
 from verl.config.faults import Fault
 from verl.config.roles import (
@@ -142,15 +143,52 @@ def schedule(config: Any) -> Schedule:
 
 
 def row_faults(config: Any) -> Iterator[Fault]:
-    """Training files that cannot be read or have no row, as far as they can be counted here."""
-    files = config.data.train_files
-    try:
-        rows, _ = row_count(files)
-    except pa.ArrowInvalid as error:
-        yield Fault(f"data.train_files ({files}) cannot be read: {error}", ("data.train_files",))
+    """Files that no run can start with, as far as their names and parquet's metadata tell.
+
+    A dataset class of one's own reads what it likes.
+    """
+    if config.data.custom_cls.path is not None:
         return
+    for option in ("train_files", "val_files"):
+        files = config.data[option] or []
+        for name in files if isinstance(files, list) else [files]:
+            fault = file_fault(name, config.data.prompt_key)
+            if fault is not None:
+                yield Fault(f"data.{option} ({name}) {fault}", (f"data.{option}",))
+                return
+    rows, _ = row_count(config.data.train_files)
+    batch = config.data.train_batch_size
     if rows == 0:
-        yield Fault(f"data.train_files ({files}) has no rows", ("data.train_files",))
+        text = f"data.train_files ({config.data.train_files}) has no rows"
+        yield Fault(text, ("data.train_files",))
+    elif rows is not None and rows < batch and config.data.datagen.path is None:
+        text = (
+            f"data.train_files ({config.data.train_files}) has {rows} rows and "
+            f"data.train_batch_size is {batch}; lower data.train_batch_size or add rows"
+        )
+        yield Fault(text, ("data.train_batch_size", "data.train_files"))
+
+
+def file_fault(name: str, prompt_key: str) -> str | None:
+    """Why the rows of a file cannot be prompts, or None."""
+    path = Path(name).expanduser()
+    if path.suffix not in READABLE:
+        return (
+            f"is neither {', '.join(READABLE[:-1])} nor {READABLE[-1]}; convert it, for example "
+            "with pandas and to_parquet"
+        )
+    if path.suffix != ".parquet" or not path.is_file():
+        return None
+    try:
+        columns = parquet.read_schema(path).names
+    except (pa.ArrowInvalid, OSError) as error:
+        return f"cannot be read: {error}"
+    if prompt_key in columns:
+        return None
+    return (
+        f"has no column {prompt_key!r} (data.prompt_key); its columns are {columns}. Name the one "
+        "with the prompts in data.prompt_key"
+    )
 
 
 def row_count(files: str | list[str]) -> tuple[int | None, str]:

@@ -22,6 +22,7 @@ from verl.config.schema import walk_leaves
 from verl.config.validate import advice
 from verl.trainer.plan.layout import BatchTable, Placement, batch_table, placement
 from verl.trainer.plan.memory import BETWEEN_NODES, IN_NODE, MemoryPlan, memory_plan
+from verl.trainer.plan.shape import length_notices
 
 WIDTH = 100
 GIB = 1024**3
@@ -51,7 +52,7 @@ def make_plan(loaded: Loaded, missing: list[Fault]) -> Plan:
         placement=placement(config),
         memory=memory_plan(config),
         idle=without_effect(config, loaded.user_set),
-        advice=advice(config),
+        advice=[*advice(config), *length_notices(config)],
         missing=missing,
     )
 

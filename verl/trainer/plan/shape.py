@@ -233,6 +233,28 @@ def shape_at(path: str) -> tuple[ModelShape | None, str]:
         return None, f"config.json at {folder} does not describe a model we can count ({error!r})"
 
 
+def length_notices(config: Any) -> list[str]:
+    """A warning where sequences may have more tokens than the model has positions for."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    try:
+        text = (Path(model.path).expanduser() / "config.json").read_text()
+        described = json.loads(text)
+        stated = {**described, **(described.get("text_config") or {}), **model.override_config}
+    except (OSError, ValueError, TypeError, AttributeError):  # named where the model is read
+        return []
+    positions = stated.get("max_position_embeddings", stated.get("n_positions"))
+    scaling = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
+    longest = rollout.prompt_length + rollout.response_length
+    if not isinstance(positions, int) or "factor" in scaling or longest <= positions:
+        return []
+    return [
+        f"a prompt and its response may have {longest:,} tokens, and the model has "
+        f"max_position_embeddings {positions:,}: lower data.max_prompt_length or "
+        "data.max_response_length, or extend the model with "
+        "actor_rollout_ref.model.override_config.rope_scaling (docs/models.md)"
+    ]
+
+
 def read_model_shape(folder: str | Path) -> ModelShape:
     """Read `config.json` in a model's folder."""
     return model_shape(read_json_object(Path(folder).expanduser() / "config.json"))

@@ -215,8 +215,9 @@ def identity_of(dataset: Dataset[Any]) -> dict[str, Any]:
 
 def run_locks(trainer: TrainerConfig) -> dict[str, Path]:
     """What a run locks, so that no other writes its files: a lock per option to change instead."""
+    writes_folder = trainer.save_freq > 0 or trainer.board
     folders = {
-        "trainer.default_local_dir": trainer.default_local_dir if trainer.save_freq > 0 else None,
+        "trainer.default_local_dir": trainer.default_local_dir if writes_folder else None,
         "trainer.rollout_data_dir": trainer.rollout_data_dir,
         "trainer.validation_data_dir": trainer.validation_data_dir,
     }

@@ -511,6 +511,13 @@ class TrainingRun(RunWorkers, RecipeMembers):
         self.tripwires.load_state_dict(state.tripwires)
         self.max_steps_duration = state.max_steps_duration
         self.buffer.load_state_dict(state.buffer)
+        if self.global_steps >= (self.total_training_steps or 0):
+            logger.warning(
+                "nothing is left to train: step %d is saved and the run has %d; raise "
+                "trainer.total_training_steps (or total_epochs) to go on, or start anew with "
+                "trainer.resume_mode=disable or another trainer.default_local_dir",
+                self.global_steps, self.total_training_steps,
+            )  # fmt: skip
 
 
 def as_ppo_config(config: PPOConfig | DictConfig) -> PPOConfig:

@@ -40,6 +40,10 @@ _remembered: dict[tuple[Any, ...] | None, tuple[int, ...]] = {}
 _remembering = threading.Lock()
 
 
+class NoChatTemplate(ValueError):
+    """Messages, and a tokenizer that cannot write them."""
+
+
 class PromptTooLong(ValueError):
     """A prompt that is longer than allowed, with `truncation=error`."""
 
@@ -109,7 +113,7 @@ def render(
 ) -> str:
     """Messages as the chat template writes them."""
     if tokenizer.chat_template is None:
-        raise ValueError(
+        raise NoChatTemplate(
             f"the prompt is a list of messages, but the tokenizer {tokenizer.name_or_path!r} has "
             "no chat template; set data.chat_template=chatml (or a Jinja template), or write "
             "prompts as text"

@@ -32,6 +32,7 @@ from verl.tools.tool_registry import schemas_of_files
 from verl.utils.dataset.media import load_media, media_fault, with_media
 from verl.utils.dataset.prompt_encoder import PromptEncoder, PromptRow
 from verl.utils.dataset.prompts import (
+    NoChatTemplate,
     Prompt,
     PromptTooLong,
     as_prompt,
@@ -239,7 +240,10 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         )
 
     def _verdict(self, dataframe: Rows, item: int) -> Verdict:
-        fault = self._length_fault(dataframe[item])
+        try:
+            fault = self._length_fault(dataframe[item])
+        except NoChatTemplate as error:
+            raise NoChatTemplate(f"{place_of(dataframe, item)}: {error}") from error
         if fault is None:
             return Verdict.FITS
         return Verdict.TOO_LONG if isinstance(fault, PromptTooLong) else Verdict.REFUSED

@@ -78,8 +78,8 @@ def _scorer_for(data_source: str) -> Scorer:
     if str(data_source).startswith("aime"):
         return scorers["math_dapo"]
     raise NotImplementedError(
-        f"there is no built-in reward function for data_source={data_source!r}; there is one "
-        f"for: {', '.join(scorers)}, and aime*. For other data set custom_reward_function.path"
+        f"there is no built-in reward function for data_source={data_source!r}; set "
+        f"custom_reward_function.path, or use a known data source: {', '.join(scorers)}, aime*"
     )
 
 
