@@ -113,12 +113,13 @@ async def test_a_stream_that_is_left_ends_its_request(model):
 async def test_a_stream_is_told_when_a_step_fails(model):
     engine = build_engine(model, limits=ROOMY)
 
-    def fail():
+    def fail(sessions):
         raise RuntimeError("broken")
 
-    engine.core.step = fail
+    engine.core.scheduler.admit = fail
     with pytest.raises(RuntimeError, match="was lost"):
         await anext(engine.stream(request([5], SamplingParams(max_tokens=4), "doomed")))
+    assert_nothing_is_left(engine)
 
 
 def test_an_event_loop_that_is_blocked_does_not_stop_decoding(model):
