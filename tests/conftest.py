@@ -5,11 +5,13 @@ they share a cluster. Folders whose tests take seconds each come first, so that 
 end are short files.
 """
 
+import faulthandler
 import gc
 import logging
 import os
 import re
 import signal
+import time
 
 # Must be set before torch is imported: AMX that is advertised but cannot run dies with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -144,6 +146,18 @@ def ray_cluster() -> None:
 
     ray.init(num_cpus=24, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     logging.getLogger("ray").handlers.clear()  # their stream may be that of the first test alone
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _at_rest() -> Iterator[None]:
+    """A thread that a test has left and that works on delays all later tests, and nothing shows."""
+    yield
+    gc.collect()
+    start = time.process_time()
+    time.sleep(0.5)
+    if time.process_time() - start > 0.05:
+        faulthandler.dump_traceback()
+        pytest.fail("a thread works on after the last test; stderr shows where each thread is")
 
 
 @pytest.fixture(autouse=True, scope="session")
