@@ -7,6 +7,8 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 
+from verl.utils.import_utils import uncollected
+
 COMMANDS = {
     "train": ("verl.trainer.main_ppo", "reinforcement learning: PPO, GRPO, DAPO, ..."),
     "sft": ("verl.trainer.sft_trainer", "supervised fine-tuning"),
@@ -42,7 +44,9 @@ def main() -> None:
         raise SystemExit(2)
     module, _ = COMMANDS[name]
     sys.argv = [f"verl {name}", *sys.argv[2:]]
-    raise SystemExit(import_module(module).main())
+    with uncollected():
+        command = import_module(module)
+    raise SystemExit(command.main())
 
 
 if __name__ == "__main__":

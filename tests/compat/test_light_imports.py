@@ -14,7 +14,8 @@ from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.old_paths import OLD_PATHS, OldPaths
 
 PROGRAM = """
-import importlib, json, sys
+import gc, importlib, json, sys
+gc.disable()
 for module in sys.argv[1:]:
     importlib.import_module(module)
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))

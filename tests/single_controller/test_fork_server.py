@@ -67,6 +67,12 @@ def test_the_log_of_a_run_needs_no_server_of_its_own(monkeypatch):
     other.shutdown()
 
 
+def test_a_rank_collects_garbage_though_its_server_does_not():
+    group = start()
+    assert group.collects_garbage() == [True]
+    group.shutdown()
+
+
 def test_ranks_draw_different_numbers():
     group = start(2)
     first, second = group.draw()

@@ -307,9 +307,8 @@ def wait_until_gone(pids, seconds=60):
 
 
 def run_driver(script):
-    driver = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
-    )
+    program = "import gc; gc.disable()\n" + textwrap.dedent(script)  # most of it is imports
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     words = driver.stdout.readline().split()
     assert words[:1] == ["pids"], driver.stdout.read()
     return driver, [int(word) for word in words[1:]]

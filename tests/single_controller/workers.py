@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import gc
 import os
 import random
 import time
@@ -128,6 +129,10 @@ class Calculator(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def add_later(self, number):
         return number + self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def collects_garbage(self):
+        return gc.isenabled()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def environment(self, name):

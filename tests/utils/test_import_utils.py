@@ -1,3 +1,4 @@
+import gc
 import sys
 import warnings
 
@@ -20,6 +21,7 @@ from verl.utils.import_utils import (
     load_extern_type,
     load_module,
     require,
+    uncollected,
 )
 
 REWARD = """
@@ -195,6 +197,22 @@ def test_external_libraries_are_imported_for_their_effects(tmp_path, monkeypatch
     import_external_libs("verl_test_one")
     import_external_libs(["verl_test_one", "verl_test_two"])
     assert {"verl_test_one", "verl_test_two"} <= set(sys.modules)
+
+
+def test_large_imports_go_without_the_garbage_collector_and_leave_it_as_it_was():
+    with uncollected(), uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), uncollected():
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_lazy_attribute_is_loaded_from_its_module():

@@ -1,12 +1,14 @@
 """Loading code by name: modules the user points at, our own on first use, optional packages."""
 
 import functools
+import gc
 import hashlib
 import importlib.util
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
@@ -19,6 +21,21 @@ from verl.utils.environment import Misuse
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import large libraries without the garbage collector, in about two thirds of the time.
+
+    They make half a million objects that stay, and it would look at all of them time and again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def import_external_libs(external_libs: str | Iterable[str] | None) -> None:
@@ -42,7 +59,8 @@ def lazy_attribute(package: str, table: Mapping[str, str], name: str) -> Any:
     if name not in table:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     module, _, attribute = table[name].partition(":")
-    loaded = import_module(module)
+    with uncollected():
+        loaded = import_module(module)
     return attrgetter(attribute)(loaded) if attribute else loaded
 
 

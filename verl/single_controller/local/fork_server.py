@@ -54,7 +54,8 @@ START_SECONDS = 120.0
 END_SECONDS = 5.0
 ATTEMPTS = 3
 BOOT = """
-import json, sys
+import gc, json, sys
+gc.disable()
 sys.path[:] = json.loads(sys.argv[1])
 from verl.single_controller.local.fork_server import main
 main(int(sys.argv[2]), int(sys.argv[3]))
@@ -330,6 +331,7 @@ def _fork() -> int:
 
 
 def _become_rank(server_pid: int, streams: Sequence[int]) -> None:
+    gc.enable()  # the server, which imports and forks, does without
     die_with_parent()
     if os.getppid() != server_pid:  # it has died before we asked
         os._exit(1)

@@ -237,10 +237,9 @@ def length_notices(config: Any) -> list[str]:
     """A warning where sequences may have more tokens than the model has positions for."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     try:
-        text = (Path(model.path).expanduser() / "config.json").read_text()
-        described = json.loads(text)
+        described = read_json_object(Path(model.path).expanduser() / "config.json")
         stated = {**described, **(described.get("text_config") or {}), **model.override_config}
-    except (OSError, ValueError, TypeError, AttributeError):  # named where the model is read
+    except (OSError, BrokenFile, TypeError):  # named where the model is read
         return []
     positions = stated.get("max_position_embeddings", stated.get("n_positions"))
     scaling = stated.get("rope_scaling") or stated.get("rope_parameters") or {}

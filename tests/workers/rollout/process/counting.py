@@ -4,6 +4,7 @@ Token i of sample s is sum(prompt) + s + i + the sum of all weights; its log-pro
 in fp32. Prompts with special tokens make it fail: see below. Runs where only torch is installed.
 """
 
+import gc
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ def build(options: dict[str, Any]) -> "CountingEngine":
     found = [name for name in ABSENT if name in sys.modules]
     if found:
         raise RuntimeError(f"the host imported {found}")
+    if not gc.isenabled():
+        raise RuntimeError("the host has left the garbage collector disabled")
     if options.get("refuse"):
         raise ValueError("unknown option 'refuse'")
     if options.get("break"):

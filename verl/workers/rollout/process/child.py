@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parents[3]
 BOOT = (
-    "import sys; sys.path[0] = sys.argv.pop(1); "
+    "import gc, sys; gc.disable(); sys.path[0] = sys.argv.pop(1); "
     "from verl.workers.rollout.process.host import main; main()"
 )
 TAIL_LINES = 60

@@ -17,6 +17,7 @@ kills this process group: the link alone does not tell, since a fork of the pare
 open. Started by `link`, in whatever environment the engine needs: this imports torch and no more.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
+from verl.utils.import_utils import uncollected
 from verl.workers.rollout.base import TokenDelta
 from verl.workers.rollout.process.hosted import HostedEngine
 from verl.workers.rollout.process.messages import (
@@ -81,6 +83,7 @@ IDLE_SECONDS = 1.0
 
 
 def main() -> None:
+    gc.enable()  # what imported this has disabled it
     setup = json.loads(sys.stdin.readline())
     line = socket.socket(fileno=setup["descriptor"])
     line.set_inheritable(False)  # what the engine starts must not hold it open
@@ -275,4 +278,6 @@ class Host:
 def load_builder(name: str) -> Callable[[dict[str, Any]], HostedEngine]:
     """The function behind "package.module:function"."""
     module, _, function = name.partition(":")
-    return vars(import_module(module))[function]
+    with uncollected():
+        loaded = import_module(module)
+    return vars(loaded)[function]
