@@ -113,6 +113,17 @@ def test_a_wrong_answer_has_its_reason(gold, answer, reason):
     assert grade(answer, gold) == Wrong(reason)
 
 
+def test_what_stands_before_its_rounded_value_is_the_answer():
+    gold = r"x = \frac{1}{3} \approx 0.33"
+    assert grade(r"\frac{1}{3}", gold) == Correct()
+    assert isinstance(grade("x", gold), Wrong)
+
+
+def test_a_chain_of_relations_is_compared_member_by_member():
+    assert grade("c > 2b > a", "a < b+b < c") == Correct()
+    assert isinstance(grade("a < b < c", "a < 2b < c"), Wrong)
+
+
 @pytest.mark.parametrize("answer", ["(A) or (B)", "A) 5, B) 6", "(A), (B)", "(A)/(B)", "A. or B"])
 def test_several_letters_are_no_choice_of_one(answer):
     assert grade(answer, "A") == Wrong("more than one choice")
