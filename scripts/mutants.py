@@ -37,7 +37,10 @@ OTHER_OPERATOR = dict(
     + [(ast.BitAnd, ast.BitOr), (ast.BitOr, ast.BitAnd)]
 )
 SPEECH = {"debug", "info", "warning", "error", "exception", "log", "print", "warn", "note"}
-SYMMETRIC = {"max", "min", "isinstance", "issubclass", "equal", "allclose", "isclose", "option"}
+SYMMETRIC = {
+    *("max", "min", "isinstance", "issubclass", "equal", "allclose", "isclose", "option"),
+    *("add", "multiply"),
+}
 LARGEST_COUNT = 16  # greater numbers are sizes of buffers and limits
 
 

@@ -3,14 +3,14 @@
     python scripts/mutate.py --count 200 --jobs 14 --seed 0 --deadline-seconds 560 --output FILE
 
 `mutants.py` says which faults. First the tests run once in the unchanged tree (pytest-xdist), and
-each notes the lines of the package that it executes (`executed_lines.py`); a test that fails or is
-skipped here is not used. The map is kept (`--map`, `build/mutants/map.json`) and made again when it
-is missing (`--map-only` makes just the map). A machine with a GPU runs the tests that need one too.
-Then every job has a copy of the tree, and each mutant runs in a process forked from one in which
-the libraries are loaded: the tests that execute its line, quickest first, then more of the folder
-that mirrors its module (other processes may execute it), until one fails. A test that notices
-something for the first time runs in an unchanged copy too; if it fails there, it is not used any
-more, and its mutants run again without it.
+each notes the lines of the package that it and its child processes execute (`executed_lines.py`); a
+test that fails or is skipped here is not used. The map is kept (`--map`, `build/mutants/map.json`)
+and made again when it is missing (`--map-only` makes just the map). A machine with a GPU runs the
+tests that need one too. Then every job has a copy of the tree, and each mutant runs in a process
+forked from one in which the libraries are loaded: the tests that execute its line, quickest first,
+then more of the folder that mirrors its module, until one fails. A test that notices something for
+the first time runs in an unchanged copy too; if it fails there, it is not used any more, and its
+mutants run again without it. `--at` plants only some of the drawn mutants, as after new tests.
 
 The report is written anew whenever something is known, so that a run that is cut short has one.
 With a deadline the map gets half of the time at most (tests that were not reached are not used),
@@ -48,6 +48,10 @@ PRELOADED = (
 )
 LAST_SECONDS = 40.0
 """Before the deadline: what runs may end, nothing begins but checks of tests."""
+NO_VERDICT = "no test failed, but the exit status is "
+TRACE_CHILD = (
+    "import os\nif 'EXECUTED_LINES_OF_CHILDREN' in os.environ:\n    import executed_lines\n"
+)
 FIRST_TESTS, FIRST_SECONDS = 25, 10.0
 LONGEST_TEST_SECONDS = 25.0
 
@@ -59,12 +63,13 @@ def make_map(path: Path, jobs: int, folders: Sequence[str], seconds: float) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.with_suffix(".log")
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(TRACE_CHILD)
         environment = {
             **os.environ,
             **child_environment(ROOT),
             "EXECUTED_LINES_FOLDER": folder,
             "EXECUTED_LINES_OF": ":".join(str(ROOT / target) for target in TARGETS),
-            "PYTHONPATH": f"{search_path(ROOT)}:{Path(__file__).parent}",
+            "PYTHONPATH": f"{search_path(ROOT)}:{Path(__file__).parent}:{folder}",
         }
         marked = "not slow and not ray" + ("" if has_gpu() else " and not gpu")
         options = "-q -p executed_lines -p no:cacheprovider --continue-on-collection-errors"
@@ -112,9 +117,12 @@ class Plan:
 
 
 def plan_tests(mutant: Mutant, tests: dict[str, Any], budget_seconds: float) -> Plan:
+    folder = Path("tests", *Path(mutant.path).parts[1:-1])
+    while not (ROOT / folder).is_dir():
+        folder = folder.parent
+
     def mirrors(name: str) -> bool:
-        parts = Path(mutant.path).parts[1:-1]
-        return name.startswith("/".join(("tests", *parts)))
+        return name.startswith(f"{folder}/")
 
     on_line, in_file, near = [], [], []
     for name, note in tests.items():
@@ -273,16 +281,26 @@ def run_tests(plan: Plan, folder: Path, log: Path) -> None:
         options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "60"]
         options += ["-m", "", "-W", "default", "--rootdir", str(folder), "--tb", "line"]
         for names in (plan.first, plan.rest):
-            status = pytest.main([*options, *names]) if names else 0
-            if status == pytest.ExitCode.USAGE_ERROR:  # names that are not the same in each run
-                unknown = log.read_text(errors="replace")
-                names = [name for name in names if f"not found: {folder / name}" not in unknown]
-                status = pytest.main([*options, *names]) if names else 0
-            if status != 0:
+            files = dict.fromkeys(str(folder / name.split("::")[0]) for name in names)
+            status = pytest.main([*options, *files], plugins=[Chosen(names)]) if names else 0
+            if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 break
+            status = 0
     finally:
         sys.stdout.flush()
         os._exit(int(status))
+
+
+class Chosen:
+    """A pytest plugin: only these tests run, in this order. Names that are not the same in each
+    run are not found, which is no error."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.order = {name: number for number, name in enumerate(names)}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if item.nodeid in self.order]
+        items.sort(key=lambda item: self.order[item.nodeid])
 
 
 def child_environment(folder: Path) -> dict[str, str]:
@@ -314,14 +332,15 @@ def verdict_of(run: Run) -> str | None:
         os.waitpid(run.process, 0)
         return "noticed: no end"
     code = os.waitstatus_to_exitcode(status)
-    return "not noticed" if code == 0 else f"noticed: {first_failure(run.log, code)}"
+    return "not noticed" if code == 0 else verdict_of_failure(run.log, code)
 
 
-def first_failure(log: Path, code: int) -> str:
+def verdict_of_failure(log: Path, code: int) -> str:
+    """A run that ended without a failed test, as with a signal, says nothing about the mutant."""
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith(("FAILED ", "ERROR ")):
-            return line.split(" - ")[0].split(" ", 1)[1]
-    return f"exit status {code}"
+            return f"noticed: {line.split(' - ')[0].split(' ', 1)[1]}"
+    return f"{NO_VERDICT}{code}"
 
 
 def restore(run: Run) -> None:
@@ -338,6 +357,7 @@ def main() -> None:
     parser.add_argument("--deadline-seconds", type=float, default=7200, help="for everything")
     parser.add_argument("--test-seconds", type=float, default=45, help="of tests for one mutant")
     parser.add_argument("--only", default="", help="part of the paths to mutate")
+    parser.add_argument("--at", nargs="+", help="only these of the drawn ones, as path:line")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="what the map is made of")
     parser.add_argument("--map", type=Path, default=ROOT / "build" / "mutants" / "map.json")
     parser.add_argument("--map-only", action="store_true")
@@ -351,6 +371,8 @@ def main() -> None:
     if options.map_only:
         return
     mutants = draw(options.count, options.seed, options.only)
+    if options.at:
+        mutants = [m for m in mutants if f"{m.path}:{m.line}" in options.at]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     preload()
     print(f"planting after {time.monotonic() - begin:.0f} s", flush=True)
@@ -369,12 +391,13 @@ def main() -> None:
 
 
 def summary(mutants: Sequence[Mutant], verdicts: dict[Mutant, str]) -> str:
-    missed = [mutant for mutant in mutants if verdicts.get(mutant) == "not noticed"]
+    missed = [m for m in mutants if verdicts.get(m, "").startswith(("not noticed", NO_VERDICT))]
     unchecked = sum(verdict.startswith("noticed, unchecked") for verdict in verdicts.values())
     num_noticed = len(verdicts) - len(missed)
     lines = [f"not noticed, by kind: {dict(Counter(mutant.kind for mutant in missed))}"]
     for mutant in sorted(missed, key=lambda mutant: (mutant.path, mutant.line)):
-        lines += ["", f"{mutant.path}:{mutant.line}  {mutant.kind}", mutant.diff()]
+        place = f"{mutant.path}:{mutant.line}  {mutant.kind}: {verdicts[mutant]}"
+        lines += ["", place, mutant.diff()]
     share = 100 * num_noticed / max(1, len(verdicts))
     lines += [
         "",

@@ -74,6 +74,13 @@ def test_receipts_are_collected_when_every_rank_has_written(tmp_path):
     assert list((tmp_path / "actor").iterdir()) == []
 
 
+def test_of_many_ranks_that_have_not_written_four_are_named(tmp_path):
+    paths = [Receipt(tmp_path / f"receipt.{rank}").path for rank in range(8)]
+    with pytest.raises(CheckpointError, match="8 of 8 ranks have not") as caught:
+        collect_receipts(paths, 0.0)
+    assert [path for path in paths if str(path) in str(caught.value)] == paths[:4]
+
+
 def test_what_the_disk_refused_a_rank_is_raised_as_it_was(tmp_path):
     receipt = Receipt(tmp_path / "receipt")
     receipt.end(OSError(errno.ENOSPC, "No space left on device", "/disk/model.safetensors"))

@@ -111,6 +111,15 @@ def test_only_what_the_config_names_is_loaded(tmp_path):
     assert other_optimizer.learning_rate == optimizer.learning_rate
 
 
+def test_weights_are_loaded_without_an_optimizer_s_state(tmp_path):
+    model, optimizer, manager = role(save=["model"])
+    train(model, optimizer)
+    manager.save_checkpoint(str(tmp_path))
+    other, _, other_manager = role(save=["model"])
+    other_manager.load_checkpoint(str(tmp_path))
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+
+
 def test_asking_for_what_was_not_saved_is_refused(tmp_path):
     role(save=["model"])[2].save_checkpoint(str(tmp_path))
     with pytest.raises(CheckpointMismatchError, match=r"holds model; .* asks for optimizer, extra"):

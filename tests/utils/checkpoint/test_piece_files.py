@@ -322,3 +322,12 @@ def test_a_piece_outside_its_tensor_is_refused(start, size):
 def test_pieces_of_different_tensors_have_nothing_to_compare():
     with pytest.raises(ValueError, match="not the same tensor"):
         overlaps(whole((2, 3)), whole((3, 2)))
+
+
+def test_a_file_that_holds_nothing_of_the_piece_is_not_opened(tmp_path):
+    for rank in range(2):
+        save(tmp_path, "state", flat_slices({"matrix": numbers(4, 2)}, rank, 2), rank, 2)
+    matrix = stored_tensors(tmp_path, "state")["matrix"]
+    matrix.pieces[1].file.unlink()
+    found = read_piece(matrix, Piece(shape=(4, 2), start=(0, 0), size=(2, 2)))
+    assert found.tolist() == [0, 1, 2, 3]

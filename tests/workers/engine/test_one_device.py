@@ -151,6 +151,14 @@ def test_a_value_model_gives_one_value_per_response_token_and_starts_at_zero(tmp
     assert torch.equal(kept.score.weight, built.module.score.weight), "a trained head is kept"
 
 
+def test_with_checkpointing_a_layer_runs_again_in_the_backward_pass():
+    for checkpointing, expected in ((False, 1), (True, 2)):
+        built, runs = engine(gradient_checkpointing=checkpointing), []
+        built.module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))  # noqa: B023
+        built.train_batch(batch(), weighted_sum, micro_batching=MicroBatching(rows=7))
+        assert len(runs) == expected
+
+
 def test_an_engine_without_an_optimizer_refuses_to_train():
     frozen = OneDeviceEngine(lambda: tiny_model("llama"))
     frozen.initialize()

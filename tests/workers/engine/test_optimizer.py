@@ -114,6 +114,12 @@ def test_warm_up_by_ratio_and_cosine_to_the_floor():
     assert math.isclose(rates[10], 0.1)
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_schedule_that_falls_needs_its_length(kind):
+    with pytest.raises(ValueError, match="total_training_steps is -1"):
+        optimizer_for(nn.Parameter(torch.zeros(1)), lr_scheduler_type=kind)
+
+
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_steps_counted_from_one_have_a_rate_from_the_first_on(kind):
     usual = rates_of(8, lr_scheduler_type=kind)

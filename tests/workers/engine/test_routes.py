@@ -19,6 +19,7 @@ from verl.workers.engine.routes import (
     RouteOptions,
     load_metrics,
     packed_routes,
+    prepare_replay,
     routes_of_rows,
     token_places,
 )
@@ -172,3 +173,13 @@ def test_in_exact_mode_replay_is_an_assertion():
     options.check(0.0)
     with pytest.raises(RuntimeError, match="other experts"):
         options.check(0.25)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_exact", "expected"),
+    [("R3", True, True), ("R3", False, False), ("R2", True, False), ("disabled", True, False)],
+)
+def test_replay_is_an_assertion_for_routes_of_generation_in_exact_mode(mode, is_exact, expected):
+    engine = actor().engine
+    prepare_replay(engine, mode, is_exact=is_exact)
+    assert engine.routes.must_agree is expected

@@ -94,6 +94,18 @@ def test_scores_of_many_completions_in_their_order_with_none_where_there_is_none
     assert scores == [1.0, 0.0, None, 1.0]
 
 
+def test_as_many_completions_are_scored_at_once_as_there_are_processes(tmp_path):
+    def evaluate(task, completion, reference, extra_info):
+        (tmp_path / completion).touch()
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, seconds=20)
+        return 1.0
+
+    scores = asyncio.run(
+        parallel_compute_score_async(evaluate, ["a", "b"], ["", ""], ["", ""], num_processes=2)
+    )
+    assert scores == [1.0, 1.0]
+
+
 # ---- rate_limited --------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -70,6 +71,27 @@ def test_built_in_managers_are_made_from_the_configuration(cls):
     manager = cls(config(num_workers=1), tiny_tokenizer(), lambda solution_str, **kw: 0.5)
     assert single(manager) == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "acc": 0.5}}
     assert [grade.value for grade in grades_of(batch("5", "6"), manager)] == [0.5, 0.5]
+
+
+class OwnCall(BatchRewardManager):
+    def __call__(self, data, return_dict=False):
+        rewards = torch.zeros(data.batch["responses"].shape)
+        rewards[:, 0] = 0.25
+        return rewards
+
+
+class OwnRunSingle(NaiveRewardManager):
+    async def run_single(self, data):
+        return {"reward_score": 0.25, "reward_extra_info": {}}
+
+
+def test_a_method_that_a_subclass_of_a_built_in_manager_overrides_is_the_one_that_is_called():
+    made = (
+        OwnCall(tiny_tokenizer(), 0, lambda **kw: [1.0, 1.0]),
+        OwnRunSingle(config(), tiny_tokenizer(), lambda **kw: 1.0),
+    )
+    for manager in made:
+        assert [grade.value for grade in grades_of(batch("5", "6"), manager)] == [0.25, 0.25]
 
 
 def test_options_come_from_the_sections_that_are_there():

@@ -9,6 +9,7 @@ import pytest
 
 from tests.pace import pace, wait_until
 from verl.protocol.trajectory import Abstain, Group, InfraError, Score, Trajectory
+from verl.utils import breaker
 from verl.workers.reward_manager.grader import Grader
 from verl.workers.reward_manager.service import GradingService, drop_reason
 
@@ -103,6 +104,33 @@ def test_a_blocking_grader_that_waits_for_an_event_loop_is_told_so():
     (grade,) = grades(service, 0)
     service.close()
     assert grade.reason.endswith("RuntimeError: a blocking grader waited for an event loop")
+
+
+def test_the_threads_of_a_service_end_when_it_is_closed():
+    before = set(threading.enumerate())
+    service = GradingService(ByFunction(Score, max_concurrent=2))
+    grades(service, *range(4))
+    assert set(threading.enumerate()) - before, "they wait for more"
+    service.close()
+    wait_until(lambda: not set(threading.enumerate()) - before)
+
+
+def test_what_an_outage_cost_is_graded_once_more_and_counted_as_it_failed(service_of, monkeypatch):
+    is_away = threading.Event()
+
+    def function(number):
+        if is_away.is_set():
+            raise ConnectionError("away")
+        return Score(number)
+
+    service = service_of(function)
+    assert service.wait([group("a", 7)]) == 0, "it is known that this one can be graded"
+    is_away.set()
+    monkeypatch.setattr(breaker, "sleep", lambda seconds: is_away.clear())
+    lost = group("b", *range(20))
+    assert service.wait([lost]) == 40, "each failed twice before the pause, and not after it"
+    assert [t.grade.value for t in lost.trajectories] == list(range(20))
+    assert lost.fault is None
 
 
 def test_one_hand_over_is_prepared_at_once_and_graded_on_one_thread(service_of):

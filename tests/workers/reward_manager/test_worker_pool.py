@@ -54,6 +54,14 @@ def test_closures_and_async_functions_need_not_be_importable(pool_of):
     assert pool_of(later).call({"number": 1}).value == 1.25
 
 
+def test_what_a_function_raises_in_a_worker_is_named_with_its_text(pool_of):
+    def fails(**kwargs):
+        raise KeyError("no such column")
+
+    grade = pool_of(fails).call({})
+    assert grade.reason == "the reward function raised KeyError: 'no such column'"
+
+
 def test_a_worker_that_is_killed_while_it_grades_is_replaced_and_the_grade_is_right(
     pool_of, tmp_path
 ):

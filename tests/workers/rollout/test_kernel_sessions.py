@@ -244,5 +244,8 @@ def test_new_weights_sleep_and_failures_leave_nothing_behind(device, layout):
     play(engine, PROMPTS, 1)
     engine.core.add(turn(PROMPT, "s0", 5))
     engine.core.step()
+    rows = engine.core.batch.steps.table
+    assert rows.num_tokens.any()
     engine.core._drop_all(RuntimeError("a step failed"))
     assert_all_is_free(engine)
+    assert not rows.num_tokens.any(), "no row writes to memory that is another's next"

@@ -2,8 +2,17 @@
 
 import itertools
 
+import pytest
+from torch import nn
+
+from tests.tiny_models import tiny_model
 from verl.workers.rollout.native.attention import PrefillSequence
-from verl.workers.rollout.native.model_runner import batch_sizes, packed_tokens, prefill_sizes
+from verl.workers.rollout.native.model_runner import (
+    ModelRunner,
+    batch_sizes,
+    packed_tokens,
+    prefill_sizes,
+)
 from verl.workers.rollout.native.sessions import KnownTokens
 
 
@@ -39,3 +48,14 @@ def test_a_prefill_computes_a_third_in_vain_at_most_and_an_eighth_where_it_is_la
         in_vain = size - (below + 1)
         assert in_vain <= size / (8 if size > 4096 else 3)
     assert len(sizes) < 60
+
+
+def test_a_model_with_a_layer_that_keeps_something_else_is_refused():
+    class Recurrent(nn.Module):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states, None
+
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn = Recurrent()
+    with pytest.raises(ValueError, match=r"used attention in layers \[0\] only"):
+        ModelRunner(model).head_shapes()

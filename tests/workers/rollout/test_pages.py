@@ -94,6 +94,19 @@ def test_nobody_gets_pages_for_more_tokens_than_it_may_have():
     assert len(budget.pool.held(group.samples[0])) == 1
 
 
+def test_a_session_keeps_the_pages_that_its_tokens_fill_and_gives_the_lookahead_back():
+    budget = build_budget(9)
+    group = paged_group(budget, "a", 1, PAGE + 10, 4 * PAGE)
+    budget.begin_admission([])
+    budget.admit(group)
+    (sample,) = group.samples
+    assert budget.grow([sample], [3 * PAGE])
+    sample.output.token_ids += [5] * PAGE  # 10 + 64 tokens of its own
+    kept = budget.keep(sample)
+    assert len(budget.pool.held(kept.own)) == 2
+    assert len(budget.prompts.held(kept.shared)) == 1
+
+
 def test_a_group_waits_until_there_is_a_lookahead_for_all_who_run_beside_what_it_brings():
     # A page for 10 + 1 tokens, and one for the next steps, of each.
     for num_pages, num_admitted in ((4, 1), (5, 2)):

@@ -70,7 +70,6 @@ class Background:
             self._thread.join(timeout_seconds)
             if self._thread.is_alive():
                 raise TimeoutError(f"{self.name} has not ended within {timeout_seconds:g} s")
-            self._thread = None
         self.check()
 
     def check(self) -> None:

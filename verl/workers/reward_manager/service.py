@@ -73,7 +73,6 @@ class GradingService:
         self._max_timeouts_in_a_row = max_timeouts_in_a_row
         self._lock = threading.RLock()
         self._has_work = threading.Condition(self._lock)
-        self._has_changed = threading.Condition(self._lock)
         self._arrived: list[Call] = []
         self._queue: deque[Call] = deque()
         self._in_flight: dict[int, Trajectory] = {}
@@ -153,7 +152,6 @@ class GradingService:
         with self._lock:
             self._is_closed = True
             self._has_work.notify_all()
-            self._has_changed.notify_all()
 
     # ---- passes over groups ----------------------------------------------------------------------
 
@@ -383,8 +381,8 @@ class GradingService:
         """Runs while there are calls; no grader can keep it from its work."""
         pause = min(MAX_WATCH_SECONDS, self.grader.timeout_seconds / 8)
         while True:
+            time.sleep(pause)
             with self._lock:
-                self._has_changed.wait(pause)
                 if self._is_closed or not self._in_flight:
                     self._watchdog = None
                     return

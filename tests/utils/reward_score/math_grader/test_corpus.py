@@ -68,6 +68,7 @@ def test_the_grader_misses_and_forges_less_than_math_verify_alone():
         ("32349", "32, 349"), ("32,349", "32, 349"), ("1,234", "234, 1"), ("10", "10_2"),
         ("5", "3=5"), ("5", "x=5=6"), ("5", "5=6"), (r"\$5", r"5\%"), ("12", "1,2"), ("5", "5 5"),
         (r"5 \text{ m}", "5 s"), (r"\frac{3}{13} \approx 0.23", r"\frac{3}{14} \approx 0.23"),
+        ("y'", "y"), ("y''", "y'"), (r"\sqrt{2}+4", "101_2"),
         ("3 < 5", "1 < 7"), ("(3,4)", "x=4, y=3"), ("x<1", r"x<1 \text{ or } x>2"),
     ],
 )  # fmt: skip
@@ -110,6 +111,17 @@ def test_what_cannot_be_settled_is_an_abstention_with_its_reason(gold, answer, r
 )
 def test_a_wrong_answer_has_its_reason(gold, answer, reason):
     assert grade(answer, gold) == Wrong(reason)
+
+
+def test_what_stands_before_its_rounded_value_is_the_answer():
+    gold = r"x = \frac{1}{3} \approx 0.33"
+    assert grade(r"\frac{1}{3}", gold) == Correct()
+    assert isinstance(grade("x", gold), Wrong)
+
+
+def test_a_chain_of_relations_is_compared_member_by_member():
+    assert grade("c > 2b > a", "a < b+b < c") == Correct()
+    assert isinstance(grade("a < b < c", "a < 2b < c"), Wrong)
 
 
 @pytest.mark.parametrize("answer", ["(A) or (B)", "A) 5, B) 6", "(A), (B)", "(A)/(B)", "A. or B"])

@@ -1,8 +1,14 @@
 """Megatron on one rank computes what the engine on one device does."""
 
+import subprocess
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tests.tiny_models import plain_twin, tiny_model
+from tests.utils.checkpoint.test_on_ranks import manager_of
 from tests.workers.engine.megatron.cases import (
     ADAM,
     PASSES,
@@ -18,13 +24,17 @@ from tests.workers.engine.megatron.cases import (
     value_model,
 )
 from tests.workers.engine.test_one_device import weighted_sum
+from verl.config.engine import McoreEngineConfig
 from verl.config.model import McoreModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils import environment
 from verl.workers.engine.megatron import require_library
 from verl.workers.engine.megatron.engine import refuse_model_options
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.registry import EngineRegistry
 from verl.workers.engine.routes import prepare_replay
+from verl.workers.engine.spec import EngineSpec
 
 ROUTER = "model.layers.0.mlp.gate.weight"
 
@@ -35,6 +45,29 @@ def test_columns_gradient_and_steps_are_those_of_one_device(model_type, one_rank
         found = outcome(megatron_engine(model_type, optimizer, max_grad_norm=norm), steps=steps)
         expected = outcome(engine_alone(model_type, optimizer, max_grad_norm=norm), steps=steps)
         assert_same(found, expected)
+
+
+def test_an_engine_built_from_a_spec_trains_as_on_one_device(tmp_path, one_rank):
+    plain_twin(tiny_model("llama")).save_pretrained(tmp_path)
+    spec = EngineSpec(
+        model=McoreModelConfig(path=str(tmp_path)),
+        engine=McoreEngineConfig(override_transformer_config={}),
+        optimizer=SGD,
+        device="cpu",
+        backend="megatron",
+        max_grad_norm=1e9,
+    )
+    assert_same(outcome(EngineRegistry.new(spec)), outcome(engine_alone("llama")))
+
+
+def test_weights_of_a_checkpoint_alone_are_those_that_were_saved(tmp_path, one_rank):
+    first, second = (megatron_engine("qwen2") for _ in range(2))
+    first.train_batch(rows(), weighted_sum, micro_batching=PASSES)
+    manager_of(first, save=["model"], load=[]).save_checkpoint(str(tmp_path))
+    manager_of(second, save=["model"], load=["model"]).load_checkpoint(str(tmp_path))
+    found, expected = (dict(e.get_per_tensor_param()) for e in (second, first))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def test_a_value_model_recomputed_and_offloaded_is_that_of_one_device(one_rank):
@@ -57,6 +90,7 @@ def test_a_value_model_recomputed_and_offloaded_is_that_of_one_device(one_rank):
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
+        ("llama", {"pad_token_id": None}),  # then token 0 is trained like any other
         ("qwen2", YARN),  # scales attention with its angles
         ("deepseek_v3", {**YARN, "q_lora_rank": None}),
         ("qwen3_moe", {"router_aux_loss_coef": 0.3}),
@@ -109,9 +143,22 @@ def test_what_is_not_built_in_is_refused_by_name(one_rank):
         refuse_model_options(McoreModelConfig(lora_rank=4))
     with pytest.raises(ValueError, match="routers of MegatronEngine choose by themselves"):
         prepare_replay(megatron_engine("qwen3_moe", None), "R2", is_exact=False)
+    with pytest.raises(ValueError, match="Muon, which looks at whole matrices"):
+        megatron_engine("llama", FSDPOptimizerConfig(optimizer="Muon"))
     section = {"use_dist_checkpointing": True, "dist_checkpointing_path": "/nowhere"}
     with pytest.raises(ValueError, match="routers of deepseek_v3 have an e_score_correction_bias"):
         megatron_engine("deepseek_v3", None, section=section)
+
+
+def test_virtual_stages_get_a_multiple_of_the_stages_in_passes(one_rank):
+    engine, passes = megatron_engine("llama", None), [[0, 1], [2, 3], [4, 5, 6]]
+
+    def scheduled(**sizes):
+        engine.layout = replace(engine.layout, **sizes)
+        return engine.schedule(rows(), [4] * 7, passes)
+
+    assert scheduled(pipeline=2) == passes
+    assert scheduled(pipeline=2, virtual_pipeline=2) == [*passes, []]
 
 
 def test_roles_of_one_process_may_state_different_kernels_of_attention(one_rank, monkeypatch):
@@ -122,6 +169,14 @@ def test_roles_of_one_process_may_state_different_kernels_of_attention(one_rank,
         megatron_engine("llama", None, section=stated)
     assert environment.variable("NVTE_FUSED_ATTN") == "1"
     assert environment.variable("NVTE_FLASH_ATTN") == ""
+
+
+@pytest.mark.slow
+def test_the_library_is_imported_without_its_warnings():
+    code = "from verl.workers.engine import megatron; megatron.MegatronEngine"
+    command = [sys.executable, "-W", "default", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_another_version_of_the_library_is_named(monkeypatch):

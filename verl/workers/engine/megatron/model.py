@@ -222,7 +222,6 @@ def parallel_values(
         "fp16": dtype == torch.float16,
         "variable_seq_lengths": True,  # packed micro-batches differ in length
         "moe_token_dispatcher_type": "alltoall",  # the one that allows that
-        "attention_softmax_in_fp32": True,
         "perform_initialization": False,
         "use_cpu_initialization": not has_gpu(),
         "gradient_accumulation_fusion": False,  # an extension of apex
