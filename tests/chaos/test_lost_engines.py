@@ -57,6 +57,9 @@ class LosesEngines(Ledger):
                     yield named
 
             engine.get_per_tensor_param = deadly
+        elif step.step > UPDATING:
+            self.last = self.unlucky.process.pid
+            assert is_running(self.last)
         return super().update(batch, step)
 
     def kill_engine(self):
@@ -71,8 +74,6 @@ def test_an_engine_may_be_lost_idle_serving_and_amid_an_update(own_toy, tmp_path
     expected, straight = toy_run(own_toy, tmp_path / "a", *STEPS, APART, trainer_class=Ledger)
     straight.stop_workers()
     found, trainer = toy_run(own_toy, tmp_path / "b", *STEPS, APART, trainer_class=LosesEngines)
-    last = trainer.unlucky.process.pid
-    assert is_running(last)
     trainer.stop_workers()
     assert total(found, "rollout/engine_restarts") == 3
     assert total(found, "rollout/redispatched") >= 16, "all requests that were in flight"
@@ -84,4 +85,4 @@ def test_an_engine_may_be_lost_idle_serving_and_amid_an_update(own_toy, tmp_path
     assert without_engine_metrics(comparable(found)) == without_engine_metrics(comparable(expected))
     pairs = zip(weights(trainer).values(), weights(straight).values(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    assert wait_until_gone([*trainer.killed, last]) == []
+    assert wait_until_gone([*trainer.killed, trainer.last]) == []

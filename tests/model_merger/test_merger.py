@@ -242,7 +242,7 @@ def test_checkpoints_of_megatron_are_the_same_files(actor, tmp_path, capsys):
     assert main(["merge", *options, "--target_dir", str(target)]) == 0
     assert main(["test", *options, "--test_hf_dir", str(target)]) == 0
     (actor / "dist_ckpt").mkdir()
-    assert main(["merge", *options, "--target_dir", str(target)]) == 2
+    assert main(["merge", *options, "--target_dir", str(tmp_path / "other")]) == 2
     assert "has no .metadata" in capsys.readouterr().err
 
 

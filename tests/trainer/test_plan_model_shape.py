@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 from tests import tiny_vision
 from verl.trainer.plan.shape import FAMILIES, model_shape, read_model_shape
+from verl.utils.user_files import BrokenFile
 
 SMALL = {
     "vocab_size": 1000,
@@ -123,7 +124,7 @@ def test_a_value_model_has_one_output_instead_of_a_head():
 
 
 def test_a_folder_without_config_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(BrokenFile, match=r"config\.json cannot be read: No such file"):
         read_model_shape(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
     assert read_model_shape(tmp_path).layers == 3

@@ -87,14 +87,17 @@ def all_to_all(exchange: Callable[..., Any], *tensors: Tensor, **options: Any) -
 
 def all_gather(
     exchange: Callable[..., Any], parts: list[Tensor], tensor: Tensor, **options: Any
-) -> None:
+) -> Any:
     """Parts of unequal length travel filled up: gloo exchanges equal ones."""
     longest = max(len(part) for part in parts)
+    if all(len(part) == longest for part in parts):
+        return exchange(parts, tensor, **options)
     padding = tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])
     filled = [part.new_empty(longest, *part.shape[1:]) for part in parts]
     exchange(filled, torch.cat([tensor, padding]), **options)
     for part, found in zip(parts, filled, strict=True):
         part.copy_(found[: len(part)])
+    return None
 
 
 def reduce_scatter(
