@@ -3,6 +3,7 @@ import re
 import runpy
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -245,7 +246,13 @@ def test_on_ray_the_result_is_the_same_and_a_hanging_function_is_cut_off(
         grading={"timeout_seconds": 2.0, "controller": "ray"},
         ray_kwargs={"ray_init": quiet},
     )
-    assert evaluate(there) == evaluate(here)
+    assert without_numbers(evaluate(there)) == without_numbers(evaluate(here))
+
+
+def without_numbers(found):
+    """Reasons tell which process ended, and during which call."""
+    unscored = [replace(one, reason=re.sub(r"\d+", "N", one.reason)) for one in found.unscored]
+    return replace(found, unscored=unscored)
 
 
 def test_acc_decides_what_passes_and_the_score_what_the_mean_is(tmp_path, grader):

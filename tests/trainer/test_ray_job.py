@@ -74,9 +74,13 @@ def test_a_submitted_job_trains_as_this_process_does(toy, tmp_path, head):
     train += [*toy_overrides(toy, metrics.parent), "trainer.controller=ray"]
     submit = [RAY, "job", "submit", f"--address={head}"]
     submit += ["--runtime-env=verl/trainer/runtime_env.yaml", "--", *train]
-    done = subprocess.run(
-        submit, cwd=ROOT, capture_output=True, text=True, timeout=JOB_SECONDS, check=False
-    )
+    deadline = time.monotonic() + START_SECONDS
+    while True:  # the agent that takes jobs joins some time after the cluster has started
+        done = subprocess.run(
+            submit, cwd=ROOT, capture_output=True, text=True, timeout=JOB_SECONDS, check=False
+        )
+        if "No available agent" not in done.stderr or time.monotonic() > deadline:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     assert "succeeded" in done.stdout
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
