@@ -8,7 +8,7 @@ test -d "$out/data" || python "$quickstart/make_data.py" --out "$out/data"
 export VERL_FILE_LOGGER_PATH="$out/metrics.jsonl"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 torchrun --standalone --nproc_per_node="${RANKS:-2}" -m verl.trainer.fsdp_sft_trainer \
-    data.train_files="$out/data/sft_train.parquet" \
+    data.train_files="$out/data/sft_worked_out.parquet" \
     data.val_files="$out/data/sft_test.parquet" \
     data.prompt_key=prompt \
     data.response_key=response \

@@ -156,10 +156,12 @@ def test_a_miniature_of_the_whole_runs_to_its_report(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "$ python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo" in done.stdout
-    assert "held-out accuracy" in done.stdout.splitlines()[-6]
+    assert "held-out accuracy" in done.stdout.splitlines()[-7]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert [entry["step"] for entry in results["training"]] == [1, 2]
     assert [entry["step"] for entry in results["validation"]] == [0, 2]
-    model = done.stdout.partition("model   ")[2].splitlines()[0]
+    model = done.stdout.partition("model     ")[2].splitlines()[0]
     AutoModelForCausalLM.from_pretrained(tmp_path / model)
-    assert f"chat    make serve MODEL={model} " in done.stdout.splitlines()[-1]
+    chat, page = done.stdout.splitlines()[-2:]
+    assert chat.startswith(f"chat      verl serve actor_rollout_ref.model.path={model} ")
+    assert page.startswith("run page  file:///")

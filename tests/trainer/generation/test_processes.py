@@ -11,9 +11,10 @@ from tests.trainer.generation.cases import (
     rows,
     written,
 )
+from verl.config.faults import ConfigError
 from verl.config.generation import GenerationConfig
 from verl.config.load import load_config
-from verl.trainer.generation.engines import Engines, GenerationFailed, start_engines
+from verl.trainer.generation.engines import Engines, start_engines
 from verl.trainer.generation.run import generate
 
 pytestmark = pytest.mark.slow
@@ -64,6 +65,6 @@ def test_engines_share_the_batches_and_a_killed_one_comes_back(model, source, tm
 
 def test_an_engine_that_does_not_start_ends_the_run_with_its_reason(model, source, tmp_path):
     config = with_processes(model, source, tmp_path / "out.parquet", 2)
-    with pytest.raises(GenerationFailed, match="an engine does not start"):
+    with pytest.raises(ConfigError, match=r"^the model at .* cannot be loaded: "):
         start_engines(config, str(tmp_path / "no such model"), num_batches=2, dtype="auto")
     generate(config, Starts())  # what failed has left nothing locked

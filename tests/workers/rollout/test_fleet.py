@@ -13,6 +13,7 @@ from verl.agent_loop.server_manager import AsyncLLMServerManager
 from verl.config.serving import ServerConfig
 from verl.workers.rollout.base import EngineLostError, GenerationRequest, SamplingParams
 from verl.workers.rollout.fleet import Fleet
+from verl.workers.weight_sync.bucket import WeightsNotReadyError
 
 REQUESTS = [(f"r{i}", [i, 7], 10 + i) for i in range(6)]
 EXPECTED = [[7, 10 + i, 2] for i in range(6)]
@@ -293,6 +294,15 @@ def test_versions_are_unknown_while_an_engine_is_lost():
             raise EngineLostError("it is gone")
 
     assert Fleet([FakeRollout(), Gone()]).versions() == set()
+
+
+def test_an_engine_that_waits_for_its_weights_has_no_version():
+    class Restarted(FakeRollout):
+        @property
+        def policy_version(self):
+            raise WeightsNotReadyError("no complete version")
+
+    assert Fleet([FakeRollout(), Restarted()]).versions() == set()
 
 
 # ---- streams -------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from verl.workers.rollout.base import (
     TokenOutput,
 )
 from verl.workers.rollout.fleet_load import Job, Slot, fleet_families
+from verl.workers.weight_sync.bucket import WeightsNotReadyError
 
 Recover = Callable[[Rollout], None]
 """Restarts a lost engine with the current weights; returns when it can serve."""
@@ -190,10 +191,10 @@ class Fleet:
     # ---- all engines -----------------------------------------------------------------------------
 
     def versions(self) -> set[int]:
-        """Policy versions of all engines; empty if an engine is lost."""
+        """Policy versions of all engines; empty if one is lost, or has none since it restarted."""
         try:
             return {slot.engine.policy_version for slot in self.slots}
-        except EngineLostError:
+        except (EngineLostError, WeightsNotReadyError):
             return set()
 
     def num_in_service(self) -> int:

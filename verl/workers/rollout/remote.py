@@ -29,6 +29,7 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.polling import Poll, PollReport
 from verl.workers.rollout.stepping import EngineThread, Submission
+from verl.workers.weight_sync.bucket import WeightsNotReadyError
 
 POLL_TIMEOUT_SECONDS = 900.0
 """A poll is a few steps; only the prefill of very long prompts on a CPU takes minutes."""
@@ -178,8 +179,9 @@ class RemoteRollout(Rollout):
             try:
                 return self._group.execute_ranks(self.ranks, method, *args)[0]
             except WorkerError as error:
-                if isinstance(error.__cause__, EngineLostError):
-                    raise EngineLostError(str(error.__cause__)) from error
+                for kind in (EngineLostError, WeightsNotReadyError):
+                    if isinstance(error.__cause__, kind):
+                        raise kind(str(error.__cause__)) from error
                 if self._is_expendable and isinstance(error, WorkerDied):
                     raise EngineLostError(str(error)) from error
                 raise
