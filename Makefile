@@ -43,7 +43,7 @@ guess-number: $(STAMP)  ## Watch a small model learn to use a tool of an MCP ser
 serve: $(STAMP)  ## Chat with the quickstart's model in the browser (or MODEL=path, ENGINE=vllm)
 	@$(BIN)/python examples/serve/run.py $(if $(MODEL),--model $(MODEL)) $(if $(ENGINE),--engine $(ENGINE))
 
-test: $(STAMP)  ## Run the tests (CPU; ten to twelve minutes on two cores)
+test: $(STAMP)  ## Run the tests (CPU; eight to twelve minutes on two cores)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHON=$(BIN)/python scripts/test.sh
 
 test-browser: $(STAMP)  ## Test the chat page in Chromium (install that first: apt-get install chromium)
