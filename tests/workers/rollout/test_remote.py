@@ -11,10 +11,11 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.local import LocalWorkerGroup
 from verl.workers.rollout import polling
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.base import EngineLostError, GenerationRequest, SamplingParams
 from verl.workers.rollout.native.engine import EngineLimits, NativeEngine
 from verl.workers.rollout.polling import SteppedPoller, WaitingPoller
 from verl.workers.rollout.remote import RemoteRollout
+from verl.workers.weight_sync.bucket import WeightsNotReadyError
 
 LIMITS = EngineLimits(max_num_seqs=4, max_prompt_tokens=8, max_response_tokens=24)
 
@@ -31,6 +32,7 @@ class Generates(Worker):
         self.num_polls = 0
         self.held_poll, self.may_go_on = -1, threading.Event()
         self.is_broken = False
+        self.lacks = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_poll(self, poll):
@@ -43,6 +45,8 @@ class Generates(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_version(self):
+        if self.lacks is not None:
+            raise self.lacks
         return 7
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -182,3 +186,10 @@ def test_a_failing_engine_is_told_to_everybody_and_can_go_on(remote):
         assert "the weights have diverged" in str(error)
     worker_of(remote).is_broken = False
     assert together(remote, REQUESTS) == make_engine().generate_batch(REQUESTS)
+
+
+@pytest.mark.parametrize("kind", [EngineLostError, WeightsNotReadyError])
+def test_what_an_engine_lacks_is_told_as_by_the_engine_itself(remote, kind):
+    worker_of(remote).lacks = kind("it has just restarted")
+    with pytest.raises(kind, match=r"^it has just restarted$"):
+        _ = remote.policy_version
