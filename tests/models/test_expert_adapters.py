@@ -139,7 +139,7 @@ def test_adapted_experts_on_a_gpu_are_those_of_a_cpu():
     The loss is a random projection: the square of what a norm returns is constant, and so the
     gradient of its mean would be rounding error alone.
     """
-    weight = torch.randn(len(IDS), 32, generator=torch.Generator().manual_seed(3))
+    projection = torch.randn(len(IDS), 32, generator=torch.Generator().manual_seed(3))
     for rank in (4, 8):
         options = LoraOptions(rank=rank, alpha=8, target_modules=EXPERTS)
         model = add_lora(tiny_model("qwen3_moe", scale=0.1), options)
@@ -152,7 +152,7 @@ def test_adapted_experts_on_a_gpu_are_those_of_a_cpu():
         for one, device in ((model, "cpu"), (fast, "cuda")):
             layout = packed_layout(one, [len(IDS)])
             hidden = hidden_states(one, IDS.to(device), positions.to(device), layout)
-            losses.append((hidden.float() * weight.to(device)).sum())
+            losses.append((hidden.float() * projection.to(device)).sum())
             losses[-1].backward()
         assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.05)
         expected = dict(model.named_parameters())

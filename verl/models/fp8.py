@@ -59,7 +59,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def reference_quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+    # By a tensor: on a GPU, torch divides by a number as a product with its rounded reciprocal.
+    scale = scale / torch.full_like(scale, LARGEST)
     return (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 

@@ -159,10 +159,10 @@ def test_offloaded_activations_lower_the_peak_and_keep_the_gradient(checkpointin
         engine = built(
             checkpointing=checkpointing, shape=shape, activation_offload=offload, optimizer=ADAM
         )
-        memory = CudaMemory(engine.device)
-        memory.reset_peak()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()  # of this process; `CudaMemory` counts its neighbours
         result = engine.train_batch(data, weighted_sum, micro_batching=MicroBatching(rows=64))
-        peaks.append(memory.peak_bytes())
+        peaks.append(torch.cuda.max_memory_allocated())
         norms.append(result.grad_norm)
         del engine
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)

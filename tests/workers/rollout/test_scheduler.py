@@ -12,7 +12,7 @@ def build_scheduler(num_slots, max_prefill_tokens):
     return Scheduler(num_slots, max_prefill_tokens, SlotBudget(num_slots, slot_tokens=8))
 
 
-def build_group(name, num_samples, prompt_length=3, num_tokens=4):
+def build_group(name, num_samples, prompt_length=3, num_tokens=4, sessions=None):
     ids = list(range(prompt_length))
     group = Group(
         owner=RunningRequest(
@@ -25,7 +25,11 @@ def build_group(name, num_samples, prompt_length=3, num_tokens=4):
         token_limit=num_tokens,
         stop_token_ids=(),
     )
-    group.samples = [Sample(group=group, index=index, seed=index) for index in range(num_samples)]
+    sessions = sessions or [None] * num_samples
+    group.samples = [
+        Sample(group=group, index=index, seed=index, session_id=session)
+        for index, session in enumerate(sessions)
+    ]
     return group
 
 
@@ -70,6 +74,36 @@ def test_running_groups_that_must_start_over_are_first_in_the_queue():
     assert list(scheduler.waiting) == groups
     assert not scheduler.rows
     assert all(sample.slot == -1 for group in groups for sample in group.samples)
+
+
+def test_a_turn_waits_before_conversations_that_began_later_until_its_own_is_closed():
+    scheduler = build_scheduler(2, 100)
+    both, new = build_group("both", 2, sessions=["a", "b"]), build_group("new", 1, sessions=["c"])
+    plain = build_group("plain", 1)
+    for group in (both, new, plain):
+        scheduler.add(group)
+    assert scheduler.admit() == [both]
+    turns = [build_group(f"{name} again", 1, sessions=[name]) for name in "cab"]
+    for turn in turns:
+        scheduler.add(turn)
+    of_c, *of_both = turns
+    assert list(scheduler.waiting) == [*of_both, new, of_c, plain]
+    assert scheduler.admit() == []  # nobody overtakes them, and nobody leaves for them
+    for name in ("a", "unknown"):
+        scheduler.close_session(name)
+    late = build_group("late", 1, sessions=["a"])
+    scheduler.add(late)
+    assert scheduler.waiting[-1] is late
+
+
+def test_conversations_that_nobody_closes_are_forgotten_at_last(monkeypatch):
+    monkeypatch.setattr("verl.workers.rollout.native.scheduler.MOST_CONVERSATIONS", 2)
+    scheduler = build_scheduler(1, 100)
+    for name in "abcab":  # the third makes it forget the first, and that one the second
+        scheduler.add(build_group(name, 1, sessions=[name]))
+    assert [group.request.request_id for group in scheduler.waiting] == list("abcab")
+    scheduler.add(build_group("again", 1, sessions=["a"]))
+    assert [group.request.request_id for group in scheduler.waiting] == [*"abca", "again", "b"]
 
 
 class Simulation:

@@ -1,5 +1,7 @@
 """Conversations: only new tokens are computed, and the numbers are those of computing all."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -143,6 +145,27 @@ def test_memory_goes_to_the_conversations_used_last():
     for session in ("b", "c", "a"):
         engine.generate_batch([turn([5, 6, 7], session)])
     assert engine.core.num_prefilled_tokens - before == 1 + 1 + 3
+
+
+def test_of_more_conversations_than_memory_keeps_those_that_have_begun_end_first():
+    """Each answers at once; there is memory for three that wait, and two run at a time."""
+    limits = EngineLimits(
+        max_num_seqs=2, max_prompt_tokens=8, max_response_tokens=64, max_session_bytes=256 * 3 * 40
+    )
+    engine = build_engine(limits=limits)
+
+    async def converse(session):
+        history = [5, 6, 7]
+        for number in range(4):
+            (output,) = await engine.generate(turn(history, session, seed=number))
+            history += output.token_ids + TOOL_OUTPUT
+        engine.close_session(session)
+
+    async def converse_all():
+        await asyncio.gather(*(converse(str(number)) for number in range(12)))
+
+    asyncio.run(converse_all())
+    assert engine.core.num_prefilled_tokens == 12 * (3 + 3 * (3 + 1))
 
 
 def test_a_turn_too_long_to_be_kept_is_simply_computed_again():

@@ -189,6 +189,7 @@ class EngineCore:
 
     def close_session(self, session_id: str) -> None:
         self.sessions.close(session_id)
+        self.scheduler.close_session(session_id)
 
     def sleep(self) -> None:
         num_unfinished = len(self.scheduler.unfinished)

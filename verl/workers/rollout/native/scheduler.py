@@ -6,6 +6,7 @@ told which slots to copy. A step can then work on a plain slice of the cache. Ho
 behind a slot, and which group is preempted when there is too little, is told in `pages`.
 """
 
+import bisect
 import itertools
 from collections import deque
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from dataclasses import dataclass
 from verl.workers.rollout.native.pages import MemoryBudget
 from verl.workers.rollout.native.sequence import Group, Sample
 from verl.workers.rollout.native.sessions import SessionStore
+
+
+MOST_CONVERSATIONS = 1 << 17
+"""Of so many that nobody closed it is known when they began; a turn of an older one counts as new."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +29,20 @@ class Move:
 
 
 class Scheduler:
-    """First come, first served; a group that does not fit waits and those behind it wait too."""
+    """First come, first served; a group that does not fit waits and those behind it wait too.
+
+    A turn has come when its conversation began. Conversations that are open end before others
+    begin, so that few keep keys and values at a time; if all took turns, memory that is too small
+    for all would be taken from each before its next turn.
+    """
 
     def __init__(self, num_slots: int, max_prefill_tokens: int, budget: MemoryBudget) -> None:
         self.num_slots = num_slots
         self.max_prefill_tokens = max_prefill_tokens
         self.budget = budget
         self._arrivals = itertools.count()
-        self.waiting: deque[Group] = deque()
+        self._begun: dict[str, int] = {}  # arrivals of conversations
+        self.waiting: deque[Group] = deque()  # oldest first
         self.groups: list[Group] = []  # index is the prompt slot
         self.rows: list[Sample] = []  # index is the response slot
 
@@ -42,13 +53,21 @@ class Scheduler:
 
     @property
     def youngest(self) -> Group:
-        """The running group that was admitted last."""
+        """The running group that came last."""
         return max(self.groups, key=lambda group: group.arrival)
 
     def add(self, group: Group) -> None:
         assert len(group.samples) <= self.num_slots, "a group that never fits blocks the queue"
-        group.arrival = next(self._arrivals)
-        self.waiting.append(group)
+        now = next(self._arrivals)
+        names = [sample.session_id for sample in group.samples if sample.session_id is not None]
+        group.arrival = min((self._begun.setdefault(name, now) for name in names), default=now)
+        while len(self._begun) > MOST_CONVERSATIONS:
+            del self._begun[next(iter(self._begun))]
+        self.requeue(group)
+
+    def close_session(self, session_id: str) -> None:
+        """Forget when a conversation began; an unknown one is no error."""
+        self._begun.pop(session_id, None)
 
     def admit(self, sessions: SessionStore | None = None) -> list[Group]:
         """Give slots to as many waiting groups as fit; they are prefilled in this step.
@@ -105,12 +124,13 @@ class Scheduler:
             self.waiting.remove(group)
 
     def requeue(self, group: Group) -> None:
-        """A group that has left, with its samples, is the first in the queue."""
-        self.waiting.appendleft(group)
+        """A group that has left, with its samples, waits behind those that are as old or older."""
+        bisect.insort(self.waiting, group, key=lambda waiting: waiting.arrival)
 
     def requeue_running(self) -> None:
-        """All running groups give their slots back and are the first in the queue, oldest first."""
-        self.waiting.extendleft(sorted(self.groups, key=lambda group: -group.arrival))
+        """All running groups give their slots back and wait again."""
+        for group in self.groups:
+            self.requeue(group)
         self._give_slots_back()
 
     def clear(self) -> None:
