@@ -116,6 +116,7 @@ chaos: $(STAMP)  ## Run the tests of every fault and attack, and print all 49 ro
 	$(BIN)/python -m tests.chaos.run
 
 mutants: $(STAMP)  ## Plant 200 small faults and list those that no test notices (one hour on two cores)
+	$(BIN)/pip install --quiet --no-deps triton==3.6.0
 	$(BIN)/python scripts/mutate.py $(MUTANTS)
 
 soak: $(STAMP)  ## Strike a run for half an hour (MINUTES=, HOURS=) and compare it with an undisturbed one

@@ -10,7 +10,11 @@ tests that need one too. Then every job has a copy of the tree, and each mutant 
 forked from one in which the libraries are loaded: the tests that execute its line, quickest first,
 then more of the folder that mirrors its module, until one fails. A test that notices something for
 the first time runs in an unchanged copy too; if it fails there, it is not used any more, and its
-mutants run again without it. `--at` plants only some of the drawn mutants, as after new tests.
+mutants run again without it. What no test notices is planted once more for the tests of the GPU
+kernels, in Triton's interpreter. `--at` plants only some of the drawn mutants, as after new tests.
+
+`equivalent_mutants.txt` lists mutants that change nothing anybody can observe, each with the
+reason; those are counted, not planted.
 
 The report is written anew whenever something is known, so that a run that is cut short has one.
 With a deadline the map gets half of the time at most (tests that were not reached are not used),
@@ -40,6 +44,13 @@ TESTS = (
     *("tests/algos", "tests/workers", "tests/utils", "tests/trainer", "tests/agent_loop"),
     *("tests/models", "tests/experimental", "tests/e2e", "tests/parity", "tests/protocol"),
 )
+KERNEL_TESTS = (
+    "tests/models/kernels",
+    *(f"tests/workers/rollout/test_{name}.py" for name in ("kernel_batch", "prefill_buckets")),
+    *(f"tests/workers/rollout/test_{name}.py" for name in ("paged_batch", "kernel_sessions")),
+)
+COMPILED, INTERPRETED = {"TRITON_INTERPRET": "0"}, {"TRITON_INTERPRET": "1"}
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 COPIED = ("verl", "tests", "examples", "scripts", "benchmarks", "docs")
 PRELOADED = (
     *("torch", "torch.distributed", "torch._dynamo", "transformers", "transformers.modeling_utils"),
@@ -59,7 +70,9 @@ LONGEST_TEST_SECONDS = 25.0
 # ---------------------------------------------------------------------------- the map
 
 
-def make_map(path: Path, jobs: int, folders: Sequence[str], seconds: float) -> None:
+def make_map(
+    path: Path, jobs: int, folders: Sequence[str], seconds: float, variables: dict[str, str]
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.with_suffix(".log")
     with tempfile.TemporaryDirectory() as folder:
@@ -67,6 +80,7 @@ def make_map(path: Path, jobs: int, folders: Sequence[str], seconds: float) -> N
         environment = {
             **os.environ,
             **child_environment(ROOT),
+            **variables,
             "EXECUTED_LINES_FOLDER": folder,
             "EXECUTED_LINES_OF": ":".join(str(ROOT / target) for target in TARGETS),
             "PYTHONPATH": f"{search_path(ROOT)}:{Path(__file__).parent}:{folder}",
@@ -169,9 +183,15 @@ class Planting:
     """Runs of mutants and of unchanged copies, at most one in each folder at a time."""
 
     def __init__(
-        self, tests: dict[str, Any], folders: Sequence[Path], budget_seconds: float, end: float
+        self,
+        tests: dict[str, Any],
+        folders: Sequence[Path],
+        budget_seconds: float,
+        end: float,
+        variables: dict[str, str],
     ) -> None:
         self.tests = tests
+        self.variables = variables
         self.folders = folders
         self.budget_seconds = budget_seconds
         self.end = end
@@ -208,9 +228,11 @@ class Planting:
 
     def _start(self, subject: Mutant | str, folder: Path) -> Run:
         if isinstance(subject, str):
-            return start(None, Plan([subject], [], self.tests[subject]["seconds"]), folder)
+            plan = Plan([subject], [], self.tests[subject]["seconds"])
+            return start(None, plan, folder, self.variables)
         sound = {name: note for name, note in self.tests.items() if self.is_sound.get(name, True)}
-        return start(subject, plan_tests(subject, sound, self.budget_seconds), folder)
+        plan = plan_tests(subject, sound, self.budget_seconds)
+        return start(subject, plan, folder, self.variables)
 
     def _learn(self, run: Run, verdict: str) -> list[Mutant | str]:
         """What is to be run next because of it."""
@@ -253,18 +275,18 @@ def copy_tree(place: Path) -> None:
             shutil.copy2(path, place)
 
 
-def start(mutant: Mutant | None, plan: Plan, folder: Path) -> Run:
+def start(mutant: Mutant | None, plan: Plan, folder: Path, variables: dict[str, str]) -> Run:
     if mutant is not None:
         (folder / mutant.path).write_text(mutant.source)
     log = folder / "mutant.log"
     process = os.fork()
     if process == 0:
-        run_tests(plan, folder, log)
+        run_tests(plan, folder, log, variables)
     patience = 60 + 6 * plan.seconds
     return Run(mutant, plan, folder, log, time.monotonic() + patience, process)
 
 
-def run_tests(plan: Plan, folder: Path, log: Path) -> None:
+def run_tests(plan: Plan, folder: Path, log: Path, variables: dict[str, str]) -> None:
     """In the forked process: leave with the exit status of pytest."""
     status = 70
     try:
@@ -273,7 +295,7 @@ def run_tests(plan: Plan, folder: Path, log: Path) -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.environ.update(child_environment(folder))
+        os.environ.update(child_environment(folder) | variables)
         own = {str(ROOT), str(Path(__file__).parent)}
         sys.path[:] = [str(folder), *(entry for entry in sys.path if entry not in own)]
         sys.dont_write_bytecode = True
@@ -364,34 +386,60 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutants" / "report.txt")
     options = parser.parse_args()
     os.environ.update(child_environment(ROOT))
-    if options.map_only or not options.map.exists():
-        print("running the tests in the unchanged tree", flush=True)
-        share = 1.0 if options.map_only else 0.5
-        make_map(options.map, options.jobs, options.tests, share * options.deadline_seconds)
+    suites = [(options.map, options.tests, COMPILED)]
+    if options.tests is TESTS and not has_gpu():  # there the map has the kernels' tests
+        suites.append((options.map.with_name("map_of_kernels.json"), KERNEL_TESTS, INTERPRETED))
+    for path, tests, variables in suites:
+        if options.map_only or not path.exists():
+            print(f"running {' '.join(tests)} in the unchanged tree", flush=True)
+            share = 1.0 if options.map_only else 0.5
+            make_map(path, options.jobs, tests, share * options.deadline_seconds, variables)
     if options.map_only:
         return
-    mutants = draw(options.count, options.seed, options.only)
+    drawn = draw(options.count, options.seed, options.only)
     if options.at:
-        mutants = [m for m in mutants if f"{m.path}:{m.line}" in options.at]
+        drawn = [m for m in drawn if f"{m.path}:{m.line}" in options.at]
+    known = equivalent_ones()
+    to_plant = [mutant for mutant in drawn if (mutant.path, mutant.diff()) not in known]
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.update(suites[-1][2])  # what Triton's own functions become is settled by the import
     preload()
     print(f"planting after {time.monotonic() - begin:.0f} s", flush=True)
+    verdicts: dict[Mutant, str] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         folders = [Path(folder) / f"job{number}" for number in range(options.jobs)]
         for place in folders:
             copy_tree(place)
-        tests = json.loads(options.map.read_text())
         end = begin + options.deadline_seconds
-        planting = Planting(tests, folders, options.test_seconds, end)
-        for _ in planting.run(mutants):
-            options.output.write_text(summary(mutants, planting.verdicts))
-    report = summary(mutants, planting.verdicts)
+        for path, _, variables in suites:
+            tests = json.loads(path.read_text())
+            planting = Planting(tests, folders, options.test_seconds, end, variables)
+            left = [mutant for mutant in to_plant if is_missed(verdicts.get(mutant, "not noticed"))]
+            for _ in planting.run(left):
+                options.output.write_text(summary(drawn, to_plant, verdicts | planting.verdicts))
+            verdicts |= planting.verdicts
+    report = summary(drawn, to_plant, verdicts)
     options.output.write_text(report)
     print(report)
 
 
-def summary(mutants: Sequence[Mutant], verdicts: dict[Mutant, str]) -> str:
-    missed = [m for m in mutants if verdicts.get(m, "").startswith(("not noticed", NO_VERDICT))]
+def equivalent_ones() -> set[tuple[str, str]]:
+    """Path and difference; blocks of the file are a path, the difference, and the reason."""
+    blocks = [block.splitlines() for block in EQUIVALENT.read_text().split("\n\n")]
+    return {
+        (path, "\n".join(line for line in lines if line[:1] in "+-"))
+        for path, *lines in (block for block in blocks if not block[0].startswith("#"))
+    }
+
+
+def is_missed(verdict: str) -> bool:
+    return verdict.startswith(("not noticed", NO_VERDICT))
+
+
+def summary(
+    drawn: Sequence[Mutant], to_plant: Sequence[Mutant], verdicts: dict[Mutant, str]
+) -> str:
+    missed = [mutant for mutant in to_plant if is_missed(verdicts.get(mutant, ""))]
     unchecked = sum(verdict.startswith("noticed, unchecked") for verdict in verdicts.values())
     num_noticed = len(verdicts) - len(missed)
     lines = [f"not noticed, by kind: {dict(Counter(mutant.kind for mutant in missed))}"]
@@ -401,7 +449,8 @@ def summary(mutants: Sequence[Mutant], verdicts: dict[Mutant, str]) -> str:
     share = 100 * num_noticed / max(1, len(verdicts))
     lines += [
         "",
-        f"{len(verdicts)} of {len(mutants)} planted: {num_noticed} noticed ({share:.1f}%), "
+        f"{len(drawn)} drawn, {len(drawn) - len(to_plant)} of them known to change nothing",
+        f"{len(verdicts)} of {len(to_plant)} planted: {num_noticed} noticed ({share:.1f}%), "
         f"{unchecked} of them by tests that were not checked; {len(missed)} not noticed: "
         + (", ".join(f"{mutant.path}:{mutant.line}" for mutant in missed) or "none"),
     ]

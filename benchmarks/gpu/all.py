@@ -22,6 +22,7 @@ when asked for,
     j  decode, train   generation with a model of 7B, training of one with 1.5B
     l  trl_step    TRL with an option of the allocator
     m  async, distillation   long parts whose numbers the pages have
+    n  what the calls measured before: agents, board, stall, memory, recipes, mutants, ...
 
 and 1, 2 and 3, the parts of each call. `--only` takes letters and names of claims.
 

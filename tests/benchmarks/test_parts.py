@@ -245,15 +245,26 @@ def test_a_part_of_the_gsm8k_page_that_goes_on_has_one_curve(tmp_path, monkeypat
     assert not saved.exists()
 
 
-def test_the_newest_weights_that_grpo_has_saved_are_evaluated(tmp_path, monkeypatch):
-    saved = tmp_path / "runs/gsm8k/grpo/latest_checkpointed_iteration.txt"
-    saved.parent.mkdir(parents=True)
-    saved.write_text("40\n")
-    command = "echo runs/gsm8k/grpo/global_step_100/actor"
+@pytest.mark.parametrize(
+    ("part", "weights"),
+    [
+        ("eval", "grpo/global_step_40/actor/huggingface"),
+        ("eval_ppo", "ppo/global_step_60/actor/huggingface"),
+        ("eval_sft", "sft/latest"),
+    ],
+)
+def test_the_newest_weights_that_a_part_has_saved_are_evaluated(
+    tmp_path, monkeypatch, part, weights
+):
+    for trained, step in (("grpo", 40), ("ppo", 60)):
+        saved = tmp_path / "runs/gsm8k" / trained / "latest_checkpointed_iteration.txt"
+        saved.parent.mkdir(parents=True)
+        saved.write_text(f"{step}\n")
+    command = "echo model.path=runs/gsm8k/grpo/global_step_300/actor/huggingface path=x"
     monkeypatch.setattr(gsm8k, "commands", lambda: {"eval": [command]})
-    found = gsm8k.run("eval", of_gsm8k(tmp_path))
-    assert found["printed"] == "runs/gsm8k/grpo/global_step_40/actor\n"
-    assert found["commands"] == [command.replace("100", "40")]
+    found = gsm8k.run(part, of_gsm8k(tmp_path))
+    assert found["printed"] == f"model.path=runs/gsm8k/{weights} path=x\n"
+    assert found["commands"] == [f"echo model.path=runs/gsm8k/{weights} path=x"]
 
 
 def test_the_page_of_gsm8k_has_the_commands_of_every_part():
