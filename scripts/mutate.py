@@ -24,6 +24,7 @@ and no mutant begins in the last 40 seconds; the last line of the report counts 
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -300,6 +301,8 @@ def run_tests(plan: Plan, folder: Path, log: Path, variables: dict[str, str]) ->
         sys.path[:] = [str(folder), *(entry for entry in sys.path if entry not in own)]
         sys.dont_write_bytecode = True
         pytest = importlib.import_module("pytest")
+        # Processes that tests spawn import the main module: this file is not on their path.
+        sys.modules["__main__"].__spec__ = importlib.util.find_spec("pytest.__main__")
         options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "60"]
         options += ["-m", "", "-W", "default", "--rootdir", str(folder), "--tb", "line"]
         for names in (plan.first, plan.rest):
@@ -360,8 +363,9 @@ def verdict_of(run: Run) -> str | None:
 def verdict_of_failure(log: Path, code: int) -> str:
     """A run that ended without a failed test, as with a signal, says nothing about the mutant."""
     for line in log.read_text(errors="replace").splitlines():
-        if line.startswith(("FAILED ", "ERROR ")):
-            return f"noticed: {line.split(' - ')[0].split(' ', 1)[1]}"
+        kind, _, rest = line.partition(" ")
+        if kind in ("FAILED", "ERROR") and rest.startswith("tests/"):
+            return f"noticed: {rest.split(' - ')[0]}"
     return f"{NO_VERDICT}{code}"
 
 

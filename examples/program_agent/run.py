@@ -48,7 +48,7 @@ def main() -> None:
         write_rows_and_loop(run)
         settings = {
             "actor_rollout_ref.rollout.agent.agent_loop_config_path": run.path("loops.yaml"),
-            "trainer.test_freq": options.grpo_steps,
+            "trainer.test_freq": 2,
         }
         return run.reinforce(run.fine_tune(), game / "reward.py", at_once=128, **settings)
 
