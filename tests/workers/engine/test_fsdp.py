@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.tiny_models import tiny_config, tiny_model
@@ -110,6 +111,20 @@ def check_options(options, tmp_path):
 def test_kept_weights_and_recomputed_activations_change_nothing_about_the_steps(tmp_path):
     kept = FSDPEngineConfig(reshard_after_forward=False)
     check_options([{"config": kept}, {"gradient_checkpointing": True}], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["offload_policy", "param_offload", ""])
+def test_weights_wait_in_cpu_memory_if_asked_for(tmp_path, name):
+    """On a CPU nothing else tells."""
+
+    def work(rank):
+        config = FSDPEngineConfig(**({name: True} if name else {}))
+        units = [m for m in sharded("llama", config).module.modules() if isinstance(m, FSDPModule)]
+        policies = [m._get_fsdp_state()._fsdp_param_group.offload_policy for m in units]
+        return [isinstance(policy, CPUOffloadPolicy) for policy in policies]
+
+    for found in run_on_two_ranks(work, tmp_path):
+        assert set(found) == {bool(name)}
 
 
 @pytest.mark.slow

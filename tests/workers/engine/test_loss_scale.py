@@ -142,6 +142,11 @@ def test_the_scale_grows_after_enough_good_steps_and_not_without_end():
     assert scale.value == 4.0
     scale.update(is_finite=True)
     assert scale.value == 8.0
+    for _ in range(2):
+        scale.update(is_finite=True)
+    assert scale.value == 8.0, "it counts from the last change"
+    scale.update(is_finite=True)
+    assert scale.value == 16.0
     scale.value = LARGEST
     for _ in range(3):
         scale.update(is_finite=True)

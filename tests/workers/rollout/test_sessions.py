@@ -1,7 +1,5 @@
 """Conversations: only new tokens are computed, and the numbers are those of computing all."""
 
-import asyncio
-
 import pytest
 import torch
 
@@ -152,20 +150,20 @@ def test_of_more_conversations_than_memory_keeps_those_that_have_begun_end_first
     limits = EngineLimits(
         max_num_seqs=2, max_prompt_tokens=8, max_response_tokens=64, max_session_bytes=256 * 3 * 40
     )
-    engine = build_engine(limits=limits)
-
-    async def converse(session):
-        history = [5, 6, 7]
-        for number in range(4):
-            (output,) = await engine.generate(turn(history, session, seed=number))
-            history += output.token_ids + TOOL_OUTPUT
-        engine.close_session(session)
-
-    async def converse_all():
-        await asyncio.gather(*(converse(str(number)) for number in range(12)))
-
-    asyncio.run(converse_all())
-    assert engine.core.num_prefilled_tokens == 12 * (3 + 3 * (3 + 1))
+    core = build_engine(limits=limits).core
+    turns_left = {str(number): 4 for number in range(12)}
+    for session in turns_left:
+        core.add(turn([5, 6, 7], session))
+    while core.has_unfinished:
+        core.step()
+        for sample in core.take_ended():
+            turns_left[sample.session_id] -= 1
+            if turns_left[sample.session_id]:
+                core.add(turn(sample.token_ids + TOOL_OUTPUT, sample.session_id))
+            else:
+                core.close_session(sample.session_id)
+    assert not any(turns_left.values())
+    assert core.num_prefilled_tokens == 12 * (3 + 3 * (3 + 1))
 
 
 def test_a_turn_too_long_to_be_kept_is_simply_computed_again():

@@ -32,6 +32,7 @@ from verl.workers.engine.megatron import require_library
 from verl.workers.engine.megatron.engine import refuse_model_options
 from verl.workers.engine.memory import MemoryOptions
 from verl.workers.engine.one_device import OneDeviceEngine
+from verl.workers.engine.outputs import Outputs
 from verl.workers.engine.registry import EngineRegistry
 from verl.workers.engine.routes import prepare_replay
 from verl.workers.engine.spec import EngineSpec
@@ -45,6 +46,22 @@ def test_columns_gradient_and_steps_are_those_of_one_device(model_type, one_rank
         found = outcome(megatron_engine(model_type, optimizer, max_grad_norm=norm), steps=steps)
         expected = outcome(engine_alone(model_type, optimizer, max_grad_norm=norm), steps=steps)
         assert_same(found, expected)
+
+
+def test_everything_that_can_be_asked_for_is_that_of_one_device(one_rank):
+    data = rows()
+    data["input_ids"][1, 6] = data["responses"][1, 0] = 0  # the first token of a vocabulary
+    assert data["response_mask"][1, 0] == 1
+    data["their_ids"] = torch.stack([data["responses"], data["responses"].flip(0)], 2)
+    outputs = Outputs(sum_pi_squared=True, top_k=3, log_probs_at="their_ids")
+    found, expected = (
+        engine.infer_batch(data, micro_batching=PASSES, temperature=0.8, outputs=outputs)
+        for engine in (megatron_engine("llama"), engine_alone("llama"))
+    )
+    assert {"sum_pi_squared", "top_ids", "top_log_probs", "log_probs_at"} < found.keys()
+    assert found.keys() == expected.keys()
+    for name, column in expected.items():
+        close(found[name], column, name, 1e-5)
 
 
 def test_an_engine_built_from_a_spec_trains_as_on_one_device(tmp_path, one_rank):
@@ -145,6 +162,12 @@ def test_what_is_not_built_in_is_refused_by_name(one_rank):
         prepare_replay(megatron_engine("qwen3_moe", None), "R2", is_exact=False)
     with pytest.raises(ValueError, match="Muon, which looks at whole matrices"):
         megatron_engine("llama", FSDPOptimizerConfig(optimizer="Muon"))
+    engine = megatron_engine("llama", None)
+    for ask in (engine.output_head, lambda: engine.response_states(rows())):
+        with pytest.raises(ValueError, match=r"teacher is asked for, but .*strategy=megatron"):
+            ask()
+    with pytest.raises(ValueError, match="divergence over the whole vocabulary is asked for"):
+        engine.infer_batch(rows(), micro_batching=PASSES, outputs=Outputs(states=True))
     section = {"use_dist_checkpointing": True, "dist_checkpointing_path": "/nowhere"}
     with pytest.raises(ValueError, match="routers of deepseek_v3 have an e_score_correction_bias"):
         megatron_engine("deepseek_v3", None, section=section)

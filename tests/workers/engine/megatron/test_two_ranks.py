@@ -1,6 +1,7 @@
 """Two ranks compute what one does however they divide a model, and continue each other's runs."""
 
 import pytest
+import torch
 
 from tests.utils.two_ranks import run_on_two_ranks
 from tests.workers.engine.megatron.cases import (
@@ -10,6 +11,7 @@ from tests.workers.engine.megatron.cases import (
     assert_as_without_interruption,
     on_layout,
 )
+from verl.workers.engine.megatron.cpu import reduce_scatter
 
 CLIPPED = {"optimizer": ADAM, "max_grad_norm": 0.5}
 CASES = {
@@ -111,6 +113,19 @@ def test_a_checkpoint_of_one_layout_is_continued_by_another(tmp_path):
     assert_as_without_interruption(
         run_on_two_ranks(lambda rank: after_two_layouts(*moves), tmp_path)
     )
+
+
+def test_parts_of_different_lengths_are_summed_and_shared_out(tmp_path):
+    def work(rank):
+        parts = [torch.arange(3.0) + rank, torch.arange(5.0) * 10 + rank]
+        output = torch.full_like(parts[rank], -1)
+        reduce_scatter(refuse, output, parts)
+        return output.tolist()
+
+    def refuse(*arguments, **options):
+        raise AssertionError("gloo takes parts of one length")
+
+    assert run_on_two_ranks(work, tmp_path) == [[1, 3, 5], [1, 21, 41, 61, 81]]
 
 
 @pytest.mark.slow
