@@ -32,6 +32,7 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from verl.single_controller.base.failures import Failure
 from verl.single_controller.local import LocalWorkerGroup
 
 AIM_MICROSECONDS = 50.0
@@ -90,8 +91,8 @@ class SimulatedBackend(Backend):
     def stack_of(self, rank: int) -> str:
         return ""
 
-    def dead_ranks(self) -> list[int]:
-        return []
+    def deaths(self) -> dict[int, Failure]:
+        return {}
 
     def label(self, rank: int) -> str:
         return f"rank {rank}"

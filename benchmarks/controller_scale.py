@@ -52,7 +52,7 @@ DISTINCT_WORKERS = 64
 """Lengths are drawn for so many workers; beyond, they repeat. Memory stays bounded that way."""
 
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "old_log_probs", "advantages", "returns")
-DEAD_SHARE = 0.01
+DEAD_SHARE, KILLED = 0.01, Failure("killed by signal 9", is_death=True)
 MESH = make_nd_compute_dataproto_dispatch_fn("actor")
 
 
@@ -109,7 +109,7 @@ class PackingBackend(Backend):
 
     def start(self, method: str, rank: int) -> Reference:
         if rank in self.dead:
-            return Reference(rank, failure=Failure("killed by signal 9", is_death=True))
+            return Reference(rank, failure=KILLED)
         if method in ("_query_dispatch_info", "_query_collect_info"):
             return Reference(rank, rank if method == "_query_dispatch_info" else True)
         return Reference(rank, self.answers[method][rank])
@@ -132,8 +132,8 @@ class PackingBackend(Backend):
     def stack_of(self, rank: int) -> str:
         return ""
 
-    def dead_ranks(self) -> list[int]:
-        return sorted(self.dead)
+    def deaths(self) -> dict[int, Failure]:
+        return dict.fromkeys(sorted(self.dead), KILLED)
 
     def label(self, rank: int) -> str:
         return f"rank {rank}"

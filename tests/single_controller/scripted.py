@@ -48,8 +48,8 @@ class ScriptedBackend(Backend):
     def stack_of(self, rank):
         return f"stack {rank}"
 
-    def dead_ranks(self):
-        return []
+    def deaths(self):
+        return {}
 
     def label(self, rank):
         return f"rank {rank}"

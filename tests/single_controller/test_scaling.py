@@ -39,7 +39,7 @@ def test_by_reference_the_bytes_of_a_row_do_not_pass_through_the_controller(simu
 def test_dead_workers_are_named_and_the_step_is_repeated(simulation):
     result = measure(simulation, simulation.step_by_reference, repeats=1)
     assert 0 < result["named_seconds"] < result["recovered_seconds"]
-    assert simulation.backend.dead_ranks() == []
+    assert simulation.backend.deaths() == {}
 
 
 def test_the_slope_is_a_line_through_zero():

@@ -5,12 +5,22 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from tests.toy import ACTOR, toy_run, weights
+from tests.toy import ACTOR, toy_overrides, toy_run, weights
+from verl.config.load import load_config
+from verl.config.ppo import PPOConfig
+from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.failures import WorkerDied
+from verl.single_controller.local import LocalWorkerGroup
+from verl.trainer.ppo.checkpointing import RunCheckpoints, RunState
 from verl.trainer.ppo.trainer import PPOTrainer
+from verl.utils.checkpoint.background import Receipt
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.checkpoint.layout import CheckpointSaveError
 from verl.utils.checkpoint.store import intact_step_at
@@ -82,6 +92,47 @@ def test_a_step_is_committed_as_it_was_while_the_next_ones_run(toy, tmp_path, ca
     )
     assert [step["step"] for step in metrics] == [3, 4]
     assert all(map(torch.equal, weights(again).values(), weights(trainer).values()))
+
+
+class NeverDone(Worker):
+    """Begins to write in the background."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path, global_step=0):
+        return str(Receipt(Path(path) / "receipt").path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.fixture
+def saving(toy, tmp_path):
+    """A run that saves on a rank which has been killed while it writes."""
+    changes = OmegaConf.from_dotlist([*toy_overrides(toy, tmp_path), *ASYNC])
+    checkpoints = RunCheckpoints(load_config(changes, PPOConfig).checked(), [], {})
+    group = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(NeverDone), in_process=False)
+    checkpoints.roles["actor"] = group
+    checkpoints.save(RunState(global_steps=2, dataloader={}))
+    os.kill(group.pid()[0], signal.SIGKILL)
+    yield checkpoints
+    group.shutdown()
+    assert not list(tmp_path.rglob("*global_step_2*")), "nothing of the step is left"
+
+
+def test_a_rank_killed_while_it_writes_is_noticed_by_who_waits_for_the_save(saving):
+    with pytest.raises(WorkerDied, match=r"save_checkpoint: rank 0 .*SIGKILL"):
+        saving.finish(60)
+
+
+def test_the_error_of_a_run_is_not_hidden_by_that_of_its_last_save(saving, caplog):
+    def fail():
+        with saving.finishing():
+            raise ValueError("the run's own error")
+
+    with pytest.raises(ValueError, match="the run's own error"):
+        fail()
+    assert "a save in the background: worker group" in caplog.text
 
 
 def test_a_disk_that_refuses_is_counted_at_the_next_step_and_the_next_save_succeeds(

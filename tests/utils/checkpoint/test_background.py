@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.chaos.shim import Control, environment, require_shim
+from verl.utils.checkpoint import background as module
 from verl.utils.checkpoint.background import (
     RECEIPT_BYTES,
     Background,
@@ -72,6 +73,33 @@ def test_receipts_are_collected_when_every_rank_has_written(tmp_path):
     threading.Timer(0.1, receipts[1].end).start()
     collect_receipts([receipts[1].path], 10)
     assert list((tmp_path / "actor").iterdir()) == []
+
+
+def test_a_rank_that_died_while_it_wrote_is_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.1)
+    receipt = Receipt(tmp_path / "receipt")
+    looks = []
+
+    def check():
+        looks.append(None)
+        if len(looks) == 2:
+            raise RuntimeError("rank 0 died")
+
+    with pytest.raises(RuntimeError, match="rank 0 died"):
+        collect_receipts([receipt.path], 3600, check)
+    assert len(looks) == 2
+
+
+def test_what_a_rank_had_written_before_it_died_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.0)
+    receipt = Receipt(tmp_path / "receipt")
+
+    def check():
+        receipt.end()
+        raise RuntimeError("rank 0 died")
+
+    collect_receipts([receipt.path], 3600, check)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_many_ranks_that_have_not_written_four_are_named(tmp_path):

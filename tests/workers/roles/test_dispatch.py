@@ -120,8 +120,8 @@ class HereBackend(Backend):
     def stack_of(self, rank):
         return ""
 
-    def dead_ranks(self):
-        return []
+    def deaths(self):
+        return {}
 
     def label(self, rank):
         return f"rank {rank}"

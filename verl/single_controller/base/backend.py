@@ -136,8 +136,8 @@ class Backend(ABC):
         """Where a silent rank is: its Python stack, or the best that can be told."""
 
     @abstractmethod
-    def dead_ranks(self) -> list[int]:
-        """Ranks whose process is known to have ended."""
+    def deaths(self) -> dict[int, Failure]:
+        """Ranks whose process is known to have ended, and what is known of how."""
 
     @abstractmethod
     def label(self, rank: int) -> str:
@@ -262,7 +262,7 @@ def _watch(
 def _newly_dead(backend: Backend | None, group: str, known: set[int]) -> set[int]:
     if backend is None:
         return set()
-    dead = set(backend.dead_ranks()) - known
+    dead = set(backend.deaths()) - known
     if backend.is_closed.is_set():  # they have been ended, not died
         return dead
     for rank in sorted(dead):

@@ -56,6 +56,7 @@ from verl.single_controller.base.dispatch import (
     map_arguments,
     narrow,
 )
+from verl.single_controller.base.failures import failure_error
 from verl.single_controller.base.futures import GroupFuture, expand_futures
 from verl.single_controller.base.resource_pool import ResourcePool
 from verl.utils import tensordict_utils
@@ -325,6 +326,13 @@ class WorkerGroup:
         The next call raises `WorkerDied`, with or without this check; the driver is never killed.
         """
         watch_ranks(self._backend, self.name, every_n_seconds)
+
+    def check_ranks(self, method: str) -> None:
+        """Raise `WorkerDied` if a rank has ended: for who waits for what `method` began there."""
+        deaths = self._backend.deaths()
+        if deaths:
+            labels = {rank: self._backend.label(rank) for rank in deaths}
+            raise failure_error(self.name, method, deaths, labels, silent=[])
 
     def shutdown(self) -> None:
         """End the ranks of this group and of all its views. Bounded; may be called again."""

@@ -37,7 +37,7 @@ from typing import Any
 from verl.single_controller.base.backend import Backend, Call, Outcome, RankCall, wait_for_results
 from verl.single_controller.base.colocation import ClassWithInitArgs
 from verl.single_controller.base.decorator import plain_method
-from verl.single_controller.base.failures import SHUT_DOWN, Guard
+from verl.single_controller.base.failures import SHUT_DOWN, Failure, Guard
 from verl.single_controller.local.future import LocalFuture, finished_positions
 from verl.utils import environment
 from verl.utils.ray_utils import get_event_loop
@@ -113,8 +113,8 @@ class InProcessBackend(Backend):
     def stack_of(self, rank: int) -> str:
         return f"its stack at the deadline:\n{self._stack}"
 
-    def dead_ranks(self) -> list[int]:
-        return []
+    def deaths(self) -> dict[int, Failure]:
+        return {}
 
     def label(self, rank: int) -> str:
         return f"rank {rank} (this process, pid {os.getpid()}, on {socket.gethostname()})"

@@ -129,8 +129,8 @@ class ProcessBackend(Backend):
             return "it has not started yet"
         return process_probe.stack_of(address)
 
-    def dead_ranks(self) -> list[int]:
-        return [rank.rank for rank in self._ranks if rank.death is not None]
+    def deaths(self) -> dict[int, Failure]:
+        return {rank.rank: rank.death for rank in self._ranks if rank.death is not None}
 
     def label(self, rank: int) -> str:
         return f"rank {rank} (pid {self._ranks[rank].pid})"

@@ -138,10 +138,11 @@ class RayBackend(Backend):
         question = process_probe.stack_of
         return ask_node(address.node_id, question, address.process, "its node does not answer")
 
-    def dead_ranks(self) -> list[int]:
+    def deaths(self) -> dict[int, Failure]:
         """By name; nothing is known of actors without one until they are called."""
         alive = set(ray.util.list_named_actors())
-        return [rank for rank, name in enumerate(self.names) if name not in alive]
+        gone = Failure("its actor has ended", is_death=True)
+        return {rank: gone for rank, name in enumerate(self.names) if name not in alive}
 
     def label(self, rank: int) -> str:
         address = self._address(rank)

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from verl.config.convert import to_dict
 from verl.config.ppo import PPOConfig
 from verl.config.trainer import TrainerConfig
+from verl.single_controller.base.failures import WorkerError
 from verl.trainer.common import tracker_locks
 from verl.trainer.ppo.regrade import regrade
 from verl.trainer.ppo.reward import default_reward_function, has_built_in_scores
@@ -148,7 +149,7 @@ class RunCheckpoints:
         except Exception:
             try:
                 self.finish(GRACE_SECONDS)
-            except (CheckpointError, TimeoutError) as failure:
+            except (CheckpointError, TimeoutError, WorkerError) as failure:
                 logger.error("a save in the background: %s", failure)
             raise
         self.finish()
@@ -188,6 +189,10 @@ class RunCheckpoints:
             receipts += [Path(answer) for answer in answers or () if answer is not None]
         return receipts
 
+    def _check_ranks(self) -> None:
+        for group in self.roles.values():
+            group.check_ranks("save_checkpoint")
+
     def _commit(
         self,
         saving: ExitStack,
@@ -198,7 +203,7 @@ class RunCheckpoints:
     ) -> None:
         """The line that says so is printed only when nothing can undo it."""
         with saving:
-            collect_receipts(receipts, COMMIT_TIMEOUT_SECONDS)
+            collect_receipts(receipts, COMMIT_TIMEOUT_SECONDS, self._check_ranks)
             write_state(folder, RUN_STATE, run_state)
         self.committed_step = step
         logger.info("checkpoint of step %d: committed", step)

@@ -12,7 +12,8 @@ A rank that writes in the background tells the owner of the step that it is done
 small file in the step's folder. It exists, at full size, from the moment the rank begins, and is
 changed in place when it ends, so it needs no space that a full disk would not have and no message
 that training would have to make room for. Some disks refuse even that (copy on write, quotas); then
-the rank takes the receipt away.
+the rank takes the receipt away. A rank that is killed leaves it as it is: who collects asks, while
+it waits, whether all are alive.
 
     rank     begin -> ... writes ... -> end            owner of the step
                "writing"                 "written"       collect: until none is "writing"
@@ -86,7 +87,7 @@ class Background:
 
 
 RECEIPT_BYTES = 4096
-POLL_SECONDS = 0.05
+POLL_SECONDS, CHECK_SECONDS = 0.05, 1.0
 
 
 class Receipt:
@@ -115,15 +116,26 @@ class Receipt:
             self.path.unlink(missing_ok=True)
 
 
-def collect_receipts(paths: Sequence[Path], timeout_seconds: float) -> None:
+def collect_receipts(
+    paths: Sequence[Path], timeout_seconds: float, check: Callable[[], None] = lambda: None
+) -> None:
     """Wait until every rank has written all, and take the receipts away.
 
-    Raises what a rank met: an `OSError` if the disk refused it.
+    Raises what a rank met: an `OSError` if the disk refused it. A rank that has died changes no
+    receipt: `check` raises then, and its error counts unless all had been written before.
     """
     deadline = time.monotonic() + timeout_seconds
-    waiting = list(paths)
+    waiting, next_check = list(paths), time.monotonic() + CHECK_SECONDS
     while waiting:
         waiting = list(_still_writing(waiting))
+        if waiting and time.monotonic() > next_check:
+            next_check = time.monotonic() + CHECK_SECONDS
+            try:
+                check()
+            except Exception:
+                waiting = list(_still_writing(waiting))
+                if waiting:
+                    raise
         if waiting and time.monotonic() > deadline:
             names = ", ".join(str(path) for path in waiting[:4])
             raise CheckpointError(

@@ -14,11 +14,11 @@ Preemption. If pages run out, the youngest running group frees its own and waits
 (`Scheduler.youngest`).
 
 Progress. `most_samples` keeps groups so small that the longest responses of one fit into all pages.
-The queue admits the oldest first. If the oldest group of all waits, as a turn of a conversation that
-began before those that run, nobody is admitted before it: those that run end, since each step gives
-the oldest of them tokens, of which there are finitely many; and where none runs it fits. Once it
-runs it is never preempted: a younger group would be, and if there is none, it has all the pages it
-can need. So it ends; then the next group is the oldest.
+The queue admits the oldest first. If the oldest group of all waits, as a turn of a conversation
+that began before those that run, nobody is admitted before it: those that run end, since each step
+gives the oldest of them tokens, of which there are finitely many; and where none runs it fits. Once
+it runs it is never preempted: a younger group would be, and if there is none, it has all the pages
+it can need. So it ends; then the next group is the oldest.
 
 Sessions. With kernels (`KernelBudget`) a sequence that ends leaves its memory to its session
 (`keep`), and the next turn of the session takes it over when it is admitted: nothing is copied.

@@ -15,9 +15,8 @@ from verl.workers.rollout.native.pages import MemoryBudget
 from verl.workers.rollout.native.sequence import Group, Sample
 from verl.workers.rollout.native.sessions import SessionStore
 
-
 MOST_CONVERSATIONS = 1 << 17
-"""Of so many that nobody closed it is known when they began; a turn of an older one counts as new."""
+"""Of so many that nobody closed it is known when they began; turns of older ones count as new."""
 
 
 @dataclass(frozen=True)

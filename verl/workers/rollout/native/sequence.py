@@ -134,8 +134,8 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     slot: int = -1
     arrival: int = -1
-    """Groups are numbered in the order in which they were queued first; a turn of a conversation has
-    the number of its first."""
+    """Groups are numbered in the order in which they were queued first; a turn of a conversation
+    has the number of its first."""
 
     num_ended: int = 0
     """Samples that have left for good."""
