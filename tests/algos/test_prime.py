@@ -10,6 +10,7 @@ from verl.algos.prime import (
     PrimeWeights,
     implicit_loss,
     implicit_rewards,
+    leave_one_out,
     on_last_token,
     pair_accuracy,
     prime_advantage,
@@ -77,6 +78,14 @@ def test_verls_scaling_moves_token_rewards_alone():
         for scaled in (False, True)
     ]
     torch.testing.assert_close(*outcome_alone, rtol=0, atol=1e-12)
+
+
+def test_verls_scaling_of_two_and_of_one():
+    # 0.3 * 2 - (0.3 + 0.1) is twice 0.3 less the other's 0.1.
+    means = torch.tensor([0.3, 0.1, 0.5], dtype=torch.float64)
+    factor, baseline = leave_one_out(means, torch.tensor([0, 0, 1]), is_scaled=True)
+    close(factor, [2.0, 2.0, 1.0])
+    close(baseline, [0.4, 0.4, 0.0])
 
 
 def test_groups_do_not_touch_each_other_and_a_single_response_keeps_its_rewards():

@@ -16,7 +16,7 @@ from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
 from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.failures import WorkerDied
+from verl.single_controller.base.failures import WorkerDied, WorkerTimeout
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.ppo.checkpointing import RunCheckpoints, RunState
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -107,24 +107,33 @@ class NeverDone(Worker):
 
 
 @pytest.fixture
-def saving(toy, tmp_path):
-    """A run that saves on a rank which has been killed while it writes."""
+def saving(toy, tmp_path, request):
+    """A run that saves on a rank which got a signal while it writes."""
     changes = OmegaConf.from_dotlist([*toy_overrides(toy, tmp_path), *ASYNC])
     checkpoints = RunCheckpoints(load_config(changes, PPOConfig).checked(), [], {})
     group = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(NeverDone), in_process=False)
     checkpoints.roles["actor"] = group
+    group._backend.probe_seconds = 0.5
     checkpoints.save(RunState(global_steps=2, dataloader={}))
-    os.kill(group.pid()[0], signal.SIGKILL)
+    os.kill(group.pid()[0], request.param)
     yield checkpoints
     group.shutdown()
     assert not list(tmp_path.rglob("*global_step_2*")), "nothing of the step is left"
 
 
+@pytest.mark.parametrize("saving", [signal.SIGKILL], indirect=True)
 def test_a_rank_killed_while_it_writes_is_noticed_by_who_waits_for_the_save(saving):
     with pytest.raises(WorkerDied, match=r"save_checkpoint: rank 0 .*SIGKILL"):
         saving.finish(60)
 
 
+@pytest.mark.parametrize("saving", [signal.SIGSTOP], indirect=True)
+def test_a_rank_stopped_while_it_writes_is_noticed_too(saving):
+    with pytest.raises(WorkerTimeout, match=r"save_checkpoint: .* stopped by a signal for 0\.5 s"):
+        saving.finish(60)
+
+
+@pytest.mark.parametrize("saving", [signal.SIGKILL], indirect=True)
 def test_the_error_of_a_run_is_not_hidden_by_that_of_its_last_save(saving, caplog):
     def fail():
         with saving.finishing():

@@ -56,6 +56,19 @@ def test_gradients_hold_for_any_number_of_query_heads(device, dtype, heads, kv_h
     check_against_plain_torch(device, dtype, parts, (heads, kv_heads, dim), options)
 
 
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED)])
+def test_megatron_takes_it_where_kernels_run(device):
+    from verl.models.kernel_layout import KernelLayout
+    from verl.workers.engine.megatron import load_library
+
+    load_library()
+    from verl.workers.engine.megatron.forward import packed_layout
+
+    layout = packed_layout(WHOLE, torch.device(device))
+    assert isinstance(layout, KernelLayout)
+    assert layout.num_tokens == sum(WHOLE)
+
+
 def check_against_plain_torch(device, dtype, parts, shape, options):
     from verl.models.kernel_layout import KernelLayout
 

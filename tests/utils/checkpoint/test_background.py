@@ -86,7 +86,7 @@ def test_a_rank_that_died_while_it_wrote_is_told_at_once(tmp_path, monkeypatch):
             raise RuntimeError("rank 0 died")
 
     with pytest.raises(RuntimeError, match="rank 0 died"):
-        collect_receipts([receipt.path], 3600, check)
+        collect_receipts([receipt.path], 3600, [check])
     assert len(looks) == 2
 
 
@@ -98,7 +98,7 @@ def test_what_a_rank_had_written_before_it_died_counts(tmp_path, monkeypatch):
         receipt.end()
         raise RuntimeError("rank 0 died")
 
-    collect_receipts([receipt.path], 3600, check)
+    collect_receipts([receipt.path], 3600, [check])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -32,7 +32,7 @@ from verl.utils.checkpoint.layout import (
     saving_folder,
     step_of,
 )
-from verl.utils.checkpoint.manifest import in_threads, verify_step
+from verl.utils.checkpoint.manifest import in_threads, open_plain_file, verify_step
 from verl.utils.checkpoint.store import CheckpointStore, find_intact, staged_step, steps_to_keep
 from verl.utils.environment import Misuse
 
@@ -251,6 +251,14 @@ def test_a_link_among_the_files_is_refused(tmp_path):
     ):
         (folder / "out").symlink_to("/etc/hostname")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_a_plain_file_is_closed_again(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="not a plain file") as caught:
+        open_plain_file(tmp_path / "pipe")
+    assert os.listdir("/proc/self/fd") == before, caught  # which holds the frame of the file
 
 
 def test_a_negative_step_is_refused(tmp_path):

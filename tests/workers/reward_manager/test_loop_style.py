@@ -95,6 +95,15 @@ def test_a_method_that_a_subclass_of_a_built_in_manager_overrides_is_the_one_tha
         assert [grade.value for grade in grades_of(batch("5", "6"), manager)] == [0.25, 0.25]
 
 
+def test_a_function_for_batches_may_run_an_event_loop_of_its_own():
+    def function(data):
+        rewards = torch.zeros(data.batch["responses"].shape)
+        rewards[:, 0] = asyncio.run(asyncio.sleep(0, 0.5))
+        return rewards
+
+    assert [grade.value for grade in grades_of(batch("5", "6"), function)] == [0.5, 0.5]
+
+
 def test_options_come_from_the_sections_that_are_there():
     buffer = {"enable": True, "len": 2, "penalty_factor": 1.0, "log": True}
     kwargs = {"max_resp_len": 2, "overlong_buffer_cfg": buffer}

@@ -172,8 +172,7 @@ class ResultWait:
         self.waiting = dict(enumerate(references))  # position -> reference
         self.failures: dict[int, Failure] = {}  # rank -> failure, in order of arrival
         self.give_up_at = call.deadline
-        self.next_probe = time.monotonic() + backend.probe_seconds
-        self.suspects: set[int] = set()
+        self.stops = StopProbe(backend)
 
     def collect(self) -> list[Any]:
         while self.waiting:
@@ -207,15 +206,8 @@ class ResultWait:
         self.give_up_at = min(self.give_up_at, time.monotonic() + grace_seconds)
 
     def probe(self) -> None:
-        """A stopped process looks like a slow one; its state in the kernel tells them apart."""
-        if self.failures or not self.waiting or time.monotonic() < self.next_probe:
-            return
-        self.next_probe = time.monotonic() + self.backend.probe_seconds
-        stopped = set(self.backend.stopped_ranks(self.silent()))
-        if stopped & self.suspects:
-            seconds = self.backend.probe_seconds
-            raise self.timeout(f"a rank has been stopped by a signal for {seconds:g} s")
-        self.suspects = stopped
+        if self.waiting and not self.failures and self.stops.found(self.silent()):
+            raise self.timeout(self.stops.reason)
 
     def silent(self) -> list[int]:
         return [self.ranks[position] for position in self.waiting]
@@ -235,6 +227,44 @@ class ResultWait:
         return timeout_error(
             self.call.group, self.call.method, self.call.timeout_seconds, labels, reason
         )
+
+
+class StopProbe:
+    """A stopped process looks like a slow one; its state in the kernel tells them apart."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.next_probe = time.monotonic() + backend.probe_seconds
+        self.suspects: set[int] = set()
+        self.reason = f"a rank has been stopped by a signal for {backend.probe_seconds:g} s"
+
+    def found(self, ranks: Sequence[int]) -> set[int]:
+        """Those of `ranks` that are stopped and were when it looked before, which is seldom."""
+        if time.monotonic() < self.next_probe:
+            return set()
+        self.next_probe = time.monotonic() + self.backend.probe_seconds
+        before, self.suspects = self.suspects, set(self.backend.stopped_ranks(ranks))
+        return before & self.suspects
+
+
+class RankCheck:
+    """For who waits for what a call has begun on the ranks: raises what a call would."""
+
+    def __init__(self, backend: Backend, group: str, method: str, timeout_seconds: float) -> None:
+        self.backend = backend
+        self.group, self.method, self.timeout_seconds = group, method, timeout_seconds
+        self.stops = StopProbe(backend)
+
+    def __call__(self) -> None:
+        deaths = self.backend.deaths()
+        stopped = self.stops.found(range(self.backend.world_size))
+        labels = {rank: self.backend.label(rank) for rank in (*deaths, *stopped)}
+        if deaths:
+            raise failure_error(self.group, self.method, deaths, labels, silent=[])
+        if stopped:
+            raise timeout_error(
+                self.group, self.method, self.timeout_seconds, labels, self.stops.reason
+            )
 
 
 def watch_ranks(backend: Backend, group: str, every_n_seconds: float) -> threading.Thread:

@@ -30,6 +30,7 @@ from verl.single_controller.base.backend import (
     Backend,
     Call,
     RankCall,
+    RankCheck,
     wait_for_results,
     watch_ranks,
 )
@@ -56,7 +57,6 @@ from verl.single_controller.base.dispatch import (
     map_arguments,
     narrow,
 )
-from verl.single_controller.base.failures import failure_error
 from verl.single_controller.base.futures import GroupFuture, expand_futures
 from verl.single_controller.base.resource_pool import ResourcePool
 from verl.utils import tensordict_utils
@@ -327,12 +327,10 @@ class WorkerGroup:
         """
         watch_ranks(self._backend, self.name, every_n_seconds)
 
-    def check_ranks(self, method: str) -> None:
-        """Raise `WorkerDied` if a rank has ended: for who waits for what `method` began there."""
-        deaths = self._backend.deaths()
-        if deaths:
-            labels = {rank: self._backend.label(rank) for rank in deaths}
-            raise failure_error(self.name, method, deaths, labels, silent=[])
+    def rank_check(self, method: str, timeout_seconds: float) -> RankCheck:
+        """To call now and then while what `method` has begun on the ranks goes on there: raises
+        `WorkerDied` or `WorkerTimeout` if a rank has ended or is stopped."""
+        return RankCheck(self._backend, self.name, method, timeout_seconds)
 
     def shutdown(self) -> None:
         """End the ranks of this group and of all its views. Bounded; may be called again."""

@@ -189,10 +189,6 @@ class RunCheckpoints:
             receipts += [Path(answer) for answer in answers or () if answer is not None]
         return receipts
 
-    def _check_ranks(self) -> None:
-        for group in self.roles.values():
-            group.check_ranks("save_checkpoint")
-
     def _commit(
         self,
         saving: ExitStack,
@@ -202,8 +198,10 @@ class RunCheckpoints:
         run_state: EncodedState,
     ) -> None:
         """The line that says so is printed only when nothing can undo it."""
+        seconds = COMMIT_TIMEOUT_SECONDS
+        checks = [group.rank_check("save_checkpoint", seconds) for group in self.roles.values()]
         with saving:
-            collect_receipts(receipts, COMMIT_TIMEOUT_SECONDS, self._check_ranks)
+            collect_receipts(receipts, seconds, checks)
             write_state(folder, RUN_STATE, run_state)
         self.committed_step = step
         logger.info("checkpoint of step %d: committed", step)

@@ -117,12 +117,12 @@ class Receipt:
 
 
 def collect_receipts(
-    paths: Sequence[Path], timeout_seconds: float, check: Callable[[], None] = lambda: None
+    paths: Sequence[Path], timeout_seconds: float, checks: Sequence[Callable[[], None]] = ()
 ) -> None:
     """Wait until every rank has written all, and take the receipts away.
 
     Raises what a rank met: an `OSError` if the disk refused it. A rank that has died changes no
-    receipt: `check` raises then, and its error counts unless all had been written before.
+    receipt: one of `checks` raises then, which counts unless all had been written before.
     """
     deadline = time.monotonic() + timeout_seconds
     waiting, next_check = list(paths), time.monotonic() + CHECK_SECONDS
@@ -131,7 +131,8 @@ def collect_receipts(
         if waiting and time.monotonic() > next_check:
             next_check = time.monotonic() + CHECK_SECONDS
             try:
-                check()
+                for check in checks:
+                    check()
             except Exception:
                 waiting = list(_still_writing(waiting))
                 if waiting:

@@ -35,6 +35,12 @@ def test_the_rest_of_the_ranks_are_data_parallel():
     assert layout(16, tensor=2, pipeline=2, context=2).num_ranks == 16
 
 
+def test_one_rank_leads_those_with_the_same_rows():
+    sizes = layout(16, tensor=2, pipeline=2, context=2)
+    assert [rank for rank in range(16) if sizes.leads(rank)] == [0, 4]
+    assert [sizes.data_rank(rank) for rank in (0, 3, 4, 8, 12)] == [0, 0, 1, 0, 1]
+
+
 def test_an_expert_is_split_like_the_rest_unless_stated():
     assert layout(8, tensor=4).expert_tensor == 4
     assert layout(8, tensor=4, expert=8, expert_tensor=1).expert_tensor == 1
