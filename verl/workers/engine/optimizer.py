@@ -65,7 +65,6 @@ class MasterOptimizer:
         *,
         offload: bool = False,
     ) -> None:
-        self.config = config
         named = list(parameters)
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.masters = {name: self._master_of(p) for name, p in self.parameters.items()}

@@ -164,7 +164,6 @@ class BatchGrader(Grader):
     """Calls a manager or function with the batch of a whole step, in the thread that waits."""
 
     scope = "step"
-    is_blocking = True
     is_retryable = False
     timeout_seconds = math.inf
 

@@ -91,9 +91,11 @@ def loss_of(engine):
 
 
 def rows():
-    """Those of the other engines' tests; one prompt ends in the padding token, which counts."""
+    """Those of the other engines' tests; one prompt ends in the padding token, which counts, and a
+    response begins with it: the first token of a vocabulary, and of a rank's part of it."""
     data = batch()
-    data["input_ids"][2, 5] = 0
+    data["input_ids"][2, 5] = data["input_ids"][1, 6] = data["responses"][1, 0] = 0
+    assert data["response_mask"][1, 0] == 1
     return data
 
 

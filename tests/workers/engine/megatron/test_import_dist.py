@@ -13,12 +13,25 @@ from tests.tiny_models import tiny_model
 from tests.utils.two_ranks import run_on_two_ranks
 from tests.workers.engine.megatron.cases import SGD, megatron_engine, value_model
 from verl.model_merger.__main__ import main
-from verl.utils.checkpoint.dist_checkpoint import INDEX, read_index
+from verl.utils.checkpoint.dist_checkpoint import INDEX, DistTensor, read_index
 from verl.workers.engine.megatron import leave_layout
 from verl.workers.engine.megatron.cpu import on_this_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FAMILIES = ("llama", "qwen2", "qwen3_moe")
+
+
+def test_a_rank_whose_rows_of_the_vocabulary_are_all_padding_reads_none():
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from verl.workers.engine.megatron.state import copy
+
+    stored = DistTensor("embedding", (3, 2), chunks=[])  # of three tokens; read would raise
+    padding = ShardedTensor.from_rank_offsets("embedding", torch.ones(4, 2), (0, 1, 2))
+    copy(padding, stored, num_rows=3)
+    assert torch.equal(padding.data, torch.ones(4, 2))
+    with pytest.raises(ValueError, match="its chunks do not cover"):
+        copy(ShardedTensor.from_rank_offsets("embedding", torch.ones(4, 2), (0, 0, 2)), stored, 3)
 
 
 def save_as_megatron(engine, folder, layers_apart=False):
