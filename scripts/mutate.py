@@ -65,7 +65,8 @@ TRACE_CHILD = (
     "import os\nif 'EXECUTED_LINES_OF_CHILDREN' in os.environ:\n    import executed_lines\n"
 )
 FIRST_TESTS, FIRST_SECONDS = 25, 10.0
-LONGEST_TEST_SECONDS = 25.0
+LONGEST_TEST_SECONDS = 60.0
+INTERPRETED_TESTS_TAKE = 4  # times as long: few mutants get there
 
 
 # ---------------------------------------------------------------------------- the map
@@ -417,7 +418,9 @@ def main() -> None:
         end = begin + options.deadline_seconds
         for path, _, variables in suites:
             tests = json.loads(path.read_text())
-            planting = Planting(tests, folders, options.test_seconds, end, variables)
+            seconds = options.test_seconds
+            seconds *= INTERPRETED_TESTS_TAKE if variables is INTERPRETED else 1
+            planting = Planting(tests, folders, seconds, end, variables)
             left = [mutant for mutant in to_plant if is_missed(verdicts.get(mutant, "not noticed"))]
             for _ in planting.run(left):
                 options.output.write_text(summary(drawn, to_plant, verdicts | planting.verdicts))

@@ -89,8 +89,7 @@ ROWS = (
             RANKS + "test_a_rank_may_be_lost_in_any_phase",
             RANKS + "test_a_stopped_rank_is_given_up_at_the_deadline_and_ended_with_its_group",
             RANKS + "test_a_rank_that_hangs_is_ended_at_the_deadline_of_a_call",
-            f"{T}/trainer/test_async_save.py::"
-            "test_a_rank_stopped_while_it_writes_is_noticed_too",
+            f"{T}/trainer/test_async_save.py::test_a_rank_stopped_while_it_writes_is_noticed_too",
             GRADERS + "test_a_worker_lost_while_it_grades_is_replaced_and_the_grade_is_right",
             f"{T}/workers/rollout/process/test_loss.py::"
             "test_a_process_that_is_stopped_counts_as_lost_when_it_is_silent",

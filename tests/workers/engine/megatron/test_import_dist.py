@@ -30,8 +30,12 @@ def test_a_rank_whose_rows_of_the_vocabulary_are_all_padding_reads_none():
     padding = ShardedTensor.from_rank_offsets("embedding", torch.ones(4, 2), (0, 1, 2))
     copy(padding, stored, num_rows=3)
     assert torch.equal(padding.data, torch.ones(4, 2))
+    real = ShardedTensor.from_rank_offsets("embedding", torch.ones(4, 2), (0, 0, 2))
     with pytest.raises(ValueError, match="its chunks do not cover"):
-        copy(ShardedTensor.from_rank_offsets("embedding", torch.ones(4, 2), (0, 0, 2)), stored, 3)
+        copy(real, stored, num_rows=3)
+    for shape in ((2, 2), (3, 5)):
+        with pytest.raises(ValueError, match=r"for 3 tokens of 2 numbers: .* another model"):
+            copy(real, DistTensor("embedding", shape, chunks=[]), num_rows=3)
 
 
 def save_as_megatron(engine, folder, layers_apart=False):
