@@ -198,8 +198,8 @@ class RunCheckpoints:
         run_state: EncodedState,
     ) -> None:
         """The line that says so is printed only when nothing can undo it."""
-        seconds = COMMIT_TIMEOUT_SECONDS
-        checks = [group.rank_check("save_checkpoint", seconds) for group in self.roles.values()]
+        seconds, writers = COMMIT_TIMEOUT_SECONDS, self.roles.values() if receipts else ()
+        checks = [group.rank_check("save_checkpoint", seconds) for group in writers]
         with saving:
             collect_receipts(receipts, seconds, checks)
             write_state(folder, RUN_STATE, run_state)

@@ -9,6 +9,7 @@ A call has its own connection and a deadline, with the standard library alone. I
 where it certainly was not taken: nobody accepted the connection, or the server was busy (503).
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -29,7 +30,7 @@ from verl.utils.processes import DIE_WITH_PARENT, ending_of, reap
 from verl.workers.rollout.sglang_rollout.arguments import command_line, unknown_arguments
 
 LOOK_SECONDS = 0.2
-END_SECONDS = 15.0
+END_SECONDS, ENDING_SECONDS = 15.0, 2.0
 TAIL_LINES = 40
 
 
@@ -83,7 +84,9 @@ class Server:
         return self._process.poll() is None
 
     def stderr_tail(self) -> str:
-        """How it ended, and the last lines it wrote."""
+        """How it ended, and the last lines it wrote; its lines close a little before it ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_SECONDS)
         return ending_of(self._process.pid, self._process.poll(), self._tail)
 
     def close(self) -> None:
