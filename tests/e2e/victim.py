@@ -98,3 +98,6 @@ class _KilledAfterSaving:
 
     def load_checkpoint(self, path: str) -> None:
         self.group.load_checkpoint(path)
+
+    def rank_check(self, method: str, timeout_seconds: float) -> Any:
+        return self.group.rank_check(method, timeout_seconds)

@@ -90,7 +90,8 @@ class RunState:
 
 
 class RunCheckpoints:
-    """Saves and resumes a run. `roles` maps folder names to worker groups."""
+    """Saves and resumes a run. `roles` maps folder names to worker groups, or what stands for one
+    with `save_checkpoint`, `load_checkpoint` and `rank_check`."""
 
     def __init__(self, config: PPOConfig, dataset: Dataset[Any], roles: Mapping[str, Any]) -> None:
         trainer = config.trainer
@@ -198,8 +199,8 @@ class RunCheckpoints:
         run_state: EncodedState,
     ) -> None:
         """The line that says so is printed only when nothing can undo it."""
-        seconds, writers = COMMIT_TIMEOUT_SECONDS, self.roles.values() if receipts else ()
-        checks = [group.rank_check("save_checkpoint", seconds) for group in writers]
+        seconds = COMMIT_TIMEOUT_SECONDS
+        checks = [group.rank_check("save_checkpoint", seconds) for group in self.roles.values()]
         with saving:
             collect_receipts(receipts, seconds, checks)
             write_state(folder, RUN_STATE, run_state)

@@ -15,6 +15,7 @@ rejected; the others are dropped before anything is computed on them. The loss i
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,9 @@ class ReferenceFiles:
 
     def load_checkpoint(self, local_path: str) -> None:
         self.group.load_reference(local_path)
+
+    def rank_check(self, method: str, timeout_seconds: float) -> Callable[[], None]:
+        return self.group.rank_check(method, timeout_seconds)
 
 
 def against_answers(
