@@ -1,6 +1,7 @@
 """The engine itself, in this process: memory, seeds, connections, and what the server was told."""
 
 import itertools
+import socket
 import time
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ from tests.workers.rollout.sglang.engines import (
 )
 from verl.config.serving import ServerConfig
 from verl.workers.rollout.base import GenerationRequest, TokenDelta
+from verl.workers.rollout.sglang_rollout import server as server_module
 from verl.workers.rollout.sglang_rollout.hosted import SGLangEngine, build
 from verl.workers.rollout.sglang_rollout.server import ServerRefusedError
 
@@ -38,6 +40,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     engine = build({**options, "environment": {}})
     yield engine
     engine.close()
+
+
+def test_a_server_whose_port_was_taken_starts_on_another(tmp_path, monkeypatch, caplog):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        ports = iter([other.getsockname()[1], server_module.free_port()])
+        monkeypatch.setattr(server_module, "free_port", lambda: next(ports))
+        build({**engine_options(save_model(tmp_path)), "environment": {}}).close()
+    assert "ddress already in use; starting it on another port" in caplog.text
 
 
 def submit(engine: SGLangEngine, *requests: GenerationRequest) -> list[int]:

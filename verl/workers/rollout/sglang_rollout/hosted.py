@@ -45,7 +45,12 @@ from verl.workers.rollout.sglang_rollout.arguments import (
     refuse_what_the_server_did_not_take,
     server_arguments,
 )
-from verl.workers.rollout.sglang_rollout.server import Server, ServerClient, ServerRefusedError
+from verl.workers.rollout.sglang_rollout.server import (
+    Server,
+    ServerClient,
+    ServerRefusedError,
+    start_server,
+)
 from verl.workers.rollout.sglang_rollout.streams import Streams
 
 UPDATE_SECONDS = 600.0
@@ -58,8 +63,7 @@ def build(options: Mapping[str, Any]) -> "SGLangEngine":
     for name, value in options["environment"].items():
         set_variable(name, value)
     arguments = server_arguments(options["arguments"], options["engine_kwargs"])
-    server = Server(options["command"], arguments, options["server"])
-    server.wait_until_ready(options["server"]["max_start_wait_time"])
+    server = start_server(options["command"], arguments, options["server"])
     in_effect = server.client.call("/server_info")
     refuse_what_the_server_did_not_take(options["engine_kwargs"], in_effect)
     return SGLangEngine(server, in_effect, options)

@@ -12,6 +12,7 @@ where it certainly was not taken: nobody accepted the connection, or the server 
 import contextlib
 import http.client
 import json
+import logging
 import os
 import secrets
 import socket
@@ -29,9 +30,33 @@ from typing import Any
 from verl.utils.processes import DIE_WITH_PARENT, ending_of, reap
 from verl.workers.rollout.sglang_rollout.arguments import command_line, unknown_arguments
 
+logger = logging.getLogger(__name__)
+
 LOOK_SECONDS = 0.2
 END_SECONDS, ENDING_SECONDS = 15.0, 2.0
-TAIL_LINES = 40
+TAIL_LINES, PORT_ATTEMPTS = 40, 3
+
+
+class PortTakenError(RuntimeError):
+    """Another process took the port between its choice and its use."""
+
+
+def start_server(
+    command: Sequence[str], arguments: Mapping[str, Any], settings: Mapping[str, Any]
+) -> "Server":
+    """One that is ready; if its port was taken meanwhile, on another one."""
+    for attempts_left in reversed(range(PORT_ATTEMPTS)):
+        server = Server(command, arguments, settings)
+        try:
+            server.wait_until_ready(settings["max_start_wait_time"])
+        except BaseException as error:
+            server.close()
+            if not isinstance(error, PortTakenError) or not attempts_left:
+                raise
+            logger.warning("%s; starting it on another port", error)
+        else:
+            return server
+    raise AssertionError("the last attempt raises or returns")
 
 
 class Server:
@@ -72,7 +97,9 @@ class Server:
                 unknown = unknown_arguments("\n".join(self._tail))
                 if unknown is not None:
                     raise ValueError(unknown)
-                raise RuntimeError(f"SGLang's server did not start: {self.stderr_tail()}")
+                is_taken = any("address already in use" in line.lower() for line in self._tail)
+                kind = PortTakenError if is_taken else RuntimeError
+                raise kind(f"SGLang's server did not start: {self.stderr_tail()}")
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"SGLang's server was not ready within {seconds:g} seconds; if it only needs "
