@@ -200,8 +200,9 @@ class RunCheckpoints:
     ) -> None:
         """The line that says so is printed only when nothing can undo it."""
         seconds = COMMIT_TIMEOUT_SECONDS
-        checks = [group.rank_check("save_checkpoint", seconds) for group in self.roles.values()]
         with saving:
+            groups = self.roles.values()
+            checks = [group.rank_check("save_checkpoint", seconds) for group in groups]
             collect_receipts(receipts, seconds, checks)
             write_state(folder, RUN_STATE, run_state)
         self.committed_step = step

@@ -49,7 +49,7 @@ from verl.workers.rollout.sglang_rollout.server import (
     Server,
     ServerClient,
     ServerRefusedError,
-    start_server,
+    ready_server,
 )
 from verl.workers.rollout.sglang_rollout.streams import Streams
 
@@ -63,7 +63,7 @@ def build(options: Mapping[str, Any]) -> "SGLangEngine":
     for name, value in options["environment"].items():
         set_variable(name, value)
     arguments = server_arguments(options["arguments"], options["engine_kwargs"])
-    server = start_server(options["command"], arguments, options["server"])
+    server = ready_server(options["command"], arguments, options["server"])
     in_effect = server.client.call("/server_info")
     refuse_what_the_server_did_not_take(options["engine_kwargs"], in_effect)
     return SGLangEngine(server, in_effect, options)

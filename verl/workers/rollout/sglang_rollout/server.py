@@ -41,7 +41,7 @@ class PortTakenError(RuntimeError):
     """Another process took the port between its choice and its use."""
 
 
-def start_server(
+def ready_server(
     command: Sequence[str], arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> "Server":
     """One that is ready; if its port was taken meanwhile, on another one."""
