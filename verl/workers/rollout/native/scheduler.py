@@ -123,7 +123,7 @@ class Scheduler:
             self.waiting.remove(group)
 
     def requeue(self, group: Group) -> None:
-        """A group that has left, with its samples, waits behind those that are as old or older."""
+        """Wait, or wait again after it has left, behind groups that are as old or older."""
         bisect.insort(self.waiting, group, key=lambda waiting: waiting.arrival)
 
     def requeue_running(self) -> None:
