@@ -1,10 +1,9 @@
 """Every GPU measurement in one command, for a machine that is there for ten minutes at a time.
 
     python benchmarks/gpu/all.py --out DIR [--only a,c] [--add] [--trl build/trl] [--seconds 590]
-    python benchmarks/gpu/all.py --out DIR --call 1             (of three; see README.md)
     python benchmarks/gpu/all.py --out DIR --take FOLDER ...    (what other machines have measured)
 
-Without `--call` or `--only`, the tables of docs/performance.md:
+Without `--only`, the tables of docs/performance.md:
 
     a  decode      generation beside its floor and beside `generate`
     b  train       forward, backward, optimizer; prompts computed once per group and once per row
@@ -21,10 +20,11 @@ when asked for,
     i  trl_step    TRL with larger models
     j  decode, train   generation with a model of 7B, training of one with 1.5B
     l  trl_step    TRL with an option of the allocator
-    m  async, distillation   long parts whose numbers the pages have
-    n  what the calls measured before: agents, board, stall, memory, recipes, mutants, ...
+    m  async, distillation   longer ones
+    g  gsm8k       the commands of docs/gsm8k.md on a real model: three times ten minutes
+    n  the rest, best by claim: tests, agents, fp8, board, stall, memory, recipes, mutants, ...
 
-and 1, 2 and 3, the parts of each call. `--only` takes letters and names of claims.
+`--only` takes letters and names of claims.
 
 Each line of the plan is a process of its own, so that none finds another's memory. Timed ones run
 alone, one after the other; tests, learning curves and mutants run beside each other, a lane each.
@@ -54,7 +54,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that it runs as a script
 
 from benchmarks.gpu.plan import (  # noqa: E402
-    CALLS,
     PLAN,
     TINY_PLAN,
     USUAL,
@@ -187,7 +186,7 @@ class Chain:
 
     def progress(self, plan: Sequence[Part]) -> str:
         """What is measured and what is left, in Markdown."""
-        lines = ["| call | measurement | state | page |", "|---|---|---|---|"]
+        lines = ["| letter | measurement | state | page |", "|---|---|---|---|"]
         for part in plan:
             state = "not run"
             for run in self.runs_of(part):
@@ -236,7 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", help="letters and claims of the parts to run, done or not")
-    parser.add_argument("--call", choices=CALLS, help="the parts of this call")
     parser.add_argument("--add", action="store_true", help="go on from what DIR has")
     parser.add_argument("--take", type=Path, nargs="+", default=[], help="add results; run nothing")
     parser.add_argument("--work", type=Path, default=ROOT / "build", help="files of several parts")
@@ -250,17 +248,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder in options.take:
         chain.take(folder)
     whole = TINY_PLAN if options.tiny else PLAN
-    names = set((options.only or options.call or USUAL).split(","))
+    names = set((options.only or USUAL).split(","))
     plan = [part for part in whole if {part.letter, part.claim} & names]
-    if options.call:
-        plan = [part for part in plan if part.letter == options.call]
     if options.add and not options.only:
         plan = [part for part in plan if not chain.is_done(part)]
     if not options.take:
         chain.say(f"{len(plan)} parts, about {expected_seconds(plan)} s in all")
         chain.run_all(plan)
     print(summarise(options.out))
-    print(chain.progress(whole if options.take or options.call else plan))
+    print(chain.progress(whole if options.take else plan))
     failures = chain.failures()
     chain.say(f"failed: {'; '.join(failures)}" if failures else "nothing failed")
     return 1 if failures else 0

@@ -1,8 +1,7 @@
 """What `all.py` measures: every part with its command, its time, and the page of its numbers.
 
 A new measurement is one entry of `PLAN`, and one of `TINY_PLAN`, which runs on a CPU. Letters are
-groups: `USUAL` are the tables of docs/performance.md, `CALLS` the three that fill a borrowed
-machine's ten minutes each (README.md).
+groups; `USUAL` are the tables of docs/performance.md.
 """
 
 import itertools
@@ -48,11 +47,8 @@ class Part:
 PIECES = ("{work}/smollm2.0", "{work}/smollm2.1")
 """The wheel with a real model in two (scripts/gpu_kit.sh)."""
 MODEL, DATA = "{work}/home/models/SmolLM2-135M-Instruct", "{work}/home/data/gsm8k"
-TUNED = "{work}/gsm8k/runs/gsm8k/sft/latest"
-GSM8K = "--home {work}/home --out {work}/gsm8k --timeout-seconds {limit}"
-SAVED = "trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=2 trainer.max_critic_ckpt_to_keep=2"
-"""A part that is cut short leaves weights, and `--resume` goes on from them."""
-GRPO_SAVED = "{work}/gsm8k/runs/gsm8k/grpo/latest_checkpointed_iteration.txt"
+GSM8K = "--home {work}/home --out {work}/gsm8k --resume --timeout-seconds {limit}"
+"""What is cut short goes on where it ended when the part is run again."""
 GPU_TESTS = "tests/models tests/utils tests/workers tests/trainer/test_sft_gpu.py"
 
 PLAN = [
@@ -89,50 +85,29 @@ PLAN = [
         415, page="docs/async.md, When it pays",
     ),
     Part("m", "distillation", "distillation", "", 60, page="docs/distillation.md"),
-    # What changed last, and what a real model's preparation takes.
+    # A real model learns: twenty-five minutes, so it takes three runs of ten.
     Part(
-        "1", "gsm8k", "examples/smollm2/prepare.py", f"--wheel {' '.join(PIECES)} --out {MODEL}",
-        40, page="none: the model of the next lines", lane="gsm8k", needs=PIECES, result="",
+        "g", "gsm8k", "examples/smollm2/prepare.py", f"--wheel {' '.join(PIECES)} --out {MODEL}",
+        40, page="none: the model of the next lines", needs=PIECES, result="",
     ),
+    Part("g", "gsm8k", "gsm8k", GSM8K, 500, page="docs/gsm8k.md", needs=(MODEL, DATA),
+         result="{work}/gsm8k/page.json"),
+    # Long ones, by claim.
     Part(
-        "1", "gsm8k", "gsm8k", f"{GSM8K} --only sft eval_sft", 180,
-        page="docs/gsm8k.md", lane="gsm8k", needs=(MODEL, DATA),
-        result="{work}/gsm8k/eval_sft.json",
-    ),
-    Part(
-        "1", "tests", "pytest", f"-q -m gpu -W default -n 8 --dist loadfile {GPU_TESTS}", 240,
+        "n", "tests", "pytest", f"-q -m gpu -W default -n 8 --dist loadfile {GPU_TESTS}", 240,
         page="none: nothing may fail", lane="tests", result="",
     ),
     Part(
-        "1", "agents", "agents",
+        "n", "agents", "agents",
         "--sessions 512 --oversubscribed 8 --rounds 1 --ways tools instant", 70,
         page="docs/agents.md, What is shown; docs/performance.md, Conversations",
     ),
     Part(
-        "1", "agents", "agents",
+        "n", "agents", "agents",
         "--sessions 2048 --oversubscribed 4 --rounds 1 --ways tools instant --cache-gib 60",
         95, page="docs/agents.md, What is shown; docs/performance.md, Conversations",
     ),
-    # A real model learns; what is left of it, its answers, and the other algorithm.
-    Part(
-        "2", "gsm8k", "gsm8k", f"{GSM8K} --only grpo --settings {SAVED}", 560,
-        page="docs/gsm8k.md", lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
-    ),
-    Part("3", "fp8", "fp8", "--time-limit 140", 140, page="docs/fp8.md"),
-    Part(
-        "3", "gsm8k", "gsm8k",
-        f"{GSM8K} --only grpo --resume --settings {SAVED} --timeout-seconds 290", 300,
-        page="docs/gsm8k.md", lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
-    ),
-    Part(
-        "3", "gsm8k", "gsm8k", f"{GSM8K} --only eval", 40,
-        page="docs/gsm8k.md", lane="gsm8k", needs=(GRPO_SAVED,), result="{work}/gsm8k/eval.json",
-    ),
-    Part(
-        "3", "gsm8k", "gsm8k", f"{GSM8K} --only ppo --settings {SAVED}", 400,
-        page="docs/gsm8k.md", lane="ppo", needs=(TUNED,), result="{work}/gsm8k/ppo.json",
-    ),
-    # Times that the pages have: after changes.
+    Part("n", "fp8", "fp8", "--time-limit 140", 140, page="docs/fp8.md"),
     Part("n", "agents", "agents", "--sessions 64 512 --rounds 1", 60,
          page="docs/performance.md, Conversations"),
     Part(
@@ -165,12 +140,10 @@ PLAN = [
     Part("n", "vision", "vision", "--family qwen2_vl", 30, page="docs/performance.md"),
     Part("n", "vision", "vision", "--family qwen3_vl", 30, page="docs/performance.md"),
 ]  # fmt: skip
-USUAL, CALLS = "a,b,c,d,e,f,h,k", ("1", "2", "3")
+USUAL = "a,b,c,d,e,f,h,k"
 
 TINY = "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-tokens 8 --new-tokens 12"
 FEW = "--device cpu --prompts 2 --samples 2"
-TINY_STEPS = "--settings data.train_batch_size=4 trainer.total_training_steps=2 trainer.test_freq=2"
-TINY_RL = "data.max_response_length=16 actor_rollout_ref.actor.ppo_mini_batch_size=4"
 TINY_PLAN = [
     Part("a", "decode", "decode", f"{TINY} --repeats 1 --generate-pairs 1", 60),
     Part("b", "train", "train", f"{TINY} --rounds 1", 60),
@@ -187,39 +160,17 @@ TINY_PLAN = [
         "--staleness 1", 90,
     ),
     Part("m", "distillation", "distillation", f"{TINY} --teacher tiny --rounds 1", 60),
+    Part("g", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --tiny", 300, needs=(MODEL, DATA),
+         result="{work}/gsm8k/page.json"),
+    Part("n", "tests", "pytest", "-q tests/algos/test_kl.py", 60, lane="tests", result=""),
     Part(
-        "1", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only sft eval_sft {TINY_STEPS}", 120,
-        lane="gsm8k", needs=(MODEL, DATA), result="{work}/gsm8k/eval_sft.json",
-    ),
-    Part("1", "tests", "pytest", "-q tests/algos/test_kl.py", 60, lane="tests", result=""),
-    Part(
-        "1", "agents", "agents",
+        "n", "agents", "agents",
         "--shape tiny --device cpu --sessions 4 --oversubscribed 2 --turns 2 --turn-tokens 4 "
         "--reply-tokens 3 --prompt-tokens 6 --tool-seconds 0.01 --cache-gib 1 --rounds 1 "
         "--ways tools instant", 60,
     ),
-    Part(
-        "2", "gsm8k", "gsm8k",
-        f"{GSM8K} --device cpu --only grpo {TINY_STEPS} {TINY_RL} trainer.save_freq=2", 60,
-        lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
-    ),
-    Part("3", "fp8", "fp8",
+    Part("n", "fp8", "fp8",
          f"--shapes tiny {FEW} --prompt-tokens 6 --new-tokens 8 --rounds 1", 60),
-    Part(
-        "3", "gsm8k", "gsm8k",
-        f"{GSM8K} --device cpu --only grpo --resume {TINY_STEPS} {TINY_RL} trainer.save_freq=2 "
-        "trainer.total_training_steps=4", 60,
-        lane="gsm8k", needs=(TUNED,), result="{work}/gsm8k/grpo.json",
-    ),
-    Part(
-        "3", "gsm8k", "gsm8k", f"{GSM8K} --only eval", 120,
-        lane="gsm8k", needs=(GRPO_SAVED,), result="{work}/gsm8k/eval.json",
-    ),
-    Part(
-        "3", "gsm8k", "gsm8k", f"{GSM8K} --device cpu --only ppo {TINY_STEPS} {TINY_RL} "
-        "trainer.save_freq=2", 60,
-        lane="ppo", needs=(TUNED,), result="{work}/gsm8k/ppo.json",
-    ),
     Part(
         "n", "agents", "agents",
         "--shape tiny --device cpu --sessions 2 4 --turns 2 --turn-tokens 4 --reply-tokens 3 "

@@ -1,6 +1,7 @@
 """Every part runs as a whole, on a CPU with a tiny model."""
 
 import json
+import time
 import zipfile
 from argparse import Namespace
 from importlib.util import module_from_spec, spec_from_file_location
@@ -211,14 +212,17 @@ def test_a_part_of_the_gsm8k_page_that_is_cut_short_keeps_its_curve(tmp_path, mo
     line = json.dumps({"step": 5, "data": {gsm8k.ACCURACY: 0.25}})
     command = f"echo '{line}' > $VERL_FILE_LOGGER_PATH; echo halfway; exec sleep 60"
     monkeypatch.setattr(gsm8k, "commands", lambda: {"grpo": [command]})
-    found = gsm8k.run("grpo", of_gsm8k(tmp_path, timeout_seconds=2))
+    found = gsm8k.run("grpo", of_gsm8k(tmp_path, deadline=time.monotonic() + 2))
     assert found["steps"] == [{"step": 5, "accuracy": 0.25}]
     assert found["failure"] == "TimeoutExpired: halfway\n"
 
 
+LATEST = "latest_checkpointed_iteration.txt"
+
+
 def of_gsm8k(folder, **changes):
-    options = {"device": "cpu", "settings": [], "timeout_seconds": 60, "resume": False} | changes
-    return Namespace(out=folder, home=folder, **options)
+    options = {"device": "cpu", "tiny": False, "only": [], "resume": False} | changes
+    return Namespace(out=folder, home=folder, **{"deadline": time.monotonic() + 60} | options)
 
 
 def test_a_part_of_the_gsm8k_page_that_goes_on_has_one_curve(tmp_path, monkeypatch):
@@ -245,6 +249,27 @@ def test_a_part_of_the_gsm8k_page_that_goes_on_has_one_curve(tmp_path, monkeypat
     assert not saved.exists()
 
 
+def test_what_is_done_of_the_gsm8k_page_is_not_run_again_and_a_failure_keeps_only_its_lane(
+    tmp_path, monkeypatch
+):
+    begun = tmp_path / "begun"
+    commands = {
+        "sft": [f"echo sft >> {begun}"],
+        "grpo": [f"echo grpo >> {begun}; test -e {tmp_path / 'cured'}"],
+        "ppo": [f"echo ppo >> {begun}; mkdir -p runs/gsm8k/ppo; echo 1 > runs/gsm8k/ppo/{LATEST}"],
+        "eval": [f"echo eval >> {begun}"],
+    }
+    monkeypatch.setattr(gsm8k, "commands", lambda: commands)
+    assert gsm8k.run_page(of_gsm8k(tmp_path)) == ["grpo"]
+    assert sorted(begun.read_text().split()) == ["eval", "eval", "grpo", "ppo", "sft"]
+    begun.unlink()
+    (tmp_path / "cured").touch()
+    (tmp_path / "runs/gsm8k/grpo").mkdir()
+    (tmp_path / "runs/gsm8k/grpo" / LATEST).write_text("1")
+    assert gsm8k.run_page(of_gsm8k(tmp_path, resume=True)) == []
+    assert sorted(begun.read_text().split()) == ["eval", "grpo"]
+
+
 @pytest.mark.parametrize(
     ("part", "weights"),
     [
@@ -257,10 +282,10 @@ def test_the_newest_weights_that_a_part_has_saved_are_evaluated(
     tmp_path, monkeypatch, part, weights
 ):
     for trained, step in (("grpo", 40), ("ppo", 60)):
-        saved = tmp_path / "runs/gsm8k" / trained / "latest_checkpointed_iteration.txt"
+        saved = tmp_path / "runs/gsm8k" / trained / LATEST
         saved.parent.mkdir(parents=True)
         saved.write_text(f"{step}\n")
-    command = "echo model.path=runs/gsm8k/grpo/global_step_300/actor/huggingface path=x"
+    command = "echo model.path=runs/gsm8k/grpo/global_step_400/actor/huggingface path=x"
     monkeypatch.setattr(gsm8k, "commands", lambda: {"eval": [command]})
     found = gsm8k.run(part, of_gsm8k(tmp_path))
     assert found["printed"] == f"model.path=runs/gsm8k/{weights} path=x\n"
