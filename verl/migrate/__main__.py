@@ -105,10 +105,10 @@ python -m verl.migrate train_ppo_ray.sh         # a script with OpenRLHF's flags
 python -m verl.migrate guide.md                 # every run in the code blocks of a page
 ```
 
-prints the command of ours, which settings map, which change their meaning, which have no
-equivalent, and what our check says about the result. The file is read as text: nothing in it is
-run. Values that the file computes stay as `<expression>`; fill them in. Add `trainer.dry_run=True`
-to the command to see its plan.
+The output is the equivalent command, then the settings that map, that change their meaning and that
+have no equivalent, and what the configuration check says about the result. The file is read as
+text: nothing in it is run. Values that the file computes stay as `<expression>`; fill them in. Add
+`trainer.dry_run=True` to the command to see its plan.
 
 Scripts of verl need no migration: `python -m verl.trainer.main_ppo` takes the keys of all
 generations and prints the translation of each old one.
