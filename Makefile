@@ -126,7 +126,7 @@ test-all: $(STAMP)  ## Run the slow tests too
 	$(BIN)/python -m pytest -m 'not gpu'
 
 docs: $(STAMP)  ## Build the documentation site into build/site; broken links are errors
-	$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/pip install --quiet -c requirements/constraints.txt 'verl[docs]'
+	$(BIN)/python -c 'import material, latex2mathml' 2>/dev/null || $(BIN)/pip install --quiet -c requirements/constraints.txt 'verl[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 docs-serve: docs  ## Read the documentation in the browser

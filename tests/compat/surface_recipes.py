@@ -15,6 +15,7 @@ RECIPES = {
         HybridEngine.wake_up()
         HybridEngine.sleep()
     """,
+    "verl.trainer.megatron.megatron_engine": "MegatronEngine",
     "verl.trainer.fsdp_sft_trainer": """
         FSDPSFTTrainer(
             config, device_mesh=None, ulysses_device_mesh=None, tokenizer=None,

@@ -72,7 +72,9 @@ def test_trl_counts_completions_and_we_count_prompts(tmp_path, monkeypatch):
 
 def test_a_yaml_of_trl_is_read_too(tmp_path):
     text = "model_name_or_path: m\nlearning_rate: 1e-5\nnum_generations: 8\nscale_rewards: batch\n"
+    text += "repetition_penalty: 1.1\n"
     migration = migrated(tmp_path, "grpo.yaml", text, num_gpus=1)
+    assert migration.values[f"{R}.repetition_penalty"] == 1.1
     assert migration.values[f"{A}.optim.lr"] == 1e-5
     assert migration.missing[0][0] == "scale_rewards"
 

@@ -19,7 +19,9 @@ from verl.config.load import load_config
 from verl.config.schema import FILE_ROOTS
 
 ROOT = Path(__file__).parents[2]
-STARTS = re.compile(r"^(?: {4}|\t)?(?:\$ )?(?:[A-Z_]+=\S+ )*(?=python3? |verl |make )")
+STARTS = re.compile(
+    r"^(?: {4}|\t)?(?:\$ )?(?:[A-Z_]+=\S+ )*(?=python3? |verl |make |bash |examples/)"
+)
 CONFIGURED = {
     "verl.trainer.main_ppo": "ppo_trainer",
     "verl.trainer.fsdp_sft_trainer": "sft_trainer",
@@ -31,13 +33,14 @@ CONFIGURED = {
     "verl.trainer.main_eval": "evaluation",
     "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
 }
+RECIPE = re.compile(r"recipe\.(\w+)\.main_\1")
 OPTION = re.compile(r"^\+{0,2}[a-z_]+(\.[\w-]+)+=")
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] + sorted(
-        (ROOT / "examples").rglob("README.md")
-    )
+    folders = ("docs", "examples", "recipe", "benchmarks")
+    below = [page for folder in folders for page in sorted((ROOT / folder).rglob("*.md"))]
+    return [*sorted(ROOT.glob("*.md")), *below]
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -56,6 +59,9 @@ def faults(page: Path, words: list[str]) -> list[str]:
     if program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return [f"no target {word}" for word in rest[:1] if "=" not in word and word not in targets]
+    if program.startswith("examples/") or program == "bash":
+        script = rest[0] if program == "bash" else program
+        return [] if (ROOT / script).exists() else [f"no file {script}"]
     if program == "verl":
         return [] if rest and rest[0] in COMMANDS else [f"no command {rest[:1]}"]
     if rest[:1] == ["-m"]:
@@ -74,12 +80,12 @@ def module_faults(name: str, words: list[str]) -> list[str]:
         return []
     if find_spec(name) is None:
         return [f"no module {name}"]
-    if name in CONFIGURED:
+    if root := CONFIGURED.get(name) or (RECIPE.fullmatch(name) and "ppo_trainer"):
         options = [
             word for word in words if OPTION.match(word) and not re.search(r"<|=\.\.\.", word)
         ]
         config = OmegaConf.from_dotlist([option.lstrip("+") for option in options])
-        loaded = load_config(config, FILE_ROOTS[CONFIGURED[name]])
+        loaded = load_config(config, FILE_ROOTS[root])
         return [str(fault) for fault in loaded.faults if "unknown option" in str(fault)]
     return flag_faults(import_module(name), words)
 
@@ -116,6 +122,9 @@ def test_a_mistake_on_a_page_would_be_found():
         "verl trian",
         "python -m verl.trainer.main_pop",
         "python examples/nowhere.py",
+        "bash examples/nowhere.sh",
+        "examples/nowhere.sh trainer.dry_run=True",
+        "python -m recipe.dapo.main_dapo actor_rollout_ref.actor.clip_ration=0.1",
         "python -m verl.trainer.main_ppo actor_rollout_ref.actor.clip_ration=0.1",
         "python -m verl.replay runs/x --stpe 3",
     ):

@@ -9,7 +9,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def pages() -> list[Path]:
-    folders = ("docs", "examples", "benchmarks")
+    folders = ("docs", "examples", "recipe", "benchmarks")
     return [*ROOT.glob("*.md"), *(page for one in folders for page in (ROOT / one).rglob("*.md"))]
 
 

@@ -10,12 +10,9 @@ from tests.tiny_models import plain_twin, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.toy import toy_run
 from tests.workers.reward_model.models import TEMPLATE, character_tokenizer, reward_model, save
+from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
-from verl.config.reward import (
-    FSDPRewardModelConfig,
-    RewardManagerConfig,
-    RewardRolloutConfig,
-)
+from verl.config.reward import FSDPRewardModelConfig, RewardManagerConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.scoring import refuse_unsuited_reward_model, score_batch
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -71,6 +68,13 @@ def test_the_models_score_is_the_reward(toy, tmp_path, model_path):
     assert totals.std() > 0
     assert metrics[-1]["reward_model/num_truncated"] == 0
     assert metrics[-1]["reward_model/input_length/max"] > 4
+
+
+@pytest.mark.slow
+def test_the_policy_may_generate_with_an_engine_in_a_process_of_its_own(toy, tmp_path, model_path):
+    engine = "actor_rollout_ref.rollout.name=native_process"
+    _, trainer = run(toy, tmp_path, model_path, NO_FUNCTION, engine)
+    torch.testing.assert_close(trainer.seen.batch["token_level_scores"], model_scores(trainer))
 
 
 @pytest.mark.slow
@@ -309,7 +313,6 @@ def config_with(section=None, **options):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (config_with(rollout=RewardRolloutConfig(name="vllm")), r"rollout\.name is 'vllm'"),
         (config_with(manager="dapo"), r"reward_manager\.name is 'dapo' and reward_model\.enable"),
         (config_with(manager="judge"), r"reward_manager\.name is 'judge' and reward_model\.enable"),
     ],
@@ -321,6 +324,13 @@ def test_what_one_process_cannot_do_is_refused_by_name(config, reason):
 
 def test_what_one_process_can_do_is_not_refused():
     refuse_unsuited_reward_model(config_with())
+
+
+@pytest.mark.parametrize("engine", ["native_process", "vllm", "sglang"])
+def test_the_engine_of_the_policy_says_nothing_about_the_reward_model(engine):
+    rollout = {"actor_rollout_ref": {"rollout": {"name": engine}}}
+    loaded = load_config({"reward_model": {"enable": True}, **rollout}, PPOConfig)
+    refuse_unsuited_reward_model(loaded.config)
 
 
 @pytest.mark.parametrize(

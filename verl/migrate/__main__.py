@@ -21,7 +21,8 @@ MISTAKE = 2
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl.migrate", description=__doc__)
-    parser.add_argument("file", nargs="?", type=Path, help="a shell script, Python file or YAML")
+    kinds = "a shell script, Python file, YAML file, or page with runs in its code blocks"
+    parser.add_argument("file", nargs="?", type=Path, help=kinds)
     parser.add_argument("--gpus", type=int, default=1, help="devices of a machine (TRL: processes)")
     parser.add_argument("--page", action="store_true", help="print the table of all keys")
     options = parser.parse_args(arguments)
@@ -101,15 +102,19 @@ HEAD = """\
 python -m verl.migrate run_grpo.sh              # a script or YAML of verl, of any generation
 python -m verl.migrate train.py --gpus 4        # a Python file with TRL's GRPOConfig, or its YAML
 python -m verl.migrate train_ppo_ray.sh         # a script with OpenRLHF's flags
+python -m verl.migrate guide.md                 # every run in the code blocks of a page
 ```
 
-prints the command of ours, which settings map, which change their meaning, which have no
-equivalent, and what our check says about the result. The file is read as text: nothing in it is
-run. Values that the file computes stay as `<expression>`; fill them in. Add `trainer.dry_run=True`
-to the command to see its plan.
+The output is the equivalent command, then the settings that map, that change their meaning and that
+have no equivalent, and what the configuration check says about the result. The file is read as
+text: nothing in it is run. Values that the file computes stay as `<expression>`; fill them in. Add
+`trainer.dry_run=True` to the command to see its plan.
 
 Scripts of verl need no migration: `python -m verl.trainer.main_ppo` takes the keys of all
-generations and says what it made of each old one.
+generations and prints the translation of each old one.
+
+In the tables, *by value* means that the key depends on the value of the setting; the command prints
+the result. *No equivalent* means that the setting is left out, for the reason in the note.
 
 ## The same curve
 
@@ -186,7 +191,7 @@ def older_table() -> Iterator[str]:
             today = "by value"
         values = [value for value in rule.off if value not in (False, None, "")]
         off = ", ".join(f"`{written(value)}`" for value in values)
-        why = f"{rule.why} (not at {off})" if rule.refuses and off else rule.why
+        why = f"{rule.why} ({off} is accepted)" if rule.refuses and off else rule.why
         yield f"| `{rule.old}` | {today} | {why} |"
 
 

@@ -259,7 +259,7 @@ TABLE: Table = {
     "train.dynamic_batch_enable": on(f"{ACTOR}.use_dynamic_bsz"),
     "train.max_tokens_per_gpu": Row(f"{ACTOR}.ppo_max_token_len_per_gpu"),
     "rollout.max_tokens_per_gpu": Row(f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
-    "train.async_enable": Row(note="python -m verl.experimental.fully_async_policy; docs/async.md"),
+    "train.async_enable": Row(note="another command or trainer.v1.trainer_mode; see docs/async.md"),
     "eval.temperature": Row(f"{ROLLOUT}.val_kwargs.temperature"),
     "eval.n_samples_per_prompt": Row(f"{ROLLOUT}.val_kwargs.n"),
     "data.image_key": Row("data.image_key"),

@@ -132,6 +132,10 @@ OLD_PATHS: dict[str, str | dict[str, str]] = {
     "verl.trainer.fsdp.hybrid_engine": {
         "HybridEngine": "verl.workers.rollout.replica:RolloutReplica"
     },
+    "verl.trainer.megatron": {},
+    "verl.trainer.megatron.megatron_engine": names(
+        "verl.workers.engine.megatron", "MegatronEngine"
+    ),
     "verl.trainer.ppo.rollout_corr_helper": "verl.algos.rollout_correction",
     "verl.utils.activation_offload": names(_HELPERS, "enable_activation_offloading"),
     "verl.utils.config": names(

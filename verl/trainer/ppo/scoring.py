@@ -43,7 +43,6 @@ from verl.workers.reward_manager.adapters import (
 from verl.workers.reward_manager.grader import RewardError
 from verl.workers.reward_manager.service import GradingService
 
-NATIVE_ENGINES = ("native", "hf")
 MANAGERS_THAT_ASK_A_FUNCTION = (
     "batch", "dapo", "judge", "limited", "prime", "rate_limited", "remote",
 )  # fmt: skip
@@ -257,12 +256,6 @@ def refuse_unsuited_reward_model(config: PPOConfig) -> None:
             "reward_model.enable_resource_pool is True and custom_reward_function asks the model "
             "through reward_router_address; the model is served from the trainer's process only: "
             "set reward_model.enable_resource_pool=False"
-        )
-    if model.rollout.name not in NATIVE_ENGINES:
-        raise ValueError(
-            f"reward_model.rollout.name is {model.rollout.name!r}; the reward model runs in this "
-            "process: set reward_model.rollout.name=native, or ask a served one from a "
-            "custom_reward_function"
         )
     manager = config.reward_manager
     if manager.name == "model" and config.custom_reward_function.path is not None:
