@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.algorithm_table import ALGORITHMS, Algorithm
+from benchmarks.algorithm_table import ALGORITHMS, ESTIMATOR, ROLLOUT, Algorithm
 from benchmarks.algorithms import draw, summaries_of, table
 
 DOCS = Path("docs/algorithms")
@@ -55,9 +55,24 @@ SHOWN = """\
 """  # noqa: E501
 
 
+def settings_on_page(algorithm: Algorithm) -> list[str]:
+    """A whole run: the algorithm on GSM8K, on one GPU."""
+    data, model = "$HOME/data/gsm8k", "Qwen/Qwen2.5-0.5B-Instruct"
+    own = algorithm.settings if algorithm.advised is None else algorithm.advised
+    settings = [
+        f"data.train_files={data}/train.parquet data.val_files={data}/test.parquet",
+        f"actor_rollout_ref.model.path={model} trainer.n_gpus_per_node=1",
+    ]
+    if f"{ESTIMATOR}=gae" in own:
+        settings.append(f"critic.model.path={model}")
+    if algorithm.samples > 1:
+        settings.append(f"{ROLLOUT}.n={algorithm.samples}")
+    return [*settings, *own]
+
+
 def page(name: str, algorithm: Algorithm, summary: dict[str, Any] | None) -> str:
     """One algorithm: formula, command, metrics, curve, paper."""
-    settings = " \\\n    ".join(algorithm.settings)
+    settings = " \\\n    ".join(settings_on_page(algorithm))
     parts = [
         f"# {algorithm.title}",
         NOTE,
@@ -67,6 +82,8 @@ def page(name: str, algorithm: Algorithm, summary: dict[str, Any] | None) -> str
         "A advantage, rho = pi / pi_old per token, g the responses to one prompt; "
         "[estimators](advantages.md), [losses](policy_losses.md).",
         f"## Run it\n\n```bash\npython -m verl.trainer.main_ppo \\\n    {settings}\n```",
+        "The data are those of [GSM8K, step by step](../gsm8k.md); options that are not named keep "
+        "their [defaults](../config.md).",
     ]
     if algorithm.folder is not None:
         parts.append(
@@ -83,6 +100,10 @@ def page(name: str, algorithm: Algorithm, summary: dict[str, Any] | None) -> str
             f"({len(summary['by_seed'])} seeds, 95% interval); the curve: {drawn}, grey: controls. "
             "[What was run](comparison.md)."
         )
+        if toys := sorted({*algorithm.settings} - {*settings_on_page(algorithm)}):
+            parts.append(
+                "Other than above, that toy has " + ", ".join(f"`{t}`" for t in toys) + "."
+            )
     return "\n\n".join(parts) + "\n"
 
 

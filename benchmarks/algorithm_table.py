@@ -38,6 +38,12 @@ class Algorithm:
     page: str | None = None
     """A page written by hand that has it, in docs/algorithms."""
 
+    samples: int = 8
+    """Responses to a prompt in the page's command; 1 where none is compared with another."""
+
+    advised: tuple[str, ...] | None = None
+    """Settings of the page's command, where those of the toy do not suit a real model."""
+
 
 ALGORITHMS: dict[str, Algorithm] = {
     "ppo": Algorithm(
@@ -48,6 +54,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         paper="1707.06347",
         what="A critic learns what to expect of each token, so credit is per token. Needs a second "
         "model; pays where responses are long or rewards come in between.",
+        samples=1,
         watch=("critic/vf_loss", "critic/vf_explained_var", *CLIPS),
     ),
     "grpo": Algorithm(
@@ -85,6 +92,13 @@ ALGORITHMS: dict[str, Algorithm] = {
         paper="2503.14476",
         what="Clip-higher keeps exploration alive; dynamic sampling spends the update on prompts "
         "that teach something. Samples more than `data.train_batch_size` prompts a step.",
+        advised=(
+            f"{ESTIMATOR}=grpo",
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.metric=score",
+            "algorithm.filter_groups.max_num_gen_batches=10",
+            f"{ACTOR}.clip_ratio_high=0.28",
+        ),
         watch=("train/num_gen_batches", "train/num_groups_dropped", "actor/entropy"),
         command="recipe.dapo.main_dapo",
         folder="recipe/dapo",
@@ -103,6 +117,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         formula="A_t = whiten(sum_k gamma^k r_{t+k}) over all tokens of the batch",
         paper="2501.03262",
         what="Needs no groups: one response per prompt will do. The baseline is the batch's mean.",
+        samples=1,
         watch=("critic/returns/mean", *CLIPS),
     ),
     "reinforce_plus_plus_baseline": Algorithm(
@@ -119,6 +134,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         formula="A_t = sum_k r_{t+k} - r(greedy response)",
         paper="2310.10505",
         what="The greedy response to the same prompt is the baseline: one more rollout per prompt.",
+        samples=1,
         watch=("critic/advantages/mean", *CLIPS),
     ),
     "opo": Algorithm(
@@ -128,6 +144,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         paper="2505.23585",
         what="The baseline of least variance where longer responses have longer gradients; one "
         "optimizer step per batch, no KL or entropy term.",
+        advised=(f"{ESTIMATOR}=opo", f"{ACTOR}.ppo_mini_batch_size=1024"),
         watch=("actor/grad_norm", "actor/entropy"),
     ),
     "gpg": Algorithm(
@@ -136,6 +153,11 @@ ALGORITHMS: dict[str, Algorithm] = {
         formula="A_i = B / count(r != 0) (r_i - mean_g r),   L = -A log pi",
         paper="2504.02546",
         what="The plain policy gradient, scaled up where few responses earn anything.",
+        advised=(
+            f"{ESTIMATOR}=gpg",
+            f"{LOSS}=gpg",
+            f"{ACTOR}.ppo_mini_batch_size=1024",
+        ),
         watch=("actor/grad_norm", "actor/entropy"),
     ),
     "gspo": Algorithm(
@@ -152,6 +174,13 @@ ALGORITHMS: dict[str, Algorithm] = {
         what="One ratio per sequence, the geometric mean of its tokens': stable for mixtures of "
         "experts. The ratio moves less than a token's, so the clip is narrow (3e-4, 4e-4 for long "
         "responses).",
+        advised=(
+            f"{ESTIMATOR}=grpo",
+            f"{LOSS}=gspo",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+            f"{ACTOR}.clip_ratio_low=3e-4",
+            f"{ACTOR}.clip_ratio_high=4e-4",
+        ),
         watch=CLIPS,
     ),
     "gmpo": Algorithm(
@@ -208,6 +237,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "-A rho for the others",
         paper="2505.22617",
         what="The same tokens as in Clip-Cov, held back by a KL instead of dropped.",
+        advised=(f"{ESTIMATOR}=grpo", f"{LOSS}=kl_cov"),
         watch=("actor/entropy", "actor/ppo_kl"),
         command="recipe.entropy.main_entropy",
         folder="recipe/entropy",
@@ -237,6 +267,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         paper="2409.06957",
         what="Trains where a reward model is reliable, at its extremes; with `pf_ppo.replay_size` "
         "also on responses of earlier steps.",
+        samples=1,
         watch=("critic/score/mean", "critic/vf_explained_var", *CLIPS),
     ),
     "pf_ppo_replay": Algorithm(
@@ -253,6 +284,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         paper="2409.06957",
         what="Responses of earlier steps take part again, corrected for the policy that sampled "
         "them: more updates per response where sampling is what costs.",
+        samples=1,
+        advised=(
+            "trainer.recipe=pf_ppo",
+            f"{ESTIMATOR}=gae",
+            "algorithm.use_pf_ppo=true",
+            "algorithm.pf_ppo.replay_size=2048",
+            "algorithm.rollout_correction.rollout_is=token",
+        ),
         watch=("training/replayed_ratio", "rollout_corr/rollout_is_mean", *CLIPS),
         command="recipe.pf_ppo.main_pf_ppo",
         folder="recipe/pf_ppo",

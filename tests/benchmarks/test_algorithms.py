@@ -2,13 +2,21 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.algorithm_pages import NOTE, NUMBERS, add_runs, comparison, page
-from benchmarks.algorithm_table import ALGORITHMS, CONTROLS
+from benchmarks.algorithm_pages import (
+    NOTE,
+    NUMBERS,
+    add_runs,
+    comparison,
+    page,
+    settings_on_page,
+)
+from benchmarks.algorithm_table import ALGORITHMS, CONTROLS, ESTIMATOR
 from benchmarks.algorithms import (
     COMMON,
     interval,
@@ -21,6 +29,9 @@ from benchmarks.algorithms import (
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
 from verl.config.validate import validate
+
+ALONE = ("gae", "reinforce_plus_plus", "remax")
+"""Estimators that need one response to a prompt."""
 
 
 @pytest.mark.slow
@@ -38,6 +49,28 @@ def test_every_entry_of_the_table_is_a_valid_run(tmp_path):
         if faults:
             wrong[name] = [str(fault) for fault in faults]
     assert wrong == {}
+
+
+@pytest.mark.slow
+def test_every_pages_command_is_a_valid_run():
+    wrong = {}
+    for name, algorithm in ALGORITHMS.items():
+        if algorithm.page is not None:
+            continue
+        options = shlex.split(" ".join(settings_on_page(algorithm)))
+        read = load_config(OmegaConf.from_dotlist(options), PPOConfig, keeps_unknown=True)
+        faults = validate(read.config, read.user_set, known_faults=read.faults)
+        # The files of the data, and their folders, are on the reader's machine.
+        found = [str(fault) for fault in faults if "$HOME" not in str(fault)]
+        if found:
+            wrong[name] = found
+    assert wrong == {}
+
+
+def test_what_compares_responses_to_a_prompt_has_several_in_its_pages_command():
+    for algorithm in ALGORITHMS.values():
+        is_of_groups = not {f"{ESTIMATOR}={name}" for name in ALONE} & set(algorithm.settings)
+        assert algorithm.samples > 1 or not is_of_groups, algorithm.title
 
 
 def test_every_algorithm_has_a_page():
