@@ -12,7 +12,7 @@ from tests.toy import toy_run
 from tests.workers.reward_model.models import TEMPLATE, character_tokenizer, reward_model, save
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
-from verl.config.reward import FSDPRewardModelConfig, RewardManagerConfig
+from verl.config.validate import reward_model_faults
 from verl.protocol import DataProto
 from verl.trainer.ppo.scoring import refuse_unsuited_reward_model, score_batch
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -304,26 +304,23 @@ def test_held_out_prompts_with_an_answer_are_graded_by_rule(toy, tmp_path, model
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def config_with(section=None, **options):
-    manager = RewardManagerConfig(name=options.pop("manager", "naive"))
-    section = section or FSDPRewardModelConfig(enable=True, **options)
-    return PPOConfig(reward_model=section, reward_manager=manager)
+def faults_of(**sections):
+    loaded = load_config({"reward_model": {"enable": True}, **sections}, PPOConfig)
+    return [fault.text for fault in reward_model_faults(loaded.config)]
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (config_with(manager="dapo"), r"reward_manager\.name is 'dapo' and reward_model\.enable"),
-        (config_with(manager="judge"), r"reward_manager\.name is 'judge' and reward_model\.enable"),
-    ],
-)
-def test_what_one_process_cannot_do_is_refused_by_name(config, reason):
-    with pytest.raises(ValueError, match=reason):
-        refuse_unsuited_reward_model(config)
+@pytest.mark.parametrize("manager", ["dapo", "judge"])
+def test_a_manager_that_would_do_nothing_is_refused_by_name(manager):
+    (fault,) = faults_of(reward_manager={"name": manager})
+    assert f"reward_manager.name is '{manager}' and reward_model.enable is True" in fault
+    assert faults_of() == []
 
 
-def test_what_one_process_can_do_is_not_refused():
-    refuse_unsuited_reward_model(config_with())
+def test_a_function_that_nobody_would_ask_is_refused():
+    (fault,) = faults_of(
+        reward_manager={"name": "model"}, custom_reward_function={"path": "reward.py"}
+    )
+    assert "that manager asks no function" in fault
 
 
 @pytest.mark.parametrize("engine", ["native_process", "vllm", "sglang"])

@@ -34,6 +34,7 @@ from verl.config.roles import (
     pool_devices,
     ranks_per_sequence,
     role_ranks,
+    runs_prime,
     sequence_ranks,
     world_size,
 )
@@ -45,6 +46,10 @@ from verl.config.validate_parts import algorithm_faults, rollout_faults
 ACTOR = "actor_rollout_ref.actor"
 ALWAYS_CHECKED = {f"{ACTOR}.strategy"}
 """What a configuration file may choose without the user setting a key."""
+MANAGERS_THAT_ASK_A_FUNCTION = (
+    "batch", "dapo", "judge", "limited", "prime", "rate_limited", "remote",
+)  # fmt: skip
+"""Reward managers of ours that do nothing where a model's score is the reward."""
 
 
 def validate(
@@ -309,6 +314,13 @@ def placement_faults(config: PPOConfig, roles: Roles) -> Iterator[Fault]:
             f"{trainer.nnodes} machines: use trainer.controller=ray"
         )
         yield Fault(text, ("trainer.controller", "trainer.nnodes"))
+    if config.transfer_queue.enable and trainer.controller == "local" and world_size(config) > 1:
+        text = (
+            f"transfer_queue.enable is True, but the {world_size(config)} ranks of "
+            "trainer.controller=local are processes that share no store; use "
+            "trainer.controller=ray, or leave transfer_queue.enable out"
+        )
+        yield Fault(text, ("transfer_queue.enable", "trainer.controller"))
     if trainer.resume_mode == "resume_path" and "global_step_" not in str(trainer.resume_from_path):
         text = (
             f"trainer.resume_from_path is {shown(trainer.resume_from_path)}; with "
@@ -453,3 +465,26 @@ def loader_faults(config: Any) -> Iterator[Fault]:
             "a reward model: set reward_model.enable=True and reward_model.model.path"
         )
         yield Fault(text, ("reward_manager.name", "reward_model.enable"))
+    if config.reward_model.enable and not runs_prime(config):
+        yield from reward_model_faults(config)
+
+
+def reward_model_faults(config: PPOConfig) -> Iterator[Fault]:
+    """A manager beside a frozen model must have something to do, and nothing that it ignores."""
+    manager, function = config.reward_manager, config.custom_reward_function.path
+    keys = ("reward_manager.name", "custom_reward_function.path")
+    if manager.name == "model" and function is not None:
+        text = (
+            "reward_manager.name is 'model' and custom_reward_function.path is set; that manager "
+            "asks no function: remove one of the two"
+        )
+        yield Fault(text, keys)
+    is_built_in = manager.source == "register" and manager.name in MANAGERS_THAT_ASK_A_FUNCTION
+    if is_built_in and function is None:
+        text = (
+            f"reward_manager.name is {manager.name!r} and reward_model.enable is True; without a "
+            "custom_reward_function the model's score is the reward and that manager would do "
+            "nothing: set reward_manager.name=naive, or give it a function, which finds the "
+            'model\'s score in extra_info["rm_score"]'
+        )
+        yield Fault(text, keys)

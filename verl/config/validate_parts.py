@@ -134,6 +134,12 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
             "only gae draws the batch again: set one of them the other way"
         )
         yield Fault(text, ("algorithm.use_pf_ppo", "algorithm.adv_estimator"))
+    if config.algorithm.use_pf_ppo and config.transfer_queue.enable:
+        text = (
+            "algorithm.use_pf_ppo draws the rows of a batch anew, which transfer_queue.enable "
+            "does not do yet; leave one of them out"
+        )
+        yield Fault(text, ("algorithm.use_pf_ppo", "transfer_queue.enable"))
     if config.trainer.recipe == "pf_ppo":
         yield from old_response_faults(config)
     if estimator == "grpo_passk" and n < 2:
@@ -154,6 +160,12 @@ def estimator_faults(config: Any) -> Iterator[Fault]:
             "must say what has to differ: acc, score, seq_reward or seq_final_reward"
         )
         yield Fault(text, ("algorithm.filter_groups.metric",))
+    if groups.enable and groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        text = (
+            "algorithm.filter_groups.metric is seq_final_reward, but the KL of "
+            "algorithm.use_kl_in_reward is charged after prompts are chosen; use seq_reward"
+        )
+        yield Fault(text, ("algorithm.filter_groups.metric", "algorithm.use_kl_in_reward"))
 
 
 def other_weights_faults(config: Any) -> Iterator[Fault]:

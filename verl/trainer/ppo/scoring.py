@@ -43,10 +43,6 @@ from verl.workers.reward_manager.adapters import (
 from verl.workers.reward_manager.grader import RewardError
 from verl.workers.reward_manager.service import GradingService
 
-MANAGERS_THAT_ASK_A_FUNCTION = (
-    "batch", "dapo", "judge", "limited", "prime", "rate_limited", "remote",
-)  # fmt: skip
-
 
 @dataclass(kw_only=True)
 class Scored:
@@ -256,18 +252,4 @@ def refuse_unsuited_reward_model(config: PPOConfig) -> None:
             "reward_model.enable_resource_pool is True and custom_reward_function asks the model "
             "through reward_router_address; the model is served from the trainer's process only: "
             "set reward_model.enable_resource_pool=False"
-        )
-    manager = config.reward_manager
-    if manager.name == "model" and config.custom_reward_function.path is not None:
-        raise ValueError(
-            "reward_manager.name is 'model' and custom_reward_function.path is set; that manager "
-            "asks no function: remove one of the two"
-        )
-    is_built_in = manager.source == "register" and manager.name in MANAGERS_THAT_ASK_A_FUNCTION
-    if is_built_in and config.custom_reward_function.path is None:
-        raise ValueError(
-            f"reward_manager.name is {manager.name!r} and reward_model.enable is True; without a "
-            "custom_reward_function the model's score is the reward and that manager would do "
-            "nothing: set reward_manager.name=naive, or give it a function, which finds the "
-            'model\'s score in extra_info["rm_score"]'
         )

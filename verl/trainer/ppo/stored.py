@@ -20,7 +20,6 @@ from verl.algos.rollout_correction.apply import compute_rollout_correction_and_a
 from verl.config.algorithm import AlgoConfig, RolloutCorrectionConfig
 from verl.config.correction import correction_of
 from verl.config.ppo import PPOConfig
-from verl.config.roles import world_size
 from verl.config.trainer import TransferQueueConfig
 from verl.data_plane import DataPlane, Limits, PlaneLost, create
 from verl.data_plane.batch import StoredBatch, disconnect, put_columns
@@ -54,18 +53,6 @@ class StoredTrainer(PPOTrainer):
     plane: DataPlane
 
     def init_workers(self) -> None:
-        if self.config.algorithm.use_pf_ppo:
-            raise ValueError(
-                "algorithm.use_pf_ppo draws the rows of a batch anew, which transfer_queue.enable "
-                "does not do yet; leave one of them out"
-            )
-        num_ranks = world_size(self.config)
-        if self.controller is LOCAL and num_ranks > 1:
-            raise ValueError(
-                f"transfer_queue.enable is True, but the {num_ranks} ranks of "
-                "trainer.controller=local are processes that share no store; use "
-                "trainer.controller=ray, or leave transfer_queue.enable out"
-            )
         super().init_workers()
         backend = "in_process" if self.controller is LOCAL else backend_on_ray(self.config)
         name = f"{self.config.trainer.experiment_name}-{uuid.uuid4().hex[:8]}"

@@ -256,9 +256,3 @@ def refuse_what_is_not_here(config: PPOConfig) -> None:
             "and asynchronous training starts prompts one by one. Derive it from AgentLoopManager "
             "without that method, or train synchronously (verl.trainer.main_ppo)"
         )
-    groups = config.algorithm.filter_groups
-    if groups.enable and groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
-        raise ValueError(
-            "algorithm.filter_groups.metric is seq_final_reward, but the KL of "
-            "algorithm.use_kl_in_reward is charged after prompts are chosen; use seq_reward"
-        )
