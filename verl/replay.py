@@ -16,7 +16,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from verl.board.compare import MACHINE_METRICS
 from verl.board.reader import NoStore, StoreReader, one_run
 from verl.board.recorder import COLUMNS
 from verl.board.store import Sample
+from verl.config.faults import ConfigError
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
 from verl.config.roles import async_mode
@@ -224,7 +225,11 @@ def replay_config(request: Request, folder: Path) -> PPOConfig:
     values.critic.pop(
         "model_config", None
     )  # set by the run, and as an option an older name of model
+    recorded = load_config(values, PPOConfig).faults  # keys that the run added with +
     values.merge_with_dotlist(request.overrides)
+    faults = load_config(values, PPOConfig).faults
+    if mistakes := [fault for fault in faults if fault not in recorded]:
+        raise ConfigError(mistakes)
     quiet: dict[str, Any] = {**QUIET, "default_local_dir": str(folder), "resume_mode": "disable"}
     if request.checkpoint is not None:
         quiet |= {"resume_mode": "resume_path", "resume_from_path": str(request.checkpoint)}
@@ -302,23 +307,23 @@ def differences(request: Request, remade: Remade) -> list[str]:
 
 def what_if(real: Remade, other: Remade) -> Table:
     """What the step did, and what the other settings would have done."""
-    table = Table("", "as it was", "instead", "")
+    table = Table("", "as it was", "instead")
     masks = [one.batch.batch["response_mask"].bool() for one in (real, other)]
     values = [
         one.batch.batch["advantages"][mask] for one, mask in zip((real, other), masks, strict=True)
     ]
-    rows = [("advantage, mean", *(v.mean().item() for v in values), "")]
-    rows.append(("advantage, mean size", *(v.abs().mean().item() for v in values), ""))
-    rows.append(("advantage, largest size", *(v.abs().max().item() for v in values), ""))
+    rows = [("advantage, mean", *(v.mean().item() for v in values))]
+    rows.append(("advantage, mean size", *(v.abs().mean().item() for v in values)))
+    rows.append(("advantage, largest size", *(v.abs().max().item() for v in values)))
     turned = (values[0].sign() != values[1].sign()).float().mean().item()
     rows += [
-        (name, float(real.metrics[name]), float(other.metrics[name]), "")
+        (name, float(real.metrics[name]), float(other.metrics[name]))
         for name in SHOWN
         if name in real.metrics and name in other.metrics
     ]
-    for name, a, b, note in rows:
-        table.add_row(name, f"{a:.6g}", f"{b:.6g}", note)
-    table.add_row("tokens whose advantage has another sign", "", f"{turned:.1%}", "")
+    for name, a, b in rows:
+        table.add_row(name, f"{a:.6g}", f"{b:.6g}")
+    table.add_row("tokens whose advantage has another sign", "", f"{turned:.1%}")
     for name, a, b in (
         ("gradient of the first optimizer step", real.gradient, other.gradient),
         ("change of the weights", real.change, other.change),
@@ -326,7 +331,7 @@ def what_if(real: Remade, other: Remade) -> Table:
         shown = "not in this process: set trainer.n_gpus_per_node=1"
         if a is not None and b is not None:
             shown = f"{cosine(a, b):.6f}"
-        table.add_row(f"cosine, {name}", "1", shown, "")
+        table.add_row(f"cosine, {name}", "1", shown)
     return table
 
 
@@ -346,13 +351,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         overrides = overrides_of(options.algorithm, options.options)
         request = request_of(Path(options.run).expanduser(), options.step)
+        changed = replace(request, overrides=overrides)
         with tempfile.TemporaryDirectory() as folder:
+            replay_config(changed, Path(folder))  # a mistake is refused before anything is made
             real, start = remake(request, Path(folder) / "real")
             found = differences(request, real)
             if overrides:
-                changed = Request(
-                    store=request.store, step=request.step, checkpoint=start, overrides=overrides
-                )
+                changed = replace(changed, checkpoint=start)
                 other, _ = remake(changed, Path(folder) / "other")
                 Console().print(what_if(real, other))
     except (ValueError, OSError, CheckpointError, NoStore) as error:

@@ -177,6 +177,7 @@ def test_two_runs_are_compared_down_to_the_first_token_that_differs(tmp_path):
     assert first_difference(*nan) is None
     fewer = stored(tmp_path / "e", sample("2-0"))
     assert "sample 1 is in the first run only" in str(first_difference(ours, fewer))
+    assert first_difference(ours, stored(tmp_path / "j")) is None, "its samples were removed"
     metric = stored(tmp_path / "f", sample("2-0"), sample("2-1"), metrics={"actor/lr": 2.0})
     assert str(first_difference(ours, metric)).startswith("step 2: actor/lr: None against 2.0")
 
