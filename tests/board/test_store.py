@@ -91,10 +91,11 @@ def test_what_the_page_reads_is_json_whatever_went_wrong(tmp_path):
 def test_samples_are_found_by_text_step_and_phase(tmp_path):
     store = writer(tmp_path)
     store.add(step(1, sample(response="Seven"), sample(response="eight", phase="validation")))
-    store.add(step(2, sample(response="seventeen, Über")))
+    store.add(step(2, sample(response="seventeen, Über 100% \\_")))
     store.close()
     reader = StoreReader(tmp_path / FILE_NAME)
     assert reader.samples(text="SEVEN")["count"] == 2
+    assert reader.samples(text="100%")["count"] == reader.samples(text="\\_")["count"] == 1
     assert reader.samples(text="ÜBER")["count"] == reader.samples(text="über")["count"] == 1
     assert reader.samples(text="seven", step=2)["count"] == 1
     assert reader.samples(phase="validation")["rows"][0]["response"] == "eight"
