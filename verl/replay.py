@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from yaml import MarkedYAMLError
 
 from verl.algos.registry import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.board.compare import MACHINE_METRICS
@@ -360,6 +361,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 changed = replace(changed, checkpoint=start)
                 other, _ = remake(changed, Path(folder) / "other")
                 Console().print(what_if(real, other))
+    except MarkedYAMLError as error:
+        sys.stderr.write(f"error: the value of an option is no YAML: {error.problem}\n")
+        return MISTAKE
     except (ValueError, OSError, CheckpointError, NoStore) as error:
         sys.stderr.write(f"error: {error}\n")
         return MISTAKE
