@@ -36,10 +36,11 @@ from verl.board.store import Sample
 from verl.config.faults import ConfigError
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
-from verl.config.roles import async_mode
+from verl.config.roles import async_mode, needs_critic
 from verl.protocol import DataProto
 from verl.protocol.padded import SESSION_UID, Padding, padded_columns
 from verl.protocol.trajectory import Segment, Trajectory, response_segments
+from verl.single_controller.base.failures import WorkerError
 from verl.trainer.main_replay import DIFFERENT, MISTAKE, QUIET, SAME
 from verl.trainer.ppo.context import StepContext, object_array
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -354,7 +355,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request = request_of(Path(options.run).expanduser(), options.step)
         changed = replace(request, overrides=overrides)
         with tempfile.TemporaryDirectory() as folder:
-            replay_config(changed, Path(folder))  # a mistake is refused before anything is made
+            # A mistake is refused before anything is made.
+            was, wanted = (replay_config(one, Path(folder)) for one in (request, changed))
+            if needs_critic(wanted) and not needs_critic(was):
+                raise ValueError(
+                    "these options need a critic, and the run trained none; choose an advantage "
+                    "estimator that works without"
+                )
             real, start = remake(request, Path(folder) / "real")
             found = differences(request, real)
             if overrides:
@@ -363,6 +370,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 Console().print(what_if(real, other))
     except MarkedYAMLError as error:
         sys.stderr.write(f"error: the value of an option is no YAML: {error.problem}\n")
+        return MISTAKE
+    except WorkerError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        sys.stderr.write(f"error: {error.__cause__}\n")  # what a loss needs and the options lack
         return MISTAKE
     except (ValueError, OSError, CheckpointError, NoStore) as error:
         sys.stderr.write(f"error: {error}\n")
