@@ -161,6 +161,7 @@ def test_time_health_and_comparison_have_something_to_say(page):
     page.get_by_text("gen 50.0%").first.wait_for()
     choose(page, "Health")
     page.get_by_text("tripwire/entropy_collapsed").first.wait_for()
+    assert page.locator(".events th").first.bounding_box()["height"] < 40, "a word is broken"
     choose(page, "Compare")
     page.get_by_text("First difference: step 1: critic/score/mean: 0.02 against 0.12").wait_for()
 
@@ -222,6 +223,33 @@ def test_a_run_that_went_wrong_is_shown(browser, tmp_path):
     choose(tab, "Health")
     tab.get_by_text("reward/num_errors: 3").wait_for()
     tab.get_by_text("trainer idle 38% of the time").wait_for()
+    tab.close()
+
+
+def test_many_runs_leave_room_on_a_telephone(browser, tmp_path):
+    for number in range(9):
+        store = StoreWriter(
+            tmp_path / str(number), facts={"name": "demo"}, decode=str, max_bytes=1 << 20
+        )
+        metrics = {"actor/entropy": float(number)}
+        store.add(Step(number=1, metrics=metrics, seconds={}, samples=list(samples(1))[:20]))
+        store.close()
+    path = tmp_path / "page.html"
+    path.write_text(Board([tmp_path]).exported(20), encoding="utf-8")
+    tab = browser.new_page(viewport={"width": 390, "height": 700})
+    tab.set_default_timeout(PATIENCE)
+    tab.goto(path.as_uri())
+    tab.get_by_text("demo (8)").wait_for()
+    head = tab.locator("header").bounding_box()["height"]
+    assert head < 300
+    choose(tab, "Compare")
+    tab.get_by_text("names the first difference of up to five runs").wait_for()
+    tab.get_by_role("cell", name="actor/entropy").wait_for()
+    choose(tab, "Samples")
+    tab.locator(".sample").first.click()
+    tab.locator("#detail .tokens").first.wait_for()
+    top = "document.getElementById('detail').getBoundingClientRect().top"
+    tab.wait_for_function(f"Math.abs({top} - {head}) < 40")  # below the head, not behind it
     tab.close()
 
 
