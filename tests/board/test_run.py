@@ -181,6 +181,17 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch)
     assert names == ["demo (a/grpo)", "demo (b/grpo)", "other"]
 
 
+def test_a_store_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys):
+    StoreWriter(tmp_path / "good", facts={"name": "good"}, decode=str, max_bytes=1 << 20).close()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / FILE_NAME).write_text("not a database, but long enough to be one")
+    assert [run["name"] for run in Board([tmp_path]).runs({})] == ["good"]
+    assert command.main([str(tmp_path), "--export", str(tmp_path / "page.html")]) == 0
+    assert "note: left out: " in capsys.readouterr().err
+    assert command.main([str(tmp_path / "bad")]) == 2
+    assert "cannot be read as the store of a run" in capsys.readouterr().err
+
+
 def test_no_text_in_an_export_begins_a_tag_or_a_comment(monkeypatch):
     """Within a script `<!--<script>` would swallow its end, and the page with it."""
     board = Board([])

@@ -20,6 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
         board = Board(options.runs)
     except NoStore as error:
         return refused(str(error))
+    for reason in board.unreadable.values():
+        sys.stderr.write(f"note: left out: {reason}\n")
     if options.export is not None:
         return export(board, options.export, options.samples)
     try:

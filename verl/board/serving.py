@@ -37,15 +37,23 @@ class Board:
         """`paths` are stores, folders of runs, or folders with several of them."""
         self._paths = list(paths)
         self._readers: dict[Path, StoreReader] = {}
+        self.unreadable: dict[Path, str] = {}
+        """Stores that are damaged, of another version or not begun yet, and why."""
+
         self._is_closed = threading.Event()
         self._find()
 
     def _find(self) -> list[StoreReader]:
         """A reader for every store, those that were begun meanwhile included."""
-        for path in self._paths:
-            for store in stores_below(path):
-                if store not in self._readers:
+        for store in (store for path in self._paths for store in stores_below(path)):
+            if store not in self._readers:
+                try:
                     self._readers[store] = StoreReader(store)
+                    self.unreadable.pop(store, None)
+                except NoStore as error:
+                    self.unreadable[store] = str(error)
+        if self._paths and not self._readers:
+            raise NoStore("; ".join(self.unreadable.values()))
         return list(self._readers.values())
 
     def _run(self, question: Mapping[str, Any], name: str = "run") -> StoreReader:
