@@ -233,6 +233,8 @@ def test_many_runs_leave_room_on_a_telephone(browser, tmp_path):
         )
         metrics = {"actor/entropy": float(number)}
         store.add(Step(number=1, metrics=metrics, seconds={}, samples=list(samples(1))[:20]))
+        if number == 0:
+            store.add(Step(number=9, metrics=metrics, seconds={}))
         store.close()
     path = tmp_path / "page.html"
     path.write_text(Board([tmp_path]).exported(20), encoding="utf-8")
@@ -242,6 +244,8 @@ def test_many_runs_leave_room_on_a_telephone(browser, tmp_path):
     tab.get_by_text("demo (8)").wait_for()
     head = tab.locator("header").bounding_box()["height"]
     assert head < 300
+    tab.locator(".card svg").first.hover(position={"x": 300, "y": 80})
+    tab.get_by_text("at step 9, 1").wait_for()  # the other runs ended before
     choose(tab, "Compare")
     tab.get_by_text("names the first difference of up to five runs").wait_for()
     tab.get_by_role("cell", name="actor/entropy").wait_for()
