@@ -103,6 +103,15 @@ def test_a_command_gets_its_arguments(monkeypatch, capsys, tmp_path):
     assert "holds no board.sqlite" in capsys.readouterr().err
 
 
+def test_the_doctor_names_options_that_nobody_can_read():
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    assert doctor.main(["actor_rollout_ref.actor.optim.betas=[0.9"], console) == 1
+    assert "a value is no YAML: expected ',' or ']'" in output.getvalue()
+    assert doctor.main(["trainer.devcie=cpu"], console) == 1
+    assert "error  unknown option trainer.devcie\n" in output.getvalue()
+
+
 def test_the_doctor_finds_this_machine_fit_to_train():
     output = io.StringIO()
     assert doctor.main([], Console(file=output, width=200)) == 0

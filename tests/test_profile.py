@@ -1,8 +1,9 @@
 """`python -m verl.profile` tells where the time of a run went, down to operations."""
 
 from tests.toy import ACTOR, make_toy, toy_run
+from verl.board.reader import one_run
 from verl.board.store import Step, StoreWriter
-from verl.profile import main, operations
+from verl.profile import chosen_steps, main, operations
 
 
 def event(name, ts, dur, tid=1):
@@ -44,6 +45,11 @@ def test_a_recorded_and_profiled_run_is_told_as_tables(tmp_path, capsys):
     assert "step_step2_rank0" in capsys.readouterr().out
     assert main([str(tmp_path / "run" / "checkpoints"), "--steps", "7:9"]) == 2
     assert "has no step in 7:9" in capsys.readouterr().err
+    store = one_run(tmp_path / "run" / "checkpoints")
+    for span, steps in (("1", [1]), ("2:", [2]), (":1", [1]), (None, [1, 2])):
+        assert [entry["step"] for entry in chosen_steps(store, span)] == steps
+    assert main([str(tmp_path / "run" / "checkpoints"), "--steps", "last"]) == 2
+    assert "--steps is 'last'; write first:last" in capsys.readouterr().err
 
 
 def test_a_folder_with_neither_is_named(tmp_path, capsys):

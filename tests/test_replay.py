@@ -91,6 +91,14 @@ def test_what_is_missing_is_named(run, tmp_path, capsys):
     assert "has no step 9; it has 1 to 3" in capsys.readouterr().err
     assert main([str(folder), "--step", "2", "--algorithm", "gpso"]) == 2
     assert "must be an advantage estimator (" in capsys.readouterr().err
+    assert main([str(folder), "--step", "2", "actor.clip_ratoi=0.1"]) == 2
+    assert "did you mean actor_rollout_ref.actor.clip_ratio?" in capsys.readouterr().err
+    assert main([str(folder), "--step", "2", "actor.optim.betas=[0.9"]) == 2
+    assert "is no YAML: expected ',' or ']'" in capsys.readouterr().err
+    assert main([str(folder), "--step", "2", "--algorithm", "gae"]) == 2
+    assert "need a critic, and the run trained none" in capsys.readouterr().err
+    assert main([str(folder), "--step", "2", "--algorithm", "dro"]) == 2
+    assert "error: the policy loss dro needs policy_loss.dro_beta" in capsys.readouterr().err
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copy(folder / FILE_NAME, alone)

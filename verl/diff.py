@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from verl.board.compare import first_difference
-from verl.board.reader import NoStore, one_run
+from verl.board.reader import one_run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,14 +18,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         ours, theirs = (one_run(path) for path in (options.first, options.second))
-    except NoStore as error:
+        common = {e["step"] for e in ours.steps()} & {e["step"] for e in theirs.steps()}
+        if not common:
+            raise ValueError("the runs have no step in common")
+        found = first_difference(ours, theirs)
+    except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    common = {e["step"] for e in ours.steps()} & {e["step"] for e in theirs.steps()}
-    if not common:
-        sys.stderr.write("error: the runs have no step in common\n")
-        return 2
-    found = first_difference(ours, theirs)
     if found is None:
         first, last = min(common), max(common)
         sys.stdout.write(f"equal in all {len(common)} steps that both have ({first} to {last})\n")

@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
 from rich.text import Text
+from yaml import MarkedYAMLError
 
 from verl.config.effects import without_effect
 from verl.config.load import load_config
@@ -222,6 +223,10 @@ def check_configuration(overrides: Sequence[str]) -> Iterator[Finding]:
     except OmegaConfBaseException as error:
         yield Finding("configuration", BAD, str(error).partition("\n")[0], "write key=value")
         return
+    except MarkedYAMLError as error:
+        found = f"a value is no YAML: {error.problem}"
+        yield Finding("configuration", BAD, found, "quote it, or close what it opens")
+        return
     config = loaded.config
     faults = validate(config, loaded.user_set, known_faults=loaded.faults)
     faults += [*row_faults(config), *layout_faults(config)]
@@ -265,7 +270,8 @@ def show(finding: Finding, console: Console) -> None:
     """One line for what was found, one below it for the remedy."""
     mark = Text(f"{finding.state:7}", style=STYLES[finding.state])
     name, found = printable(finding.name), printable(finding.found)
-    text = found if found.startswith(name) else f"{name:13} {found}"
+    is_told = found.startswith((name, f"unknown option {name}"))
+    text = found if is_told else f"{name:13} {found}"
     console.print(mark + Text(text), soft_wrap=True)
     if finding.remedy:
         console.print(Text(f"{'':7}-> {printable(finding.remedy)}"), soft_wrap=True)

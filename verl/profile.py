@@ -7,6 +7,7 @@ time, without that of the operations they call.
 """
 
 import argparse
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,7 +71,10 @@ def memory_table(steps: Sequence[Mapping[str, Any]]) -> Table | None:
 
 
 def chosen_steps(store: StoreReader, span: str | None) -> list[dict[str, Any]]:
-    first, _, last = (span or ":").partition(":")
+    if re.fullmatch(r"\d+|\d*:\d*", span or ":") is None:
+        raise ValueError(f"--steps is {span!r}; write first:last, such as 10:20, or one step")
+    first, colon, last = (span or ":").partition(":")
+    last = last if colon else first
     steps = [entry for entry in store.steps() if entry["step"] > 0]
     chosen = [
         entry
@@ -181,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m verl.profile", description=(__doc__ or "").partition("\n")[0]
     )
     root.add_argument("run", help="folder of a run, or of profiles")
-    root.add_argument("--steps", help="first:last, e.g. 10:20")
+    root.add_argument("--steps", help="first:last, e.g. 10:20, or one step")
     root.add_argument("--top", type=int, default=15, help="operations to list")
     return root
 

@@ -16,7 +16,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,21 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from yaml import MarkedYAMLError
 
 from verl.algos.registry import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.board.compare import MACHINE_METRICS
 from verl.board.reader import NoStore, StoreReader, one_run
 from verl.board.recorder import COLUMNS
 from verl.board.store import Sample
+from verl.config.faults import ConfigError
 from verl.config.load import load_config
 from verl.config.ppo import PPOConfig
-from verl.config.roles import async_mode
+from verl.config.roles import async_mode, needs_critic
 from verl.protocol import DataProto
 from verl.protocol.padded import SESSION_UID, Padding, padded_columns
 from verl.protocol.trajectory import Segment, Trajectory, response_segments
+from verl.single_controller.base.failures import WorkerError
 from verl.trainer.main_replay import DIFFERENT, MISTAKE, QUIET, SAME
 from verl.trainer.ppo.context import StepContext, object_array
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -224,7 +227,11 @@ def replay_config(request: Request, folder: Path) -> PPOConfig:
     values.critic.pop(
         "model_config", None
     )  # set by the run, and as an option an older name of model
+    recorded = load_config(values, PPOConfig).faults  # keys that the run added with +
     values.merge_with_dotlist(request.overrides)
+    faults = load_config(values, PPOConfig).faults
+    if mistakes := [fault for fault in faults if fault not in recorded]:
+        raise ConfigError(mistakes)
     quiet: dict[str, Any] = {**QUIET, "default_local_dir": str(folder), "resume_mode": "disable"}
     if request.checkpoint is not None:
         quiet |= {"resume_mode": "resume_path", "resume_from_path": str(request.checkpoint)}
@@ -302,23 +309,23 @@ def differences(request: Request, remade: Remade) -> list[str]:
 
 def what_if(real: Remade, other: Remade) -> Table:
     """What the step did, and what the other settings would have done."""
-    table = Table("", "as it was", "instead", "")
+    table = Table("", "as it was", "instead")
     masks = [one.batch.batch["response_mask"].bool() for one in (real, other)]
     values = [
         one.batch.batch["advantages"][mask] for one, mask in zip((real, other), masks, strict=True)
     ]
-    rows = [("advantage, mean", *(v.mean().item() for v in values), "")]
-    rows.append(("advantage, mean size", *(v.abs().mean().item() for v in values), ""))
-    rows.append(("advantage, largest size", *(v.abs().max().item() for v in values), ""))
+    rows = [("advantage, mean", *(v.mean().item() for v in values))]
+    rows.append(("advantage, mean size", *(v.abs().mean().item() for v in values)))
+    rows.append(("advantage, largest size", *(v.abs().max().item() for v in values)))
     turned = (values[0].sign() != values[1].sign()).float().mean().item()
     rows += [
-        (name, float(real.metrics[name]), float(other.metrics[name]), "")
+        (name, float(real.metrics[name]), float(other.metrics[name]))
         for name in SHOWN
         if name in real.metrics and name in other.metrics
     ]
-    for name, a, b, note in rows:
-        table.add_row(name, f"{a:.6g}", f"{b:.6g}", note)
-    table.add_row("tokens whose advantage has another sign", "", f"{turned:.1%}", "")
+    for name, a, b in rows:
+        table.add_row(name, f"{a:.6g}", f"{b:.6g}")
+    table.add_row("tokens whose advantage has another sign", "", f"{turned:.1%}")
     for name, a, b in (
         ("gradient of the first optimizer step", real.gradient, other.gradient),
         ("change of the weights", real.change, other.change),
@@ -326,7 +333,7 @@ def what_if(real: Remade, other: Remade) -> Table:
         shown = "not in this process: set trainer.n_gpus_per_node=1"
         if a is not None and b is not None:
             shown = f"{cosine(a, b):.6f}"
-        table.add_row(f"cosine, {name}", "1", shown, "")
+        table.add_row(f"cosine, {name}", "1", shown)
     return table
 
 
@@ -346,15 +353,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         overrides = overrides_of(options.algorithm, options.options)
         request = request_of(Path(options.run).expanduser(), options.step)
+        changed = replace(request, overrides=overrides)
         with tempfile.TemporaryDirectory() as folder:
+            # A mistake is refused before anything is made.
+            was, wanted = (replay_config(one, Path(folder)) for one in (request, changed))
+            if needs_critic(wanted) and not needs_critic(was):
+                raise ValueError(
+                    "these options need a critic, and the run trained none; choose an advantage "
+                    "estimator that works without"
+                )
             real, start = remake(request, Path(folder) / "real")
             found = differences(request, real)
             if overrides:
-                changed = Request(
-                    store=request.store, step=request.step, checkpoint=start, overrides=overrides
-                )
+                changed = replace(changed, checkpoint=start)
                 other, _ = remake(changed, Path(folder) / "other")
                 Console().print(what_if(real, other))
+    except MarkedYAMLError as error:
+        sys.stderr.write(f"error: the value of an option is no YAML: {error.problem}\n")
+        return MISTAKE
+    except WorkerError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        sys.stderr.write(f"error: {error.__cause__}\n")  # what a loss needs and the options lack
+        return MISTAKE
     except (ValueError, OSError, CheckpointError, NoStore) as error:
         sys.stderr.write(f"error: {error}\n")
         return MISTAKE

@@ -6,6 +6,7 @@ import socket
 import urllib.error
 import urllib.request
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -169,6 +170,26 @@ def test_equal_runs_are_equal_and_a_missing_one_is_named(run, tmp_path, capsys):
     assert diff([str(folder), str(folder)]) == 2
     assert "holds 2 runs" in capsys.readouterr().err
     assert command.main([str(tmp_path)]) == 2
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch):
+    for place, name in (("a/grpo", "demo"), ("b/grpo", "demo"), ("c", "other")):
+        StoreWriter(tmp_path / place, facts={"name": name}, decode=str, max_bytes=1 << 20).close()
+    monkeypatch.chdir(tmp_path)
+    paths = [Path("a"), tmp_path / "b", tmp_path / "c"]
+    names = [run["name"] for run in Board(paths).runs({})]
+    assert names == ["demo (a/grpo)", "demo (b/grpo)", "other"]
+
+
+def test_a_store_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys):
+    StoreWriter(tmp_path / "good", facts={"name": "good"}, decode=str, max_bytes=1 << 20).close()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / FILE_NAME).write_text("not a database, but long enough to be one")
+    assert [run["name"] for run in Board([tmp_path]).runs({})] == ["good"]
+    assert command.main([str(tmp_path), "--export", str(tmp_path / "page.html")]) == 0
+    assert "note: left out: " in capsys.readouterr().err
+    assert command.main([str(tmp_path / "bad")]) == 2
+    assert "cannot be read as the store of a run" in capsys.readouterr().err
 
 
 def test_no_text_in_an_export_begins_a_tag_or_a_comment(monkeypatch):

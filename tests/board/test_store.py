@@ -6,15 +6,16 @@ import sqlite3
 import numpy as np
 import pytest
 
+from verl import diff
 from verl.board.compare import first_difference
 from verl.board.reader import NoStore, StoreReader, stores_below
 from verl.board.store import FILE_NAME, Sample, Step, StoreWriter, plain_numbers
 
 
-def writer(folder, *, max_bytes=1 << 30, first_step=0):
+def writer(folder, *, max_bytes=1 << 30, first_step=0, **facts):
     return StoreWriter(
         folder,
-        facts={"name": "run", "total_steps": 3},
+        facts={"name": "run", "total_steps": 3, **facts},
         decode=lambda token: f"<{token}>",
         max_bytes=max_bytes,
         first_step=first_step,
@@ -71,13 +72,31 @@ def test_numbers_that_are_not_finite_stay_readable(tmp_path):
     assert entry["metrics"] == {"actor/kl_loss": "nan"}
 
 
+def test_what_the_page_reads_is_json_whatever_went_wrong(tmp_path):
+    store = writer(tmp_path, settings={"limit": float("inf")})
+    odd = sample(advantage=(np.nan, -np.inf), extras={"acc": float("nan")})
+    odd.score = float("inf")
+    store.add(step(1, odd))
+    store.close()
+    reader = StoreReader(tmp_path / FILE_NAME)
+    (row,) = reader.samples()["rows"]
+    whole = reader.sample(row["id"])
+    json.dumps([row, whole, reader.summary()], allow_nan=False)
+    assert row["score"] == "inf"
+    assert whole["columns"]["advantage"] == ["nan", "-inf"]
+    assert whole["extras"] == {"acc": "nan"}
+    assert np.isnan(reader.sample(row["id"], digits=None)["columns"]["advantage"][0])
+
+
 def test_samples_are_found_by_text_step_and_phase(tmp_path):
     store = writer(tmp_path)
     store.add(step(1, sample(response="Seven"), sample(response="eight", phase="validation")))
-    store.add(step(2, sample(response="seventeen")))
+    store.add(step(2, sample(response="seventeen, Über 100% \\_")))
     store.close()
     reader = StoreReader(tmp_path / FILE_NAME)
     assert reader.samples(text="SEVEN")["count"] == 2
+    assert reader.samples(text="100%")["count"] == reader.samples(text="\\_")["count"] == 1
+    assert reader.samples(text="ÜBER")["count"] == reader.samples(text="über")["count"] == 1
     assert reader.samples(text="seven", step=2)["count"] == 1
     assert reader.samples(phase="validation")["rows"][0]["response"] == "eight"
     assert reader.samples(limit=1, offset=1)["count"] == 3
@@ -123,6 +142,19 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         StoreReader(tmp_path / FILE_NAME)
 
 
+def test_a_damaged_store_is_named(tmp_path, capsys):
+    store = writer(tmp_path)
+    store.add(step(1, sample()))
+    store.close()
+    path = tmp_path / FILE_NAME
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
+    with pytest.raises(NoStore, match=r"cannot be read as the store of a run: .* malformed"):
+        StoreReader(path)
+    assert diff.main([str(tmp_path), str(tmp_path)]) == 2
+    assert "malformed" in capsys.readouterr().err
+
+
 def stored(folder, *samples, metrics=None):
     store = writer(folder)
     store.add(step(1, sample("1-0")))
@@ -146,6 +178,7 @@ def test_two_runs_are_compared_down_to_the_first_token_that_differs(tmp_path):
     assert first_difference(*nan) is None
     fewer = stored(tmp_path / "e", sample("2-0"))
     assert "sample 1 is in the first run only" in str(first_difference(ours, fewer))
+    assert first_difference(ours, stored(tmp_path / "j")) is None, "its samples were removed"
     metric = stored(tmp_path / "f", sample("2-0"), sample("2-1"), metrics={"actor/lr": 2.0})
     assert str(first_difference(ours, metric)).startswith("step 2: actor/lr: None against 2.0")
 

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # an open one keeps an event loop: asyncio.run would fail elsewhere
 def browser() -> Iterator[Any]:
     pytest.importorskip("playwright.sync_api")
     if executable() is None:

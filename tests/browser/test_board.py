@@ -161,13 +161,15 @@ def test_time_health_and_comparison_have_something_to_say(page):
     page.get_by_text("gen 50.0%").first.wait_for()
     choose(page, "Health")
     page.get_by_text("tripwire/entropy_collapsed").first.wait_for()
+    assert page.locator(".events th").first.bounding_box()["height"] < 40, "a word is broken"
     choose(page, "Compare")
     page.get_by_text("First difference: step 1: critic/score/mean: 0.02 against 0.12").wait_for()
 
 
 def test_a_step_appears_by_itself_when_it_is_committed(browser, tmp_path):
     store = StoreWriter(tmp_path, facts={"name": "live"}, decode=str, max_bytes=1 << 20)
-    store.add(Step(number=1, metrics={"actor/entropy": 2.0}, seconds={"gen": 1.0}))
+    metrics = {"actor/entropy": 2.0, "training/epoch": 1.0}
+    store.add(Step(number=1, metrics=metrics, seconds={"gen": 1.0}))
     store.close()
     store = StoreWriter(
         tmp_path, facts={"name": "live"}, decode=str, max_bytes=1 << 20, first_step=1
@@ -178,11 +180,95 @@ def test_a_step_appears_by_itself_when_it_is_committed(browser, tmp_path):
         tab.set_default_timeout(PATIENCE)
         tab.goto(page_address(running))
         tab.get_by_text("actor/entropy").first.wait_for()
-        store.add(Step(number=2, metrics={"actor/entropy": 1.0}, seconds={"gen": 1.0}))
+        tab.get_by_text("training (1)").click()
+        store.add(Step(number=2, metrics=metrics, seconds={"gen": 1.0}))
         tab.get_by_text("step 2", exact=True).wait_for()
+        tab.get_by_text("training/epoch").wait_for()  # what was unfolded stays so
+        store.close()
+        store = StoreWriter(
+            tmp_path, facts={"name": "live"}, decode=str, max_bytes=1 << 20, first_step=0
+        )
+        store.add(Step(number=1, metrics={"actor/kl_loss": 1.0}, seconds={"gen": 1.0}))
+        tab.get_by_text("actor/kl_loss").wait_for()
+        assert tab.get_by_text("actor/entropy").count() == 0, "a step of the lost attempt"
         tab.close()
         board.close()
     store.close()
+
+
+def test_a_run_that_went_wrong_is_shown(browser, tmp_path):
+    store = StoreWriter(
+        tmp_path, facts={"name": "night"}, decode=lambda token: f"t{token} ", max_bytes=1 << 20
+    )
+    for number, num_errors in ((1, 3.0), (2, 0.0)):
+        metrics = {
+            "reward/num_errors": num_errors,
+            "actor/grad_norm": float("inf"),
+            "trainer/idle_ratio": number / 4,
+        }
+        (sample, *_) = samples(number)
+        sample.columns["advantage"][:] = [float("nan"), *[1.0] * 39]
+        step = Step(number=number, metrics=plain_numbers(metrics), seconds={}, samples=[sample])
+        store.add(step)
+    store.close()
+    path = tmp_path / "page.html"
+    path.write_text(Board([tmp_path]).exported(2), encoding="utf-8")
+    tab = browser.new_page()
+    tab.set_default_timeout(PATIENCE)
+    tab.goto(path.as_uri())
+    tab.get_by_text("Infinity").first.wait_for()
+    choose(tab, "Samples")
+    tab.locator(".sample").first.click()
+    tab.get_by_text("1 to 1, 1 not finite").wait_for()
+    choose(tab, "Health")
+    tab.get_by_text("reward/num_errors: 3").wait_for()
+    tab.get_by_text("trainer idle 38% of the time").wait_for()
+    tab.close()
+
+
+def test_many_runs_leave_room_on_a_telephone(browser, tmp_path):
+    for number in range(9):
+        store = StoreWriter(
+            tmp_path / str(number), facts={"name": "demo"}, decode=str, max_bytes=1 << 20
+        )
+        metrics = {"actor/entropy": float(number)}
+        store.add(Step(number=1, metrics=metrics, seconds={}, samples=list(samples(1))[:20]))
+        if number == 0:
+            store.add(Step(number=9, metrics=metrics, seconds={}))
+        store.close()
+    path = tmp_path / "page.html"
+    path.write_text(Board([tmp_path]).exported(20), encoding="utf-8")
+    tab = browser.new_page(viewport={"width": 390, "height": 700})
+    tab.set_default_timeout(PATIENCE)
+    tab.goto(path.as_uri())
+    tab.get_by_text("demo (8)").wait_for()
+    head = tab.locator("header").bounding_box()["height"]
+    assert head < 300
+    tab.locator(".card svg").first.hover(position={"x": 300, "y": 80})
+    tab.get_by_text("at step 9, 1").wait_for()  # the other runs ended before
+    choose(tab, "Compare")
+    tab.get_by_text("names the first difference of up to five runs").wait_for()
+    tab.get_by_role("cell", name="actor/entropy").wait_for()
+    choose(tab, "Samples")
+    tab.locator(".sample").first.click()
+    tab.locator("#detail .tokens").first.wait_for()
+    top = "document.getElementById('detail').getBoundingClientRect().top"
+    tab.wait_for_function(f"Math.abs({top} - {head}) < 40")  # below the head, not behind it
+    tab.close()
+
+
+def test_a_sample_that_is_not_in_the_file_is_said_to_be_left_out(browser, board, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(board.exported(1), encoding="utf-8")
+    tab = browser.new_page()
+    tab.set_default_timeout(PATIENCE)
+    tab.goto(path.as_uri())
+    choose(tab, "Samples")
+    tab.evaluate("state.open = [0, 2]")
+    choose(tab, "Samples")
+    tab.get_by_text("holds only some samples").wait_for()
+    assert tab.locator(".sample").count() > 0, "the list is still there"
+    tab.close()
 
 
 def test_pictures_of_the_documentation_are_drawn(browser, exported, tmp_path):

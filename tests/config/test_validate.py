@@ -552,6 +552,19 @@ def test_a_device_that_is_not_here_is_named_unless_the_run_is_elsewhere(monkeypa
     assert not any(text.startswith("trainer.device") for text in ray)
 
 
+def test_a_profiler_of_devices_is_refused_on_a_cpu():
+    nsys = {
+        "global_profiler.tool": "nsys",
+        "global_profiler.steps": [1],
+        f"{A}.profiler.enable": True,
+        "trainer.device": "cpu",
+    }
+    text = "global_profiler.tool is nsys, which records a device, and trainer.device is cpu"
+    assert any(one.startswith(text) for one in relations(nsys))
+    for change in ({"global_profiler.tool": "torch"}, {"trainer.device": "cuda"}):
+        assert not any("records a device" in one for one in relations({**nsys, **change}))
+
+
 def test_the_package_of_a_trace_back_end_must_be_here(monkeypatch):
     monkeypatch.setattr(validate_machine, "find_spec", lambda name: None)
     assert any("trace.backend is" in text for text in machine({f"{R}.trace.backend": "weave"}))

@@ -255,7 +255,7 @@ def test_a_file_opens_in_perfetto_and_nests_spans_in_the_lane_of_their_trajector
     async def sample(number):
         with rollout_trace_attr(sample_index=number, step=7):
             await Agent().generate("hi")
-            await journalled("tool", {"name": "search"}, reply)
+            await journalled("tool", {"name": "search", "limit": float("inf")}, reply)
 
     async def reply():
         return {"text": "found"}
@@ -266,8 +266,10 @@ def test_a_file_opens_in_perfetto_and_nests_spans_in_the_lane_of_their_trajector
     asyncio.run(both())
     with pytest.raises(ValueError, match="nothing"):
         Agent().score("")
-    text = (tmp_path / "trace.json").read_text()
-    events = json.loads(text.rstrip().rstrip(",") + "]")  # as viewers read a cut file
+    path = tmp_path / "trace.json"
+    events = json.loads(path.read_text() + "]")  # as viewers read the file of a killed run
+    RolloutTraceConfig.reset()
+    assert json.loads(path.read_text()) == events
     lanes = {}
     for event in events:
         lanes.setdefault(event["tid"], []).append(event)
@@ -276,7 +278,7 @@ def test_a_file_opens_in_perfetto_and_nests_spans_in_the_lane_of_their_trajector
     for generate, tool, whole in of_trajectories:
         names = [generate["name"], tool["name"], whole["name"]]
         assert names == ["Agent.generate", "tool", "rollout_trace"]
-        assert tool["args"] == {"name": "search", "output": {"text": "found"}}
+        assert tool["args"] == {"name": "search", "limit": "inf", "output": {"text": "found"}}
         assert whole["ts"] <= generate["ts"] <= tool["ts"]
         assert tool["ts"] + tool["dur"] <= whole["ts"] + whole["dur"] + 1
     (failed,) = [event for event in events if event["name"] == "Agent.score"]

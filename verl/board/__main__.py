@@ -20,6 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
         board = Board(options.runs)
     except NoStore as error:
         return refused(str(error))
+    for reason in board.unreadable.values():
+        sys.stderr.write(f"note: left out: {reason}\n")
     if options.export is not None:
         return export(board, options.export, options.samples)
     try:
@@ -36,10 +38,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def export(board: Board, file: Path, num_samples: int) -> int:
-    text = board.exported(num_samples)
     try:
+        text = board.exported(num_samples)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
+    except NoStore as error:
+        return refused(str(error))
     except OSError as error:
         return refused(f"--export {file} cannot be written: {error.strerror}; name another file")
     sys.stdout.write(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)\n")

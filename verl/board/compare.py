@@ -48,6 +48,8 @@ def first_difference(ours: StoreReader, theirs: StoreReader) -> Difference | Non
 
 def sample_difference(ours: StoreReader, theirs: StoreReader, step: int) -> Difference | None:
     for row, (a, b) in enumerate(zip_longest(ours.trained(step), theirs.trained(step))):
+        if row == 0 and (a is None or b is None):
+            return None  # left out or removed (retention); what is left to compare are metrics
         if a is None or b is None:
             there, gone = (
                 ("the second run", "the first") if a is None else ("the first run", "the second")

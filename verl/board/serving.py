@@ -8,7 +8,9 @@ that is printed: the page reads it there, and no log ever holds it.
 """
 
 import json
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.board.compare import first_difference
-from verl.board.reader import NoStore, StoreReader, declared_metrics, stores_below
+from verl.board.reader import NoStore, StoreReader, declared_metrics, plain, stores_below
 from verl.utils.json_server import Events, JsonServer, Refusal
 
 DATA_MARK = "<!-- data -->"
@@ -35,15 +37,23 @@ class Board:
         """`paths` are stores, folders of runs, or folders with several of them."""
         self._paths = list(paths)
         self._readers: dict[Path, StoreReader] = {}
+        self.unreadable: dict[Path, str] = {}
+        """Stores that are damaged, of another version or not begun yet, and why."""
+
         self._is_closed = threading.Event()
         self._find()
 
     def _find(self) -> list[StoreReader]:
         """A reader for every store, those that were begun meanwhile included."""
-        for path in self._paths:
-            for store in stores_below(path):
-                if store not in self._readers:
+        for store in (store for path in self._paths for store in stores_below(path)):
+            if store not in self._readers:
+                try:
                     self._readers[store] = StoreReader(store)
+                    self.unreadable.pop(store, None)
+                except NoStore as error:
+                    self.unreadable[store] = str(error)
+        if self._paths and not self._readers:
+            raise NoStore("; ".join(self.unreadable.values()))
         return list(self._readers.values())
 
     def _run(self, question: Mapping[str, Any], name: str = "run") -> StoreReader:
@@ -53,7 +63,14 @@ class Board:
         return readers[number]
 
     def runs(self, question: Mapping[str, Any]) -> Any:
-        return [reader.summary() for reader in self._find()]
+        readers = self._find()
+        summaries = [reader.summary() for reader in readers]
+        counts = Counter(summary["name"] for summary in summaries)
+        folders = [reader.path.resolve().parent for reader in readers]
+        for folder, summary in zip(folders, summaries, strict=True):
+            if counts[summary["name"]] > 1:  # the folder tells them apart
+                summary["name"] += f" ({folder.relative_to(os.path.commonpath(folders))})"
+        return summaries
 
     def metrics(self, question: Mapping[str, Any]) -> Any:
         return declared_metrics()
@@ -79,7 +96,7 @@ class Board:
 
     def compare(self, question: Mapping[str, Any]) -> Any:
         found = first_difference(self._run(question, "first"), self._run(question, "second"))
-        return None if found is None else {**asdict(found), "text": str(found)}
+        return None if found is None else plain({**asdict(found), "text": str(found)})
 
     def changes(self, question: Mapping[str, Any]) -> Events:
         """The runs' newest steps, now and whenever there is a newer one."""

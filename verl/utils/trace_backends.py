@@ -2,12 +2,14 @@
 when it is chosen.
 
 `file` writes what Perfetto (ui.perfetto.dev) and chrome://tracing open, without any service: a line
-per span, so a run that is killed leaves all but its last. A trajectory has a lane of its own while
-it lasts; what belongs to none (grades, weight updates) has the lane of its thread.
+per span, so a run that is killed leaves all that had ended (both open a list without an end). A
+trajectory has a lane of its own while it lasts; what belongs to none (grades, weight updates) has
+the lane of its thread.
 """
 
 import heapq
 import json
+import math
 import threading
 import time
 import uuid
@@ -43,7 +45,8 @@ class FileBackend(TraceBackend):
         self.path = self.client = free_path(folder)
         self._lock = threading.Lock()
         self._file: TextIO = self.path.open("w", buffering=1)
-        self._file.write("[\n")
+        self._file.write("[")
+        self._num_spans = 0
         self._free_lanes: list[int] = []
         self._num_lanes = 0
         self._thread_lanes: dict[int, int] = {}
@@ -98,9 +101,12 @@ class FileBackend(TraceBackend):
                 "dur": (time.time_ns() - start) / 1000,
                 "args": arguments,
             }
-            self._file.write(f"{json.dumps(event)},\n")
+            separator = "\n" if self._num_spans == 0 else ",\n"
+            self._num_spans += 1
+            self._file.write(f"{separator}{json.dumps(event)}")  # flushed, for it has a newline
 
     def close(self) -> None:
+        self._file.write("\n]\n")
         self._file.close()
 
 
@@ -123,8 +129,10 @@ def brief(value: Any) -> Any:
     """Plain JSON of bounded size: long texts are cut, token ids become their number."""
     if isinstance(value, _Sampled):
         return {"num_tokens": len(value.token_ids), "stop_reason": str(value.stop_reason)}
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | int):
         return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(key): brief(entry) for key, entry in list(value.items())[:50]}
     if isinstance(value, list | tuple) and len(value) <= 8:

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import subprocess
@@ -124,6 +125,16 @@ def test_hf_and_native_give_the_same_greedy_responses(model, source, tmp_path):
         (engine,) = start_engines(config, model, num_batches=1, dtype="auto").rollouts
         found.append(generated(config, engine))
     assert found[0] == found[1]
+
+
+def test_it_generates_in_a_notebook_whose_event_loop_waits_for_the_cell(model, source, tmp_path):
+    config = config_of(model, source, tmp_path / "answers", n_samples=1)
+    (engine,) = start_engines(config, model, num_batches=1, dtype="auto").rollouts
+
+    async def cell():
+        return generated(config, engine)
+
+    assert len(asyncio.run(cell())) == NUM_ROWS
 
 
 def command(model, source, output, *more):

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -223,7 +224,11 @@ class RunningBatch:
         self._ended = ended
         self._lock = threading.Lock()
         self._num_running = len(requests)
-        self._futures = {row: fleet.submit(request) for row, request in requests.items()}
+        # At once, not at the end of a turn: the event loop of a notebook waits for this thread.
+        with ExitStack() as together:
+            for engine in fleet.engines:
+                together.enter_context(engine.together())
+            self._futures = {row: fleet.submit(request) for row, request in requests.items()}
         for future in self._futures.values():
             future.add_done_callback(self._end)
         if not requests:
