@@ -47,7 +47,7 @@ def recorded(folder: Path, name: str, shift: float) -> None:
         facts={
             "name": f"demo/{name}",
             "total_steps": STEPS,
-            "settings": {"trainer": {"board": True}},
+            "settings": {"trainer": {"board": True, "experiment_name": name}},
         },
         decode=lambda token: f"t{token} ",
         max_bytes=1 << 30,
@@ -123,7 +123,7 @@ def test_curves_of_all_runs_are_drawn_and_found_by_name(page):
     card = page.locator(".card", has_text="critic/score/mean").first
     assert card.locator("svg path").count() == 2
     page.get_by_label("Find metrics").fill("entropy")
-    page.get_by_text("1 metrics").wait_for()
+    page.get_by_text("1 metric", exact=True).wait_for()
     page.get_by_role("checkbox").nth(1).uncheck()
     assert page.locator(".card svg path").count() == 1
     page.get_by_label("Find metrics").fill("kl_loss")
@@ -136,6 +136,8 @@ def test_samples_are_searched_and_opened_token_by_token(page):
     page.locator("#detail .tokens span").first.wait_for()
     assert page.locator("#detail .tokens span").count() == 40
     assert page.locator("#detail .tokens span.tool").count() == 4
+    assert page.locator(".sample").first.get_attribute("aria-current") == "true"
+    assert page.locator(".sample[aria-current=true]").count() == 1
     shade = "getComputedStyle(document.querySelector('#detail .tokens span')).backgroundColor"
     before = page.evaluate(shade)
     page.get_by_label("Colour tokens by").select_option("log_prob")
@@ -151,7 +153,7 @@ def test_a_needle_in_10_000_samples_is_found(browser, server):
     tab.get_by_role("tab", name="Samples").click()
     tab.get_by_text("10000 samples").wait_for()
     tab.get_by_label("Find in prompts and responses").fill("NEEDLE")
-    tab.get_by_text("1 samples").wait_for()
+    tab.get_by_text("1 sample", exact=True).wait_for()
     assert "step 17" in tab.locator(".sample").inner_text()
     tab.close()
 
@@ -164,6 +166,22 @@ def test_time_health_and_comparison_have_something_to_say(page):
     assert page.locator(".events th").first.bounding_box()["height"] < 40, "a word is broken"
     choose(page, "Compare")
     page.get_by_text("First difference: step 1: critic/score/mean: 0.02 against 0.12").wait_for()
+    names = page.locator("tr", has_text="trainer.experiment_name").locator("td").all_inner_texts()
+    assert names == ["trainer.experiment_name", '"first"', '"second"']
+    assert page.get_by_text("trainer.board", exact=True).count() == 0, "equal in both"
+
+
+def test_keys_and_fingers_reach_what_a_mouse_does(page):
+    tabs = page.get_by_role("tab")
+    tabs.first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.textContent") == "Compare"
+    page.keyboard.press("ArrowRight")
+    assert tabs.first.get_attribute("aria-selected") == "true"
+    meaning = page.locator(".card .meaning").first
+    assert not meaning.is_visible()
+    page.locator(".card", has=page.locator(".meaning")).first.focus()
+    assert meaning.is_visible()
 
 
 def test_a_step_appears_by_itself_when_it_is_committed(browser, tmp_path):
