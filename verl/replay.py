@@ -356,8 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         changed = replace(request, overrides=overrides)
         with tempfile.TemporaryDirectory() as folder:
             # A mistake is refused before anything is made.
-            was, wanted = (replay_config(one, Path(folder)) for one in (request, changed))
-            if needs_critic(wanted) and not needs_critic(was):
+            wanted = replay_config(changed, Path(folder))
+            if needs_critic(wanted) and not needs_critic(replay_config(request, Path(folder))):
                 raise ValueError(
                     "these options need a critic, and the run trained none; choose an advantage "
                     "estimator that works without"
