@@ -58,7 +58,8 @@ SHOWN = """\
 def settings_on_page(algorithm: Algorithm) -> list[str]:
     """A whole run: the algorithm on GSM8K, on one GPU."""
     data, model = "$HOME/data/gsm8k", "Qwen/Qwen2.5-0.5B-Instruct"
-    own = algorithm.settings if algorithm.advised is None else algorithm.advised
+    pairs = dict(setting.split("=", 1) for setting in algorithm.settings) | algorithm.advised
+    own = [f"{key}={value}" for key, value in pairs.items() if value is not None]
     settings = [
         f"data.train_files={data}/train.parquet data.val_files={data}/test.parquet",
         f"actor_rollout_ref.model.path={model} trainer.n_gpus_per_node=1",

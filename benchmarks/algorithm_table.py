@@ -4,12 +4,14 @@ A new recipe is one entry here. `settings` are options of `main_ppo` beyond thos
 share (`benchmarks.algorithms.COMMON`); `{model}` in them is the folder of the model.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator"
 WHOLE_BATCH = (f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ppo_epochs=1")
+WHOLE_ADVISED = {f"{ACTOR}.ppo_mini_batch_size": "1024", f"{ACTOR}.ppo_epochs": None}
 CLIPS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy")
 
 
@@ -41,8 +43,8 @@ class Algorithm:
     samples: int = 8
     """Responses to a prompt in the page's command; 1 where none is compared with another."""
 
-    advised: tuple[str, ...] | None = None
-    """Settings of the page's command, where those of the toy do not suit a real model."""
+    advised: Mapping[str, str | None] = field(default_factory=dict)
+    """Values in the page's command where those of the toy do not suit a real model; None: none."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -92,13 +94,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         paper="2503.14476",
         what="Clip-higher keeps exploration alive; dynamic sampling spends the update on prompts "
         "that teach something. Samples more than `data.train_batch_size` prompts a step.",
-        advised=(
-            f"{ESTIMATOR}=grpo",
-            "algorithm.filter_groups.enable=true",
-            "algorithm.filter_groups.metric=score",
-            "algorithm.filter_groups.max_num_gen_batches=10",
-            f"{ACTOR}.clip_ratio_high=0.28",
-        ),
+        advised={"algorithm.filter_groups.max_num_gen_batches": "10"},
         watch=("train/num_gen_batches", "train/num_groups_dropped", "actor/entropy"),
         command="recipe.dapo.main_dapo",
         folder="recipe/dapo",
@@ -144,7 +140,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         paper="2505.23585",
         what="The baseline of least variance where longer responses have longer gradients; one "
         "optimizer step per batch, no KL or entropy term.",
-        advised=(f"{ESTIMATOR}=opo", f"{ACTOR}.ppo_mini_batch_size=1024"),
+        advised=WHOLE_ADVISED,
         watch=("actor/grad_norm", "actor/entropy"),
     ),
     "gpg": Algorithm(
@@ -153,11 +149,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         formula="A_i = B / count(r != 0) (r_i - mean_g r),   L = -A log pi",
         paper="2504.02546",
         what="The plain policy gradient, scaled up where few responses earn anything.",
-        advised=(
-            f"{ESTIMATOR}=gpg",
-            f"{LOSS}=gpg",
-            f"{ACTOR}.ppo_mini_batch_size=1024",
-        ),
+        advised=WHOLE_ADVISED,
         watch=("actor/grad_norm", "actor/entropy"),
     ),
     "gspo": Algorithm(
@@ -174,13 +166,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         what="One ratio per sequence, the geometric mean of its tokens': stable for mixtures of "
         "experts. The ratio moves less than a token's, so the clip is narrow (3e-4, 4e-4 for long "
         "responses).",
-        advised=(
-            f"{ESTIMATOR}=grpo",
-            f"{LOSS}=gspo",
-            f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-            f"{ACTOR}.clip_ratio_low=3e-4",
-            f"{ACTOR}.clip_ratio_high=4e-4",
-        ),
+        advised={f"{ACTOR}.clip_ratio_low": "3e-4", f"{ACTOR}.clip_ratio_high": "4e-4"},
         watch=CLIPS,
     ),
     "gmpo": Algorithm(
@@ -237,7 +223,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "-A rho for the others",
         paper="2505.22617",
         what="The same tokens as in Clip-Cov, held back by a KL instead of dropped.",
-        advised=(f"{ESTIMATOR}=grpo", f"{LOSS}=kl_cov"),
+        advised={f"{ACTOR}.policy_loss.kl_cov_ratio": None},
         watch=("actor/entropy", "actor/ppo_kl"),
         command="recipe.entropy.main_entropy",
         folder="recipe/entropy",
@@ -285,13 +271,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         what="Responses of earlier steps take part again, corrected for the policy that sampled "
         "them: more updates per response where sampling is what costs.",
         samples=1,
-        advised=(
-            "trainer.recipe=pf_ppo",
-            f"{ESTIMATOR}=gae",
-            "algorithm.use_pf_ppo=true",
-            "algorithm.pf_ppo.replay_size=2048",
-            "algorithm.rollout_correction.rollout_is=token",
-        ),
+        advised={"algorithm.pf_ppo.replay_size": "2048"},
         watch=("training/replayed_ratio", "rollout_corr/rollout_is_mean", *CLIPS),
         command="recipe.pf_ppo.main_pf_ppo",
         folder="recipe/pf_ppo",

@@ -225,8 +225,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     options.home = options.home.resolve()
     options.deadline = time.monotonic() + options.timeout_seconds - SECONDS_TO_SAVE
-    failed = run_in_order(options.only, options) if options.only else run_page(options)
     results = [options.out / f"{part}.json" for part in ("sft", *itertools.chain(*LANES))]
+    if not options.resume and not options.only:
+        for path in results:  # of an earlier call
+            path.unlink(missing_ok=True)
+    failed = run_in_order(options.only, options) if options.only else run_page(options)
     parts = [json.loads(path.read_text()) for path in results if path.exists()]
     (options.out / "page.json").write_text(json.dumps({"parts": parts}, indent=1) + "\n")
     if failed:
