@@ -208,13 +208,26 @@ def test_kept_keys_and_values_are_compared_with_recomputed_ones_at_every_age(tmp
     assert max(line["recomputed"]["kl"] for line in lines) < 1e-10
 
 
-def test_a_part_of_the_gsm8k_page_that_is_cut_short_keeps_its_curve(tmp_path, monkeypatch):
+def test_a_part_of_the_gsm8k_page_that_is_cut_short_may_save_and_keeps_its_curve(
+    tmp_path, monkeypatch
+):
     line = json.dumps({"step": 5, "data": {gsm8k.ACCURACY: 0.25}})
-    command = f"echo '{line}' > $VERL_FILE_LOGGER_PATH; echo halfway; exec sleep 60"
+    command = f"trap 'echo saved; exit' TERM; echo '{line}' > $VERL_FILE_LOGGER_PATH; "
+    command += "echo halfway; sleep 60 & wait"
     monkeypatch.setattr(gsm8k, "commands", lambda: {"grpo": [command]})
     found = gsm8k.run("grpo", of_gsm8k(tmp_path, deadline=time.monotonic() + 2))
     assert found["steps"] == [{"step": 5, "accuracy": 0.25}]
-    assert found["failure"] == "TimeoutExpired: halfway\n"
+    assert found["failure"] == "TimeoutExpired: halfway\nsaved\n"
+
+
+def test_results_of_an_earlier_call_are_not_taken_for_those_of_this_one(tmp_path, monkeypatch):
+    (tmp_path / "eval.json").write_text('{"part": "eval"}')
+    monkeypatch.setattr(gsm8k, "commands", lambda: {"sft": ["false"]})
+    monkeypatch.setattr("sys.argv", ["gsm8k", "--home", str(tmp_path), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="not done: sft"):
+        gsm8k.main()
+    page = json.loads((tmp_path / "page.json").read_text())
+    assert [part["part"] for part in page["parts"]] == ["sft"]
 
 
 LATEST = "latest_checkpointed_iteration.txt"
