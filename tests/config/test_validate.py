@@ -552,17 +552,26 @@ def test_a_device_that_is_not_here_is_named_unless_the_run_is_elsewhere(monkeypa
     assert not any(text.startswith("trainer.device") for text in ray)
 
 
-def test_a_profiler_of_devices_is_refused_on_a_cpu():
-    nsys = {
-        "global_profiler.tool": "nsys",
-        "global_profiler.steps": [1],
-        f"{A}.profiler.enable": True,
-        "trainer.device": "cpu",
-    }
-    text = "global_profiler.tool is nsys, which records a device, and trainer.device is cpu"
-    assert any(one.startswith(text) for one in relations(nsys))
-    for change in ({"global_profiler.tool": "torch"}, {"trainer.device": "cuda"}):
-        assert not any("records a device" in one for one in relations({**nsys, **change}))
+def test_a_profiler_of_devices_is_refused_on_a_cpu(monkeypatch):
+    def is_refused(**changes):
+        values = {
+            "global_profiler.tool": "nsys",
+            "global_profiler.steps": [1],
+            f"{A}.profiler.enable": True,
+            "trainer.n_gpus_per_node": 1,
+        }
+        texts = machine(values | {f"trainer.{name}": value for name, value in changes.items()})
+        return any(text.startswith("global_profiler.tool is nsys") for text in texts)
+
+    monkeypatch.setattr(validate_machine, "DEVICE_FILES", {"cuda": ("/nonexistent",)})
+    assert is_refused(device="cpu")
+    assert is_refused(device="auto")
+    assert not is_refused(device="auto", controller="ray")
+    monkeypatch.setattr(validate_machine, "DEVICE_FILES", {"cuda": ("/dev/null",)})
+    assert is_refused(device="cpu")
+    assert not is_refused(device="auto")
+    assert not is_refused(device="cuda")
+    assert not [one for one in machine({"trainer.device": "cpu"}) if "global_profiler" in one]
 
 
 def test_the_package_of_a_trace_back_end_must_be_here(monkeypatch):

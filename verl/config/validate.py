@@ -51,8 +51,6 @@ MANAGERS_THAT_ASK_A_FUNCTION = (
 )  # fmt: skip
 """Reward managers of ours that do nothing where a model's score is the reward."""
 
-DEVICE_PROFILERS = ("nsys", "npu", "torch_memory")
-
 
 def validate(
     config: BaseConfig,
@@ -95,7 +93,6 @@ def relation_faults(
         yield from rollout_faults(config)
         yield from async_faults(config)
         yield from loader_faults(config)
-        yield from profiler_faults(config)
         yield from distillation_faults(config)
         yield from component_faults(config)
         yield from algorithm_faults(config, names_are_open=names_are_open)
@@ -445,16 +442,6 @@ def sentences(config: Any) -> Iterator[str]:
         yield f"{key} is passed on; whether the engine takes it shows when it starts"
     if config.trainer.save_freq < 1 and (config.trainer.total_training_steps or 2) > 1:
         yield "no checkpoint is saved: trainer.save_freq is not positive"
-
-
-def profiler_faults(config: Any) -> Iterator[Fault]:
-    profiler = config.actor_rollout_ref.actor.profiler
-    if profiler.enable and profiler.tool in DEVICE_PROFILERS and config.trainer.device == "cpu":
-        text = (
-            f"global_profiler.tool is {profiler.tool}, which records a device, and trainer.device "
-            "is cpu; use global_profiler.tool=torch"
-        )
-        yield Fault(text, ("global_profiler.tool", "trainer.device"))
 
 
 def loader_faults(config: Any) -> Iterator[Fault]:

@@ -45,6 +45,8 @@ DEVICE_FILES = {
     "npu": ("/dev/davinci_manager", "/dev/davinci0"),
 }
 """Of which at least one exists where there is such a device."""
+DEVICE_PROFILERS = ("nsys", "npu", "torch_memory")
+"""Tools that record nothing of a CPU."""
 MODEL_FILES = (
     *("config.json", "generation_config.json", "adapter_config.json", "preprocessor_config.json"),
     *("tokenizer_config.json", "special_tokens_map.json"),
@@ -66,6 +68,7 @@ def machine_faults(config: Any) -> Iterator[Fault]:
         yield from megatron_package_faults(config)
         yield from engine_argument_faults(config)
         yield from controller_faults(config)
+        yield from profiler_faults(config)
     elif isinstance(config, SFTEngineConfig):
         yield from megatron_package_faults(config)
 
@@ -245,14 +248,32 @@ def trace_faults(config: PPOConfig) -> Iterator[Fault]:
         yield Fault(text, (key,), is_about_machine=True)
 
 
+def profiler_faults(config: PPOConfig) -> Iterator[Fault]:
+    profiler, device = config.actor_rollout_ref.actor.profiler, config.trainer.device
+    if not profiler.enable or profiler.tool not in DEVICE_PROFILERS:
+        return
+    is_here = device == "auto" and not ON_RAY.holds(config, config)
+    if device == "cpu" or (is_here and not any(map(has_device, DEVICE_FILES))):
+        means = "" if device == "cpu" else ", which means cpu on this machine"
+        text = (
+            f"global_profiler.tool is {profiler.tool}, which records a device, and trainer.device "
+            f"is {device}{means}; use global_profiler.tool=torch"
+        )
+        keys = ("global_profiler.tool", "trainer.device")
+        yield Fault(text, keys, is_about_machine=True)
+
+
+def has_device(kind: str) -> bool:
+    return any(Path(name).exists() for name in DEVICE_FILES[kind])
+
+
 def device_faults(config: Any) -> Iterator[Fault]:
     """A device that is asked for by name leaves files on its machine; with Ray that is another."""
     if "trainer" not in config or "device" not in config.trainer:
         return
     device = config.trainer.device
-    files = DEVICE_FILES.get(device, ())
     is_elsewhere = isinstance(config, PPOConfig) and ON_RAY.holds(config, config)
-    if files and not is_elsewhere and not any(Path(name).exists() for name in files):
+    if device in DEVICE_FILES and not is_elsewhere and not has_device(device):
         text = (
             f"trainer.device is {shown(device)}, but this machine has none; use "
             "trainer.device=auto or cpu"
